@@ -1,0 +1,46 @@
+# `make test` and `make bench` do everything on a fresh machine: environment, dependencies, build, run.
+# Both pick up what has changed since the last time and cost nothing when nothing has.
+#
+#   make bench ARGS="--device cpu --plot"     arguments for benchmarks/attn.py
+#   make test ARGS="-m 'not slow'"            arguments for pytest
+#   make test TORCH="torch==2.8.0"            another torch
+#   make test PYTHON=python3.12               another interpreter
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+# Folders as well as files, so that a removed file counts as a change. Python sources are used in place.
+SOURCES := $(wildcard csrc csrc/* csrc/*/* build_backend/*.py) setup.py pyproject.toml xlnet_kernels/_version.py
+
+.PHONY: test bench clean FORCE
+
+test: $(VENV)/installed
+	$(VENV)/bin/ruff check .
+	$(RUN) -u -m pytest $(ARGS)
+
+bench: $(VENV)/installed
+	$(RUN) -u benchmarks/attn.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info xlnet_kernels/_C.*.so xlnet_kernels/_build_info.json
+
+# Each stamp holds the choice it was made for, and is written again only when that changes.
+$(VENV)/interpreter: FORCE
+	@echo '$(PYTHON)' | cmp -s - $@ || { \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "$(PYTHON) is missing or older than Python 3.10: name another one with PYTHON=..."; exit 1; }; \
+	  $(PYTHON) -c 'import venv, ensurepip' || \
+	    { echo "$(PYTHON) has no venv module (Debian, Ubuntu: apt-get install python3-venv)"; exit 1; }; \
+	  $(PYTHON) -m venv --clear $(VENV) && echo '$(PYTHON)' > $@; }
+
+$(VENV)/torch: $(VENV)/interpreter FORCE
+	@echo '$(TORCH)' | cmp -s - $@ || { $(RUN) -m pip install '$(TORCH)' && echo '$(TORCH)' > $@; }
+
+$(VENV)/installed: $(VENV)/torch $(SOURCES)
+	@echo "building and installing (log: $(VENV)/install.log) ..."
+	@$(RUN) -m pip install -v -e '.[bench,test]' > $(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
+	@grep '^ *xlnet_kernels: ' $(VENV)/install.log
+	@touch $@

@@ -1,0 +1,114 @@
+"""What the build decides, as plain functions of what it finds: extension or not, CUDA or not, how many jobs.
+
+Imports nothing but the standard library, so that the PEP 517 backend, setup.py and the tests can all use it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from importlib import metadata, util
+from pathlib import Path
+from typing import NamedTuple
+
+MIN_TORCH = (2, 6)
+TORCH_REQUIREMENT = f"torch>={MIN_TORCH[0]}.{MIN_TORCH[1]}"
+# A translation unit that includes torch's headers and many template instances peaks at 1-2 GB.
+BYTES_PER_JOB = 2 * 2**30
+
+
+class Decision(NamedTuple):
+    build: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{'yes' if self.build else 'no'}, because {self.reason}"
+
+
+def torch_version() -> str | None:
+    """Version of the importable torch, found without importing it; None if there is none."""
+    if util.find_spec("torch") is None:
+        return None
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:  # e.g. torch run from its own source tree
+        import torch
+
+        return torch.__version__
+
+
+def torch_is_usable(version: str | None) -> bool:
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    return found is not None and (int(found[1]), int(found[2])) >= MIN_TORCH
+
+
+def find_compiler(environ: Mapping[str, str] = os.environ) -> tuple[str, str | None]:
+    """Name of the C++ compiler that torch's cpp_extension will call, and where it is (None: nowhere)."""
+    name = environ.get("CXX") or ("cl" if sys.platform == "win32" else "c++")
+    return name, shutil.which(name, path=environ.get("PATH"))
+
+
+def extension_decision(environ: Mapping[str, str] = os.environ) -> Decision:
+    """Whether to compile `xlnet_kernels._C`. What torch there is does not matter here: the backend asks for one."""
+    if environ.get("XLNET_KERNELS_SKIP_EXT", "0") not in ("", "0"):
+        return Decision(False, "XLNET_KERNELS_SKIP_EXT is set")
+    name, path = find_compiler(environ)
+    if path is None:
+        return Decision(False, f"there is no C++ compiler: '{name}' was not found (install one, or set CXX)")
+    return Decision(True, f"there is a C++ compiler: {path}")
+
+
+def cuda_decision(
+    environ: Mapping[str, str], torch_cuda: str | None, nvcc: str | None, cuda_sources: list[str]
+) -> Decision:
+    """Whether CUDA sources join the extension.
+
+    A visible GPU is no condition: containers are built without one. FORCE_CUDA=1 or TORCH_CUDA_ARCH_LIST ask for
+    CUDA, so that what is missing is an error (ValueError) and not a silent CPU build; FORCE_CUDA=0 rules it out.
+    """
+    force = environ.get("FORCE_CUDA", "")
+    if force == "0":
+        return Decision(False, "FORCE_CUDA=0")
+    if force:
+        asked = f"FORCE_CUDA={force}"
+    else:
+        asked = "TORCH_CUDA_ARCH_LIST is set" if environ.get("TORCH_CUDA_ARCH_LIST") else ""
+    if not cuda_sources:
+        return Decision(False, "this version has no CUDA sources" + (f" ({asked} changes nothing)" if asked else ""))
+    missing = []
+    if torch_cuda is None:
+        missing.append("torch is a build without CUDA")
+    if nvcc is None:
+        missing.append("nvcc was not found (set CUDA_HOME)")
+    if not missing:
+        return Decision(True, f"torch is built for CUDA {torch_cuda} and there is {nvcc}")
+    if asked:
+        raise ValueError(f"{asked}, but {' and '.join(missing)}; FORCE_CUDA=0 builds without CUDA")
+    return Decision(False, " and ".join(missing))
+
+
+def max_jobs(cores: int, free_bytes: int | None) -> int:
+    """Compilers to run at once: one per core, as far as memory lasts, at least one."""
+    return max(1, cores if free_bytes is None else min(cores, free_bytes // BYTES_PER_JOB))
+
+
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Bytes this process may still use: the machine's free memory or the container's limit; None if unknown."""
+    bounds = []
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.MULTILINE)
+        bounds += [int(found[1]) * 1024] if found else []
+    except OSError:
+        pass
+    try:
+        bounds.append(int((root / "sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no cgroup v2, or the word "max"
+        pass
+    return min(bounds, default=None)

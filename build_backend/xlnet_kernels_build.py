@@ -1,0 +1,60 @@
+"""PEP 517 backend: setuptools, building against the torch of the environment that is installed into.
+
+The extension's ABI is that of the torch it is compiled with. Named in `[build-system] requires`, torch would be
+downloaded a second time for every build, in whatever version is newest; left out, the isolated build would have
+none. So the environment's own site-packages come back onto the path here, behind the isolated build's packages,
+and torch is asked for only when the environment has none and there is something to compile.
+"""
+
+import os
+import site
+import sys
+import sysconfig
+
+from setuptools import build_meta
+
+from build_decisions import TORCH_REQUIREMENT, extension_decision, torch_is_usable, torch_version
+
+
+def environment_paths():
+    """The site-packages folders of the running interpreter's environment, whether or not pip has hidden them."""
+    paths = [*site.getsitepackages(), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    # pip hides the user's folder from isolated builds; an environment that sees the base interpreter's packages
+    # (no virtual environment, or one with --system-site-packages) sees that folder too.
+    if sys.base_prefix in site.PREFIXES:
+        paths.insert(0, site.getusersitepackages())
+    return list(dict.fromkeys(path for path in paths if os.path.isdir(path)))
+
+
+def add_environment():
+    for path in environment_paths():
+        if path not in sys.path:  # without isolation they are there already
+            site.addsitedir(path)  # not sys.path.append: .pth files may lead to torch
+
+
+add_environment()
+
+
+def _requirements():
+    if extension_decision().build and not torch_is_usable(torch_version()):
+        return [TORCH_REQUIREMENT]
+    return []
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    return _requirements()
+
+
+def get_requires_for_build_editable(config_settings=None):
+    return _requirements()
+
+
+def get_requires_for_build_sdist(config_settings=None):
+    return []
+
+
+build_sdist = build_meta.build_sdist
+build_wheel = build_meta.build_wheel
+build_editable = build_meta.build_editable
+prepare_metadata_for_build_wheel = build_meta.prepare_metadata_for_build_wheel
+prepare_metadata_for_build_editable = build_meta.prepare_metadata_for_build_editable

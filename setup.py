@@ -1,0 +1,160 @@
+"""Builds `xlnet_kernels._C` and records what was decided; everything static is in pyproject.toml."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "build_backend"))
+
+import build_decisions as decide  # noqa: E402
+
+PACKAGE = "xlnet_kernels"
+HELP = "Fix what is reported above, or install without compiled kernels: XLNET_KERNELS_SKIP_EXT=1 pip install ."
+
+
+def find(*patterns):
+    # Relative, because setuptools wants them so; sorted, so that two builds link in the same order.
+    return sorted(path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern))
+
+
+CPU_SOURCES = find("csrc/*.cpp", "csrc/cpu/*.cpp")
+CUDA_SOURCES = find("csrc/cuda/*.cu", "csrc/cuda/*.cpp")
+
+extension = decide.extension_decision()
+cuda = decide.Decision(False, "the extension is not built")
+torch_version = decide.torch_version()
+# Metadata and source archives are made without torch; only compiling needs it.
+can_compile = extension.build and decide.torch_is_usable(torch_version)
+
+
+def find_nvcc(cuda_home):
+    """The nvcc that cpp_extension calls. It looks for none (cuda_home is None) under a torch without CUDA."""
+    return shutil.which("nvcc", path=str(Path(cuda_home, "bin")) if cuda_home else None)
+
+
+def cuda_architectures(torch):
+    """What nvcc compiles for: TORCH_CUDA_ARCH_LIST, or else the GPUs of this machine, or else a common set."""
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        seen = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+        names = [f"{major}.{minor}" for major, minor in sorted(seen)] or ["8.0", "9.0+PTX"]
+        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(names)
+    # Semicolons: nvcc would split a macro's value at commas.
+    return ";".join(os.environ["TORCH_CUDA_ARCH_LIST"].replace(";", " ").split())
+
+
+def make_extension():
+    """The extension and the command that builds it, both made by torch."""
+    global cuda
+    import torch
+    from torch.utils import cpp_extension
+
+    try:
+        nvcc = find_nvcc(cpp_extension.CUDA_HOME)
+        cuda = decide.cuda_decision(os.environ, torch.version.cuda, nvcc, CUDA_SOURCES)
+    except ValueError as error:
+        raise SystemExit(f"{PACKAGE}: {error}") from None
+    windows = os.name == "nt"
+    flags = ["/O2"] if windows else ["-O3", "-g0"]
+    if sys.platform == "linux" and torch.backends.openmp.is_available():
+        # at::parallel_for lives in torch's headers and needs OpenMP here too. Not passed to the linker: the symbols
+        # then come from the OpenMP runtime that torch itself has loaded, so there is one thread pool and not two.
+        flags.append("-fopenmp")
+    # In the command line, so that ninja compiles again after a change of torch (headers may carry older dates).
+    macros = [("XLNET_KERNELS_TORCH_VERSION", torch.__version__)]
+    if cuda.build:
+        macros += [
+            ("XLNET_KERNELS_CUDA_VERSION", torch.version.cuda),
+            ("XLNET_KERNELS_CUDA_ARCHITECTURES", cuda_architectures(torch)),
+        ]
+    make = cpp_extension.CUDAExtension if cuda.build else cpp_extension.CppExtension
+    module = make(
+        f"{PACKAGE}._C",
+        CPU_SOURCES + (CUDA_SOURCES if cuda.build else []),
+        include_dirs=[str(ROOT / "csrc")],
+        define_macros=macros,
+        depends=find("csrc/**/*.h", "csrc/**/*.cuh"),
+        extra_compile_args={"cxx": flags, "nvcc": ["-O3"]},
+    )
+
+    class BuildExtension(cpp_extension.BuildExtension):
+        def finalize_options(self):
+            super().finalize_options()
+            if not Path(self.build_temp).resolve().is_relative_to(ROOT):
+                # Editable builds get a new temporary folder each time; with the objects kept where other builds
+                # have them, ninja compiles only what has changed.
+                self.build_temp = str(ROOT / "build" / f"temp.{self.plat_name}-{sys.implementation.cache_tag}")
+
+        def build_extensions(self):
+            cores, free = decide.available_cores(), decide.available_memory()
+            os.environ.setdefault("MAX_JOBS", str(decide.max_jobs(cores, free)))
+            memory = "unknown" if free is None else f"{free / 2**30:.1f} GB"
+            say(f"compiling with MAX_JOBS={os.environ['MAX_JOBS']} ({cores} cores, {memory} of memory free)")
+            try:
+                super().build_extensions()
+            except Exception as error:
+                raise SystemExit(f"{PACKAGE}: compiling the extension failed: {error}\n{HELP}") from error
+
+        def copy_extensions_to_source(self):  # `build_ext --inplace`, and editable installs
+            super().copy_extensions_to_source()
+            record(ROOT / PACKAGE)
+
+    return module, BuildExtension
+
+
+class NoTorch(build_ext):
+    """Stands in where torch is missing: only without build isolation, for the backend asks for torch otherwise."""
+
+    def run(self):
+        found = f"torch {torch_version} is too old" if torch_version else "torch is not installed"
+        raise SystemExit(
+            f"{PACKAGE}: {found}, and compiling needs {decide.TORCH_REQUIREMENT}. Install it first, or do without "
+            f"--no-build-isolation, or install without compiled kernels: XLNET_KERNELS_SKIP_EXT=1 pip install ."
+        )
+
+
+def say(line):
+    print(f"{PACKAGE}: {line}", flush=True)
+
+
+def record(folder):
+    """Leaves the decisions where `xlnet_kernels.info` and the loader of `_C` find them."""
+    facts = {"torch": torch_version if can_compile else None, "extension": str(extension), "cuda": str(cuda)}
+    (folder / "_build_info.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+class BuildPy(build_py):
+    """Prints and records the decisions, in pure-Python builds as well."""
+
+    def run(self):
+        say(f"CPU extension: {extension}")
+        say(f"CUDA: {cuda}")
+        if getattr(self, "editable_mode", False):
+            folder = ROOT / PACKAGE
+            if not extension.build:  # one compiled earlier would be loaded
+                for left_over in [*folder.glob("_C.*.so"), *folder.glob("_C.*.pyd")]:
+                    left_over.unlink()
+        else:
+            folder = Path(self.build_lib, PACKAGE)
+            shutil.rmtree(folder, ignore_errors=True)  # build/ is used again: modules deleted since would be installed
+        super().run()
+        record(folder)
+
+
+if can_compile:
+    module, build_command = make_extension()
+elif extension.build:
+    module, build_command = Extension(f"{PACKAGE}._C", CPU_SOURCES), NoTorch
+else:
+    module, build_command = None, build_ext
+
+setup(
+    ext_modules=[module] if module else [],
+    cmdclass={"build_ext": build_command, "build_py": BuildPy},
+)

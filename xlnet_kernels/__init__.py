@@ -1,0 +1,21 @@
+"""Fused two-stream relative attention (Transformer-XL, XLNet) for PyTorch."""
+
+from ._version import __version__
+from .attention import TwoStreamAttention
+from .backends import Available, Unavailable, backends
+from .functional import rel_attention
+from .masks import RankMask
+from .positions import relative_positions
+from .segments import Segments
+
+__all__ = [
+    "Available",
+    "RankMask",
+    "Segments",
+    "TwoStreamAttention",
+    "Unavailable",
+    "__version__",
+    "backends",
+    "rel_attention",
+    "relative_positions",
+]

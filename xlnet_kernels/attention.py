@@ -1,0 +1,302 @@
+"""TwoStreamAttention: XLNet's attention layer on top of `rel_attention`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .functional import autocasts, rel_attention
+from .masks import RankMask
+from .positions import relative_positions
+from .segments import Segments
+
+
+class TwoStreamAttention(nn.Module):
+    """Two-stream relative attention with output projection, dropout, residual and LayerNorm (Yang et al. 2019, eq. 1).
+
+    The content stream h is what other models call hidden states; the query stream g knows a position but not the token
+    there, and is computed only at the positions that are predicted. Both attend to the same keys and values in one call
+    of the operator, so that the query stream costs N / L of the content stream. Parameters have the names and shapes of
+    XLNet checkpoints: q k v o r (d_model, n_head, d_head), r_w_bias r_r_bias r_s_bias (n_head, d_head), seg_embed
+    (2, n_head, d_head), layer_norm.
+
+    Args:
+        d_model: width of the hidden states.
+        n_head: number of heads.
+        d_head: width of a head; default d_model / n_head.
+        dropout: probability of dropping an attention probability and an element of the output, in [0, 1).
+        layer_norm_eps: epsilon of the LayerNorm.
+        backend: None for the best available, or "reference", "cpu", "triton", "cuda".
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: an argument does not fit; the text names it.
+
+    >>> attn = TwoStreamAttention(32, 4)
+    >>> h, g = attn(torch.randn(2, 6, 32))
+    >>> h.shape, g
+    (torch.Size([2, 6, 32]), None)
+    >>> order = torch.stack([torch.randperm(6) for _ in range(2)])
+    >>> targets = torch.tensor([[4, 5], [0, 3]])
+    >>> mask = RankMask.from_order(order, torch.zeros(2, 6, dtype=torch.bool).scatter(1, targets, True))
+    >>> h, g = attn(torch.randn(2, 6, 32), torch.randn(2, 2, 32), mask=mask, target_positions=targets)
+    >>> g.shape
+    torch.Size([2, 2, 32])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_head: int,
+        d_head: int | None = None,
+        dropout: float = 0.0,
+        layer_norm_eps: float = 1e-12,
+        backend: str | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (("d_model", d_model), ("n_head", n_head), ("d_head", d_head)):
+            if not (isinstance(size, int) and size > 0) and not (name == "d_head" and size is None):
+                raise ValueError(f"{name} must be a positive integer, got {size!r}")
+        if d_head is None:
+            if d_model % n_head:
+                raise ValueError(f"d_head must be given where d_model ({d_model}) is no multiple of n_head ({n_head})")
+            d_head = d_model // n_head
+        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+        self.d_model, self.n_head, self.d_head, self.backend = d_model, n_head, d_head, backend
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
+
+        self.q = parameter(d_model, n_head, d_head)
+        self.k = parameter(d_model, n_head, d_head)
+        self.v = parameter(d_model, n_head, d_head)
+        self.o = parameter(d_model, n_head, d_head)
+        self.r = parameter(d_model, n_head, d_head)
+        self.r_r_bias = parameter(n_head, d_head)
+        self.r_s_bias = parameter(n_head, d_head)
+        self.r_w_bias = parameter(n_head, d_head)
+        self.seg_embed = parameter(2, n_head, d_head)
+        self.layer_norm = nn.LayerNorm(d_model, eps=layer_norm_eps, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(dropout)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """XLNet's initialisation: normal(0, 0.02), LayerNorm at one and zero."""
+        for parameter in self.parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.02)
+        self.layer_norm.reset_parameters()
+
+    @classmethod
+    def from_transformers(cls, module: nn.Module, backend: str | None = None) -> TwoStreamAttention:
+        """A copy of transformers' XLNetRelativeAttention that computes the same function.
+
+        Raises:
+            ValueError: `module` lacks a parameter of XLNet's attention.
+        """
+        state = module.state_dict()
+        if "q" not in state or "layer_norm.weight" not in state:
+            raise ValueError(
+                f"module must be transformers' XLNetRelativeAttention with its parameters, got {type(module).__name__} "
+                f"with {sorted(state) or 'none'}"
+            )
+        q = state["q"]
+        copy = cls(*q.shape, module.dropout.p, module.layer_norm.eps, backend, device=q.device, dtype=q.dtype)
+        missing = copy.state_dict().keys() ^ state.keys()
+        if missing:
+            raise ValueError(f"module must have the parameters of XLNetRelativeAttention, differs in {sorted(missing)}")
+        copy.load_state_dict(state)
+        return copy.train(module.training)
+
+    def forward(
+        self,
+        h: Tensor,
+        g: Tensor | None = None,
+        mask: RankMask | Tensor | None = None,
+        rel_pos: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        mems: Tensor | None = None,
+        target_positions: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend, project, add the residual and normalise, both streams at once.
+
+        Args:
+            h: (B, L, d_model), the content stream; keys and values of both streams come from it.
+            g: (B, N, d_model), the query stream, or None.
+            mask: what the query stream sees, RankMask with L rows and M + L keys (its `sees_self` does not matter), or
+                bool (B, L, M + L), broadcastable, with one more dimension (B, H, L, M + L) where heads differ, True =
+                may attend. The content stream sees that and itself. None: everyone sees everything, a query row its
+                own token too.
+            rel_pos: (P, d_model) or (B, P, d_model), row p encodes distance M + L - p; P = M + 2 L, or M + L + 1 where
+                keys ahead are invisible. Default: sinusoidal, both directions.
+            segment_ids: (B, L) integers, or None for no segment term. Memory is segment 0.
+            mems: (B, M, d_model), earlier inputs of this layer, or None.
+            target_positions: (B, N) integers, the position of each row of g; default: N = L and row n is at n.
+
+        Returns:
+            h (B, L, d_model) and g (B, N, d_model), or h and None.
+
+        Raises:
+            ValueError: an argument has the wrong shape, dtype, device or value; the text names it.
+        """
+        batch, length, mem_len = self._check_hidden(h, g, mems)
+        positions = None
+        if g is not None:
+            positions = self._check_targets(target_positions, h, g)
+        elif target_positions is not None:
+            raise ValueError("target_positions needs a query stream, but g is None")
+        rel_pos = self._check_rel_pos(rel_pos, h, mem_len)
+        mask = self._stack_mask(mask, positions, h, mem_len)
+        segments = None
+        if segment_ids is not None:
+            self._check_integers("segment_ids", segment_ids, (batch, length), h)
+            query_ids = segment_ids if positions is None else segment_ids.gather(1, positions)
+            key_ids = F.pad(segment_ids, (mem_len, 0))
+            segments = Segments(query_ids, key_ids, self.seg_embed, self.r_s_bias)
+
+        rows = h if g is None else torch.cat([h, g], 1)
+        out = rel_attention(
+            self._heads(rows, self.q),
+            self._heads(h, self.k),
+            self._heads(h, self.v),
+            self._heads(rel_pos, self.r),
+            content_bias=self.r_w_bias,
+            position_bias=self.r_r_bias,
+            segments=segments,
+            mask=mask,
+            query_positions=positions,
+            memory=None if mems is None else (self._heads(mems, self.k), self._heads(mems, self.v)),
+            dropout_p=self.dropout.p if self.training else 0.0,
+            backend=self.backend,
+        )
+        out = F.linear(out.transpose(1, 2).flatten(2), self.o.flatten(1))
+        out = self.layer_norm(self.dropout(out) + rows)
+        if g is None:
+            return out, None
+        # "unsafe" only says that both halves may be changed in place: nobody else holds `out`.
+        return tuple(torch.unsafe_split_with_sizes(out, [length, g.shape[1]], 1))
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.d_model}, n_head={self.n_head}, d_head={self.d_head}, backend={self.backend!r}"
+
+    def _heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        """(..., L, d_model) -> (..., H, L, D) as one matrix product; the transposition is a view."""
+        return (x @ weight.flatten(1)).unflatten(-1, (self.n_head, self.d_head)).transpose(-3, -2)
+
+    def _stack_mask(
+        self, mask: RankMask | Tensor | None, positions: Tensor | None, h: Tensor, mem_len: int
+    ) -> RankMask | Tensor | None:
+        """The mask of all rows: content rows see what the query stream sees there and themselves, then query rows."""
+        if mask is None:
+            return None
+        batch, length = h.shape[:2]
+        keys = mem_len + length
+        if isinstance(mask, RankMask):
+            rows, columns = tuple(mask.query_rank.shape), mask.key_rank.shape[1]
+            if rows not in ((batch, length), (1, length)) or columns != keys:
+                raise ValueError(
+                    f"mask must have query_rank ({batch}, {length}) and key_rank ({batch}, {keys}), got {rows} and "
+                    f"{tuple(mask.key_rank.shape)}"
+                )
+            if positions is None:
+                return mask.for_stream("content")
+            sees_self = torch.arange(positions.shape[1], device=h.device) < length
+            return replace(mask.for_stream("query").rows(positions), sees_self=sees_self.expand(batch, -1))
+
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"mask must be a RankMask or a bool tensor (True = may attend), got {got}")
+        shape = tuple(mask.shape)
+        if mask.dim() < 4:
+            mask = mask[(None,) * (3 - mask.dim())][:, None]
+        wanted = (batch, self.n_head, length, keys)
+        if mask.dim() > 4 or any(size not in (1, want) for size, want in zip(mask.shape, wanted, strict=True)):
+            raise ValueError(f"mask must broadcast to (B, L, M + L) = {(batch, length, keys)}, got {shape}")
+        mask = mask.expand(-1, -1, length, keys)
+        own = torch.eye(length, dtype=torch.bool, device=h.device)
+        content = mask | F.pad(own, (mem_len, 0))
+        if positions is None:
+            return content
+        rows = positions[:, None, length:, None].expand(-1, mask.shape[1], -1, keys)
+        return torch.cat([content.expand(batch, -1, -1, -1), mask.expand(batch, -1, -1, -1).gather(2, rows)], 2)
+
+    def _check_hidden(self, h: Tensor, g: Tensor | None, mems: Tensor | None) -> tuple[int, int, int]:
+        """Checks h, g and mems; returns B, L and M."""
+        for name, x in (("h", h), ("g", g), ("mems", mems)):
+            if x is None and name != "h":
+                continue
+            if not isinstance(x, Tensor) or x.dim() != 3:
+                got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(f"{name} must be a tensor (batch, length, d_model = {self.d_model}), got {got}")
+            if x.shape[0] != h.shape[0] or x.shape[2] != self.d_model:
+                batch = "B" if name == "h" else h.shape[0]
+                raise ValueError(f"{name} must have shape ({batch}, length, {self.d_model}), got {tuple(x.shape)}")
+            self._check_kind(name, x)
+        return h.shape[0], h.shape[1], 0 if mems is None else mems.shape[1]
+
+    def _check_kind(self, name: str, x: Tensor) -> None:
+        """A floating tensor where the parameters are, of their dtype unless autocast casts both."""
+        if x.device != self.q.device:
+            raise ValueError(f"{name} must be on the parameters' device {self.q.device}, got {x.device}")
+        if x.dtype != self.q.dtype and not (x.is_floating_point() and autocasts(x.device.type)):
+            raise ValueError(f"{name} must be {self.q.dtype} like the parameters, got {x.dtype}")
+
+    def _check_rel_pos(self, rel_pos: Tensor | None, h: Tensor, mem_len: int) -> Tensor:
+        """`rel_pos`, or the default."""
+        batch, length = h.shape[:2]
+        if rel_pos is None:
+            compute = _sinusoids.__wrapped__ if torch.compiler.is_compiling() else _sinusoids
+            return compute(mem_len + length, length, self.d_model, h.dtype, h.device)
+        fits = isinstance(rel_pos, Tensor) and tuple(rel_pos.shape[:-2]) in ((), (batch,)) and rel_pos.dim() > 1
+        rows = (mem_len + 2 * length, mem_len + length + 1)
+        if not fits or rel_pos.shape[-2] not in rows or rel_pos.shape[-1] != self.d_model:
+            got = tuple(rel_pos.shape) if isinstance(rel_pos, Tensor) else type(rel_pos).__name__
+            raise ValueError(
+                f"rel_pos must be (P, {self.d_model}) or ({batch}, P, {self.d_model}) with P = M + 2 L = {rows[0]}, or "
+                f"M + L + 1 = {rows[1]} to see nothing ahead, got {got}"
+            )
+        self._check_kind("rel_pos", rel_pos)
+        return rel_pos
+
+    def _check_targets(self, target_positions: Tensor | None, h: Tensor, g: Tensor) -> Tensor:
+        """The (B, L + N) positions of all rows, content rows first."""
+        batch, length = h.shape[:2]
+        content = torch.arange(length, device=h.device).expand(batch, -1)
+        if target_positions is None:
+            if g.shape[1] != length:
+                raise ValueError(
+                    f"g has {g.shape[1]} rows and h {length}: without target_positions there must be one for each"
+                )
+            return torch.cat([content, content], 1)
+        self._check_integers("target_positions", target_positions, (batch, g.shape[1]), h)
+        # Read only where it costs no synchronisation.
+        if target_positions.numel() and target_positions.device.type == "cpu" and not torch.compiler.is_compiling():
+            low, high = (int(bound) for bound in target_positions.aminmax())
+            if low < 0 or high >= length:
+                raise ValueError(f"target_positions must lie in [0, {length}), got values from {low} to {high}")
+        return torch.cat([content, target_positions.long()], 1)
+
+    @staticmethod
+    def _check_integers(name: str, values: Tensor, shape: tuple[int, int], h: Tensor) -> None:
+        if not isinstance(values, Tensor) or tuple(values.shape) != shape:
+            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(f"{name} must be an integer tensor of shape {shape}, got {got}")
+        if values.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+            raise ValueError(f"{name} must hold integers, got {values.dtype}")
+        if values.device != h.device:
+            raise ValueError(f"{name} must be on h's device {h.device}, got {values.device}")
+
+
+# Layers of one model ask for the same positions over and over, and sines in float64 are dear. Two entries: a model's
+# full and its last, shorter batch.
+@lru_cache(maxsize=2)
+def _sinusoids(key_len: int, query_len: int, d_model: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a tensor made in inference mode could not be used in training later
+        return relative_positions(key_len, query_len, d_model, dtype=dtype, device=device)

@@ -1,0 +1,71 @@
+"""The implementations of the operator.
+
+Each is a module with `DEVICE` (the device type it serves, None for all), `unavailable()` (why it cannot be used on this
+machine, or None) and `rel_attention` with the reference's signature. To add one: write that module and name it here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import cpu, reference
+
+_BACKENDS = {"cpu": cpu, "reference": reference}  # best first
+_PLANNED = {"triton": "not in this version", "cuda": "not in this version"}
+
+
+@dataclass(frozen=True)
+class Available:
+    """The backend can be used."""
+
+    reason: str = "ready"
+    available = True
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(frozen=True)
+class Unavailable:
+    """The backend cannot be used; `reason` says why."""
+
+    reason: str
+    available = False
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+def backends() -> dict[str, Available | Unavailable]:
+    """Which backends can be used on this machine, and why the others cannot.
+
+    >>> backends()["reference"].available
+    True
+    """
+    found = {}
+    for name, backend in _BACKENDS.items():
+        reason = backend.unavailable()
+        found[name] = Available() if reason is None else Unavailable(reason)
+    return found | {name: Unavailable(reason) for name, reason in _PLANNED.items()}
+
+
+def choose(name: str | None, device_type: str):
+    """The backend module called `name`, or the best one for tensors on `device_type`.
+
+    Raises:
+        ValueError: there is no backend of that name.
+        RuntimeError: the backend asked for by name cannot serve the call.
+    """
+    if name is None:
+        return next(b for b in _BACKENDS.values() if b.DEVICE in (None, device_type) and b.unavailable() is None)
+    if name in _PLANNED:
+        raise RuntimeError(f'backend="{name}" is unavailable: {_PLANNED[name]}')
+    if name not in _BACKENDS:
+        raise ValueError(f"backend must be None or one of {[*_BACKENDS, *_PLANNED]}, got {name!r}")
+    backend = _BACKENDS[name]
+    reason = backend.unavailable()
+    if reason is None and backend.DEVICE not in (None, device_type):
+        reason = f"it serves {backend.DEVICE} tensors, query is on {device_type}"
+    if reason is not None:
+        raise RuntimeError(f'backend="{name}" is unavailable: {reason}')
+    return backend

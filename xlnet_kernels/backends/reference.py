@@ -1,0 +1,89 @@
+"""The definition of the maths: plain torch, any dtype and device, gradients by autograd, every map materialised.
+
+    score[i,j] = scale * ((q_i + u).k_j + (q_i + v).r[p] + (q_i + b).s[different?(i,j)]),  p = max_distance - distance
+    out_i      = sum_j dropout(softmax_j(score where visible))[i,j] v_j,                   distance = pos_i + M - j
+
+Dai et al. 2019 (Transformer-XL), section 3.3; Yang et al. 2019 (XLNet), sections 2.4 and 2.5.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..dropout import keep_mask
+from ..masks import RankMask
+from ..segments import Segments
+
+DEVICE = None  # any
+
+
+def unavailable() -> None:
+    """Always there."""
+
+
+def rel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rel_key: Tensor,
+    *,
+    content_bias: Tensor | None,
+    position_bias: Tensor | None,
+    segments: Segments | None,
+    mask: RankMask | Tensor | None,
+    query_positions: Tensor | None,
+    max_distance: int,
+    memory: tuple[Tensor, Tensor] | None,
+    dropout_p: float,
+    dropout_state: Tensor | None,
+    scale: float,
+    deterministic: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Output (B, H, L, D) and log-sum-exp of the visible scores (B, H, L); arguments as checked by `functional`."""
+    if memory is not None:
+        key, value = torch.cat([memory[0], key], 2), torch.cat([memory[1], value], 2)
+    batch, heads, length, _ = query.shape
+    keys = key.shape[2]
+    mem_len = 0 if memory is None else memory[0].shape[2]
+
+    # distance of each (query, key) pair, and the row of rel_key that encodes it
+    if query_positions is None:
+        query_positions = torch.arange(length, device=query.device)[None]
+    distance = (query_positions + mem_len)[:, :, None] - torch.arange(keys, device=query.device)  # (B or 1, L, M + K)
+    row = max_distance - distance
+    has_row = row < rel_key.shape[-2]  # keys ahead of the query have none where rel_key ends at distance 0
+
+    # (a) + (c): content and its global bias
+    score = (query if content_bias is None else query + content_bias[:, None]) @ key.mT
+
+    # (b) + (d): position and its global bias, shifted so that column j holds distance(i, j)
+    by_row = (query if position_bias is None else query + position_bias[:, None]) @ rel_key.mT  # (B, H, L, P)
+    row = row.clamp(max=rel_key.shape[-2] - 1)[:, None].expand(batch, heads, -1, -1)
+    score = score + by_row.gather(-1, row)
+
+    # relative segment term
+    if segments is not None:
+        query_s = query if segments.bias is None else query + segments.bias[:, None]
+        by_kind = torch.einsum("bhld,shd->bhls", query_s, segments.embed)
+        different = (segments.query_ids[:, None, :, None] != segments.key_ids[:, None, None, :]).expand_as(score)
+        score = score + torch.where(different, by_kind[..., 1:], by_kind[..., :1])
+
+    visible = has_row[:, None]
+    if isinstance(mask, RankMask):
+        visible = visible & mask.to_bool(None, query_positions, mem_len)[:, None]
+    elif mask is not None:
+        visible = visible & mask
+    visible = visible.expand_as(score)
+
+    # softmax over the visible keys; a row that sees nothing gives zeros, zero gradients and lse = -inf
+    sees_any = visible.any(-1, keepdim=True)
+    score = torch.where(visible, score * scale, -torch.inf).masked_fill(~sees_any, 0.0)
+    probability = score.softmax(-1).masked_fill(~visible, 0.0)
+    lse = score.to(torch.promote_types(score.dtype, torch.float32)).logsumexp(-1)
+    lse = lse.masked_fill(~sees_any[..., 0], -torch.inf)
+
+    if dropout_p > 0:
+        keep = keep_mask(dropout_state, batch, heads, length, keys, dropout_p)
+        probability = probability * keep / (1 - dropout_p)
+    return probability @ value, lse

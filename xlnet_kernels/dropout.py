@@ -1,0 +1,60 @@
+"""Counter-based attention dropout: the same mask from every backend, whatever its tiles.
+
+Element (b, h, i, j) takes word ``(j % 64) // 16`` of Philox-4x32-10 (Salmon et al. 2011) with key
+``(seed_low, seed_high ^ offset_high)`` and counter ``((j // 64) * 16 + j % 16, i, b * H + h, offset_low)``; it is
+kept iff the word is at least ``p * 2**32``. Sixteen columns share a word index so that vector code and tensor-core
+fragments use all four words of each call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
+
+
+def new_state(device: torch.device) -> Tensor:
+    """(seed, offset) as an int64 tensor of 2, drawn from torch's generator of `device`."""
+    return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def threshold(dropout_p: float) -> int:
+    """Words below it are dropped."""
+    return min(int(dropout_p * 2**32), _LOW)
+
+
+def keep_mask(state: Tensor, batch: int, heads: int, length: int, keys: int, dropout_p: float) -> Tensor:
+    """The (B, H, L, M + K) bool mask of kept probabilities for a (seed, offset) `state`."""
+    device = state.device
+    first = torch.arange(-(-keys // 64) * 16, device=device)
+    row = torch.arange(length, device=device)[:, None]
+    head = torch.arange(batch * heads, device=device)[:, None, None]
+    seed, offset = state[0], state[1]
+    key = [seed & _LOW, (_high(seed) ^ _high(offset)) & _LOW]
+    shape = (batch * heads, length, first.numel())
+    words = philox([first.expand(shape), row.expand(shape), head.expand(shape), (offset & _LOW).expand(shape)], key)
+    # (..., groups of 16 counters, 4 words, 16 columns)
+    words = torch.stack([word.unflatten(-1, (-1, 16)) for word in words], -2).flatten(-3)
+    return (words[..., :keys] >= threshold(dropout_p)).view(batch, heads, length, keys)
+
+
+def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
+    """Philox-4x32-10 on int64 tensors that hold unsigned 32-bit words."""
+    for _ in range(10):
+        low, high = _multiply(counter[0], _MULTIPLIERS[0])
+        low2, high2 = _multiply(counter[2], _MULTIPLIERS[1])
+        counter = [high2 ^ counter[1] ^ key[0], low2, high ^ counter[3] ^ key[1], low]
+        key = [(key[0] + _WEYL[0]) & _LOW, (key[1] + _WEYL[1]) & _LOW]
+    return counter
+
+
+def _multiply(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    product = word * multiplier  # wraps to the right 64 bits
+    return product & _LOW, _high(product)
+
+
+def _high(value: Tensor) -> Tensor:
+    return (value >> 32) & _LOW

@@ -1,0 +1,261 @@
+"""rel_attention: checks the arguments, fills in the defaults and picks the backend."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from . import dropout
+from .backends import choose
+from .masks import RankMask
+from .segments import Segments
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def rel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rel_key: Tensor,
+    *,
+    content_bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    segments: Segments | None = None,
+    mask: RankMask | Tensor | None = None,
+    query_positions: Tensor | None = None,
+    max_distance: int | None = None,
+    memory: tuple[Tensor, Tensor] | None = None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention with Transformer-XL's relative-shift position term and XLNet's segment term and masks.
+
+    Equivalent to (Dai et al. 2019, section 3.3; Yang et al. 2019, sections 2.4 and 2.5)::
+
+        score[i,j] = scale * ((q_i + u) . k_j + (q_i + v) . r[p] + (q_i + b) . s[segment_i != segment_j])
+        out[i]     = sum_j dropout(softmax_j(score where visible))[i,j] v_j,    p = max_distance - (pos_i + M - j)
+
+    with j over memory (0 .. M-1) and then the current segment (M .. M+K-1), and no L x (M + K) matrix in memory.
+    A row that sees nothing gives zeros, zero gradients and a log-sum-exp of -inf.
+
+    Args:
+        query: (B, H, L, D) query rows: content rows, query-stream rows, or both stacked.
+        key, value: (B, H, K, D), the current segment.
+        rel_key: (H, P, D), shared by the batch, or (B, H, P, D); row p encodes distance ``max_distance - p``. The rows
+            reach down to -(K - 1), P = max_distance + K, or end at distance 0, P = max_distance + 1: then keys ahead
+            of the query are invisible.
+        content_bias: u, (H, D) (XLNet ``r_w_bias``).
+        position_bias: v, (H, D) (XLNet ``r_r_bias``).
+        segments: the relative segment term, or None.
+        mask: RankMask, or bool tensor broadcastable to (B, H, L, M + K), True = may attend.
+        query_positions: (B, L) integers in [0, K), the position of each query row in the segment; default arange(L).
+        max_distance: the distance of rel_key's row 0, at least M + K - 1; default M + K (XLNet's order).
+        memory: (mem_key, mem_value), each (B, H, M, D), placed before `key` and `value`.
+        dropout_p: probability of dropping an attention probability, in [0, 1).
+        scale: default 1 / sqrt(D).
+        return_lse: also return the log-sum-exp of the visible scores, differentiable.
+        deterministic: gradients bit-equal from run to run; None follows torch.are_deterministic_algorithms_enabled().
+        backend: None for the best available, or "reference", "cpu", "triton", "cuda".
+
+    All floating tensors have one dtype (float16, bfloat16, float32 or float64; autocast casts them to its own) and
+    all tensors one device.
+
+    Returns:
+        (B, H, L, D), or that and the log-sum-exp (B, H, L) in float32 (float64 for float64 input).
+
+    Raises:
+        ValueError: an argument has the wrong shape, dtype, device or value; the text names it.
+        RuntimeError: the backend asked for by name cannot serve the call; the text says why.
+
+    >>> q = k = v = torch.randn(1, 2, 5, 8)
+    >>> rel_attention(q, k, v, torch.randn(2, 10, 8)).shape
+    torch.Size([1, 2, 5, 8])
+    """
+    if isinstance(query, Tensor) and autocasts(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value, rel_key, content_bias, position_bias = (
+            _cast(tensor, dtype) for tensor in (query, key, value, rel_key, content_bias, position_bias)
+        )
+        if segments is not None:
+            segments = Segments(
+                segments.query_ids, segments.key_ids, _cast(segments.embed, dtype), _cast(segments.bias, dtype)
+            )
+        if memory is not None:
+            memory = tuple(_cast(tensor, dtype) for tensor in memory)
+
+    batch, heads, length, width = _check_rank("query", query, 4)
+    if query.dtype not in _DTYPES:
+        raise ValueError(f"query must be float16, bfloat16, float32 or float64, got {query.dtype}")
+    key_len = _check_rank("key", key, 4)[2]
+    _check("key", key, query, (batch, heads, key_len, width))
+    _check("value", value, query, (batch, heads, key_len, width))
+    mem_len = 0
+    if memory is not None:
+        if not isinstance(memory, tuple | list) or len(memory) != 2:
+            raise ValueError(f"memory must be a pair (mem_key, mem_value), got {type(memory).__name__}")
+        mem_len = _check_rank("memory[0]", memory[0], 4)[2]
+        for index in (0, 1):
+            _check(f"memory[{index}]", memory[index], query, (batch, heads, mem_len, width))
+        memory = tuple(memory)
+    max_distance = _check_positions(query, key_len, mem_len, rel_key, max_distance, query_positions)
+    for name, bias in (("content_bias", content_bias), ("position_bias", position_bias)):
+        if bias is not None:
+            _check(name, bias, query, (heads, width))
+    if segments is not None:
+        _check_segments(segments, query, mem_len + key_len)
+    mask = _check_mask(mask, query, mem_len + key_len)
+
+    if scale is None:
+        scale = width**-0.5
+    elif not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale!r}")
+    if not isinstance(dropout_p, int | float) or not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+
+    out, lse = choose(backend, query.device.type).rel_attention(
+        query,
+        key,
+        value,
+        rel_key,
+        content_bias=content_bias,
+        position_bias=position_bias,
+        segments=segments,
+        mask=mask,
+        query_positions=query_positions,
+        max_distance=max_distance,
+        memory=memory,
+        dropout_p=float(dropout_p),
+        dropout_state=dropout.new_state(query.device) if dropout_p > 0 else None,
+        scale=float(scale),
+        deterministic=deterministic,
+    )
+    return (out, lse) if return_lse else out
+
+
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on; some device types ("meta") know none."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What autocast does: floating tensors but float64 go to `dtype`."""
+    castable = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(dtype) if castable else tensor
+
+
+def _check_rank(name: str, tensor: Tensor, rank: int) -> torch.Size:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dim() != rank:
+        raise ValueError(f"{name} must have {rank} dimensions, got shape {tuple(tensor.shape)}")
+    return tensor.shape
+
+
+def _check(name: str, tensor: Tensor, query: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+    """`tensor` has that shape, query's device and `dtype` (default: query's)."""
+    _check_rank(name, tensor, len(shape))
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+    dtype = dtype or query.dtype
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype} as query is {query.dtype}, got {tensor.dtype}")
+    _check_device(name, tensor, query)
+
+
+def _check_device(name: str, tensor: Tensor, query: Tensor) -> None:
+    if tensor.device != query.device:
+        raise ValueError(f"{name} must be on query's device {query.device}, got {tensor.device}")
+
+
+def _check_positions(
+    query: Tensor,
+    key_len: int,
+    mem_len: int,
+    rel_key: Tensor,
+    max_distance: int | None,
+    query_positions: Tensor | None,
+) -> int:
+    """Checks rel_key, max_distance and query_positions; returns max_distance."""
+    batch, heads, length, width = query.shape
+    if query_positions is None:
+        if length > key_len:
+            raise ValueError(
+                f"query has {length} rows but key only {key_len}: more rows than positions need query_positions"
+            )
+    else:
+        _check_rank("query_positions", query_positions, 2)
+        if tuple(query_positions.shape) != (batch, length):
+            raise ValueError(f"query_positions must have shape {(batch, length)}, got {tuple(query_positions.shape)}")
+        if query_positions.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"query_positions must hold int32 or int64, got {query_positions.dtype}")
+        _check_device("query_positions", query_positions, query)
+        # Read only where it costs no synchronisation.
+        if query_positions.numel() and query_positions.device.type == "cpu" and not torch.compiler.is_compiling():
+            low, high = (int(bound) for bound in query_positions.aminmax())
+            if low < 0 or high >= key_len:
+                raise ValueError(f"query_positions must lie in [0, {key_len}), got values from {low} to {high}")
+    if max_distance is None:
+        max_distance = mem_len + key_len
+    elif not isinstance(max_distance, int) or max_distance < mem_len + key_len - 1:
+        raise ValueError(
+            f"max_distance must be an integer of at least M + K - 1 = {mem_len + key_len - 1}, got {max_distance!r}"
+        )
+    if not isinstance(rel_key, Tensor) or rel_key.dim() not in (3, 4):
+        got = f"shape {tuple(rel_key.shape)}" if isinstance(rel_key, Tensor) else type(rel_key).__name__
+        raise ValueError(f"rel_key must be (H, P, D) or (B, H, P, D), got {got}")
+    rows = rel_key.shape[-2]
+    if rows != max_distance + key_len and rows != max_distance + 1:
+        raise ValueError(
+            f"rel_key has {rows} rows from distance {max_distance} on: it needs {max_distance + key_len} to reach down "
+            f"to -(K - 1) = {1 - key_len}, or {max_distance + 1} to end at distance 0"
+        )
+    _check("rel_key", rel_key, query, ((batch,) if rel_key.dim() == 4 else ()) + (heads, rows, width))
+    return max_distance
+
+
+def _check_segments(segments: Segments, query: Tensor, keys: int) -> None:
+    batch, heads, length, width = query.shape
+    if not isinstance(segments, Segments):
+        raise ValueError(f"segments must be xlnet_kernels.Segments or None, got {type(segments).__name__}")
+    for name, ids, count in (("query_ids", segments.query_ids, length), ("key_ids", segments.key_ids, keys)):
+        if tuple(ids.shape) != (batch, count):
+            raise ValueError(f"segments.{name} must have shape {(batch, count)}, got {tuple(ids.shape)}")
+        _check_device(f"segments.{name}", ids, query)
+    _check("segments.embed", segments.embed, query, (2, heads, width))
+    if segments.bias is not None:
+        _check("segments.bias", segments.bias, query, (heads, width))
+
+
+def _check_mask(mask: RankMask | Tensor | None, query: Tensor, keys: int) -> RankMask | Tensor | None:
+    """The mask with every batch spelled out: a RankMask of B rows, or a 4-dimensional bool tensor."""
+    if mask is None:
+        return None
+    batch, heads, length, _ = query.shape
+    if isinstance(mask, RankMask):
+        if mask.query_rank.shape[0] not in (1, batch):
+            raise ValueError(f"mask must have batch size {batch} (or 1), got {mask.query_rank.shape[0]}")
+        if mask.query_rank.shape[1] != length:
+            rows = mask.query_rank.shape[1]
+            raise ValueError(f"mask.query_rank must have one rank per query row ({length}), got {rows}")
+        if mask.key_rank.shape[1] != keys:
+            raise ValueError(f"mask.key_rank must have M + K = {keys} ranks, got {mask.key_rank.shape[1]}")
+        _check_device("mask", mask.query_rank, query)
+        _check_device("mask.key_rank", mask.key_rank, query)
+        return mask.expand(batch)
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"mask must be a RankMask or a bool tensor, got {type(mask).__name__}")
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool (True = may attend), got {mask.dtype}")
+    _check_device("mask", mask, query)
+    full = (batch, heads, length, keys)
+    if mask.dim() > 4 or any(size not in (1, want) for size, want in zip(mask.shape[::-1], full[::-1], strict=False)):
+        raise ValueError(f"mask must broadcast to (B, H, L, M + K) = {full}, got {tuple(mask.shape)}")
+    return mask.expand(full)

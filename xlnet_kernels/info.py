@@ -1,0 +1,97 @@
+"""`python -m xlnet_kernels.info [--json]`: versions, devices, what was compiled, which backends are ready."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import xlnet_kernels
+from xlnet_kernels import _extension
+from xlnet_kernels._version import __version__
+
+
+def installed_version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def cpu_name() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def cuda_devices() -> list[str]:
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [f"{device.name} (sm_{device.major}{device.minor})" for device in devices]
+
+
+def compiled() -> dict | None:
+    """What the loaded extension says of its own build; None without one."""
+    names = ("torch_version", "compiler", "cpp_standard", "cuda_version", "cuda_architectures")
+    return _extension.module and {name: getattr(_extension.module, name) for name in names}
+
+
+def collect() -> dict:
+    record, backends = _extension.build_record(), xlnet_kernels.backends()
+    return {
+        "xlnet_kernels": __version__,
+        "folder": str(Path(xlnet_kernels.__file__).parent),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "torch_cuda": torch.version.cuda,
+        "triton": installed_version("triton"),
+        "cpu": {
+            "name": cpu_name(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+        },
+        "cuda_devices": cuda_devices(),
+        "compiled": compiled(),
+        "not_compiled_because": _extension.reason,
+        "build_decisions": {name: record.get(name) for name in ("extension", "cuda")},
+        "backends": {name: "ready" if state.available else state.reason for name, state in backends.items()},
+    }
+
+
+def render(facts: dict) -> str:
+    cpu, built = facts["cpu"], facts["compiled"]
+    cuda = f"CUDA {facts['torch_cuda']}" if facts["torch_cuda"] else "without CUDA"
+    rows = [
+        ("xlnet_kernels", f"{facts['xlnet_kernels']} in {facts['folder']}"),
+        ("python", f"{facts['python']}, {facts['platform']}"),
+        ("torch", f"{facts['torch']}, {cuda}"),
+        ("triton", facts["triton"]),
+        ("CPU", f"{cpu['name']}, {cpu['cores']} cores, {cpu['threads']} threads, {cpu['instructions']}"),
+        ("CUDA devices", "; ".join(facts["cuda_devices"]) or "none"),
+    ]
+    if built:
+        gpu = f"CUDA {built['cuda_version']} for {built['cuda_architectures']}" if built["cuda_version"] else "no CUDA"
+        made_by = f"{built['compiler']}, C++{built['cpp_standard'] // 100 % 100}, {gpu}"
+        rows.append(("extension", f"for torch {built['torch_version']}, {made_by}"))
+    else:
+        rows.append(("extension", facts["not_compiled_because"]))
+    for name, label in (("extension", "  compile it?"), ("cuda", "  with CUDA?")):
+        rows.append((label, facts["build_decisions"][name] or "no record of a build"))
+    rows += [("backends", "")] + [(f"  {name}", state) for name, state in facts["backends"].items()]
+    return "\n".join(f"{label:<14} {text}".rstrip() for label, text in rows)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m xlnet_kernels.info", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    facts = collect()
+    print(json.dumps(facts, indent=2) if parser.parse_args().json else render(facts))

@@ -1,0 +1,204 @@
+"""RankMask: permutation, causal, padding and window masks as three integer vectors instead of an L x K matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+LOWEST = torch.iinfo(torch.int32).min  # rank of a key that every query sees
+HIGHEST = torch.iinfo(torch.int32).max  # rank of a key that no query sees
+
+
+@dataclass(frozen=True, eq=False)
+class RankMask:
+    """Query i sees key j iff ``query_floor[i] <= key_rank[j] < query_rank[i]``, or j is its own key and it sees itself.
+
+    This is XLNet's ``perm_mask`` rule (Yang et al. 2019, section 2.2; ``key_rank = rev``, ``query_rank = self_rev`` in
+    the original code) with two vectors of length L and M + K in place of the L x (M + K) matrix.
+
+    Args:
+        query_rank: (B, L) integers.
+        key_rank: (B, M + K) integers; memory first, then the current segment.
+        query_floor: (B, L) integers or None for no lower bound.
+        sees_self: whether a query row sees the key at its own position whatever the ranks say; a bool, or (B, L) bool
+            where rows of both streams are stacked.
+
+    Ranks are kept as int32; values beyond its range are clamped to it. A first dimension of 1 serves every batch.
+
+    Raises:
+        ValueError: a tensor has the wrong rank, dtype or size.
+
+    >>> RankMask.causal(1, 3).to_bool().int().tolist()
+    [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
+    """
+
+    query_rank: Tensor
+    key_rank: Tensor
+    query_floor: Tensor | None = None
+    sees_self: bool | Tensor = False
+
+    def __post_init__(self) -> None:
+        for name in ("query_rank", "key_rank", "query_floor"):
+            rank = getattr(self, name)
+            if rank is None and name == "query_floor":
+                continue
+            _check_matrix(name, rank)
+            if rank.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
+                raise ValueError(f"RankMask: {name} must hold integers, got {rank.dtype}")
+            if rank.dtype != torch.int32:
+                object.__setattr__(self, name, rank.long().clamp(LOWEST, HIGHEST).int())
+        rows = tuple(self.query_rank.shape)
+        if self.query_floor is not None and tuple(self.query_floor.shape) != rows:
+            raise ValueError(
+                f"RankMask: query_floor must have query_rank's shape {rows}, got {tuple(self.query_floor.shape)}"
+            )
+        if isinstance(self.sees_self, Tensor):
+            _check_matrix("sees_self", self.sees_self)
+            if self.sees_self.dtype != torch.bool or tuple(self.sees_self.shape) != rows:
+                raise ValueError(
+                    f"RankMask: sees_self must be a bool or a bool tensor of query_rank's shape {rows}, got "
+                    f"{self.sees_self.dtype} of shape {tuple(self.sees_self.shape)}"
+                )
+        elif not isinstance(self.sees_self, bool):
+            got = type(self.sees_self).__name__
+            raise ValueError(f"RankMask: sees_self must be a bool or a bool tensor, got {got}")
+        if self.key_rank.shape[0] != rows[0]:
+            raise ValueError(
+                f"RankMask: key_rank must have query_rank's batch size {rows[0]}, got {self.key_rank.shape[0]}"
+            )
+
+    @classmethod
+    def from_order(
+        cls,
+        order: Tensor,
+        targets: Tensor | None = None,
+        padding: Tensor | None = None,
+        mem_len: int = 0,
+        sees_self: bool = False,
+    ) -> RankMask:
+        """The permutation-LM mask of one factorisation order per sequence (what the query stream sees).
+
+        Context positions (not in `targets`) are seen by everyone; a target is seen by the targets that come later in
+        the order. Memory is seen by everyone.
+
+        Args:
+            order: (B, L) integers, the step at which the factorisation reaches each position (0 first).
+            targets: (B, L) bool, True where a token is predicted; None: all of them.
+            padding: (B, L) bool, True where there is no token; no one sees it.
+            mem_len: M, number of memory positions before the segment.
+        """
+        _check_matrix("order", order)
+        for name, flags in (("targets", targets), ("padding", padding)):
+            if flags is not None and (flags.dtype != torch.bool or flags.shape != order.shape):
+                raise ValueError(
+                    f"RankMask.from_order: {name} must be a bool tensor of order's shape {tuple(order.shape)}, got "
+                    f"{flags.dtype} of shape {tuple(flags.shape)}"
+                )
+        order = order.to(torch.int32)
+        if targets is None:
+            query_rank, key_rank = order, order
+        else:
+            # Context keys rank below every step; context rows see just those (rev = -1, self_rev = 0 in the original).
+            query_rank = torch.where(targets, order, torch.zeros_like(order))
+            key_rank = torch.where(targets, order, torch.full_like(order, LOWEST))
+        return cls(query_rank, _with_memory(_hide(key_rank, padding), mem_len), sees_self=sees_self)
+
+    @classmethod
+    def causal(
+        cls,
+        batch: int,
+        length: int,
+        mem_len: int = 0,
+        window: int | None = None,
+        padding: Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> RankMask:
+        """Each position sees itself and what comes before it, memory included; at most `window` keys if given.
+
+        The query stream of the same mask sees only what comes before.
+        """
+        position = torch.arange(length, dtype=torch.int32, device=device)
+        key_rank = torch.arange(-mem_len, length, dtype=torch.int32, device=device).expand(batch, -1)
+        if padding is not None:
+            key_rank = torch.cat([key_rank[:, :mem_len], _hide(key_rank[:, mem_len:], padding)], 1)
+        query_rank = position.expand(batch, -1)
+        floor = None if window is None else query_rank - (window - 1)
+        return cls(query_rank, key_rank, floor, sees_self=True)
+
+    @classmethod
+    def padding(cls, padding: Tensor, mem_len: int = 0) -> RankMask:
+        """Everyone sees every key that is not padding. `padding` is (B, L) bool, True where there is no token."""
+        _check_matrix("padding", padding)
+        key_rank = torch.full(padding.shape, LOWEST, dtype=torch.int32, device=padding.device)
+        return cls(torch.zeros_like(key_rank), _with_memory(_hide(key_rank, padding), mem_len))
+
+    @classmethod
+    def full(cls, batch: int, length: int, mem_len: int = 0, device: torch.device | str | None = None) -> RankMask:
+        """Everyone sees everything."""
+        return cls.padding(torch.zeros(batch, length, dtype=torch.bool, device=device), mem_len)
+
+    def expand(self, batch: int) -> RankMask:
+        """The same mask for `batch` sequences, from one or as many."""
+        return self._map(lambda values: values.expand(batch, -1))
+
+    def rows(self, positions: Tensor) -> RankMask:
+        """The mask of the query rows at `positions` (B, N), in that order."""
+        mask, index = self.expand(positions.shape[0]), positions.long()
+        return mask._map(lambda values: values if values is mask.key_rank else values.gather(1, index))
+
+    def to(self, device: torch.device | str) -> RankMask:
+        """The same mask on `device`."""
+        return self._map(lambda values: values.to(device))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> RankMask:
+        fields = (self.query_rank, self.key_rank, self.query_floor, self.sees_self)
+        return RankMask(*(change(field) if isinstance(field, Tensor) else field for field in fields))
+
+    def for_stream(self, stream: str) -> RankMask:
+        """The same ranks as the "content" stream (which sees itself too) or the "query" stream (which does not)."""
+        if stream not in ("content", "query"):
+            raise ValueError(f'RankMask: stream must be "content" or "query", got {stream!r}')
+        return replace(self, sees_self=stream == "content")
+
+    def to_bool(
+        self, stream: str | None = None, query_positions: Tensor | None = None, mem_len: int | None = None
+    ) -> Tensor:
+        """The dense (B, L, M + K) bool mask this stands for, True = may attend.
+
+        Args:
+            stream: "content" (sees itself), "query" (does not), or None for what `sees_self` says.
+            query_positions: (B, L) position of each row in the current segment; default 0 .. L-1.
+            mem_len: M; default (M + K) - L, right where the rows are the whole segment.
+        """
+        if stream is not None:
+            return self.for_stream(stream).to_bool(None, query_positions, mem_len)
+        visible = self.key_rank[:, None, :] < self.query_rank[:, :, None]
+        if self.query_floor is not None:
+            visible = visible & (self.key_rank[:, None, :] >= self.query_floor[:, :, None])
+        if self.sees_self is False:
+            return visible
+        length, keys = self.query_rank.shape[1], self.key_rank.shape[1]
+        if mem_len is None:
+            mem_len = keys - length
+        key = torch.arange(keys, device=visible.device)
+        if query_positions is None:
+            query_positions = torch.arange(length, device=visible.device)[None]
+        own = key == (query_positions + mem_len)[:, :, None]
+        return visible | (own if self.sees_self is True else own & self.sees_self[:, :, None])
+
+
+def _check_matrix(name: str, values: Tensor) -> None:
+    if not isinstance(values, Tensor) or values.dim() != 2:
+        got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(f"RankMask: {name} must be a 2-dimensional tensor (batch, length), got {got}")
+
+
+def _hide(key_rank: Tensor, padding: Tensor | None) -> Tensor:
+    return key_rank if padding is None else key_rank.masked_fill(padding, HIGHEST)
+
+
+def _with_memory(key_rank: Tensor, mem_len: int) -> Tensor:
+    return torch.nn.functional.pad(key_rank, (mem_len, 0), value=LOWEST)

@@ -1,0 +1,42 @@
+"""Segments: XLNet's relative segment encodings as the operator takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Adds ``(query_i + bias) . embed[query_ids[i] != key_ids[j]]`` to the score (Yang et al. 2019, section 2.5).
+
+    Args:
+        query_ids: (B, L) integers, the segment of each query row; any that fit int32, only equality counts.
+        key_ids: (B, M + K) integers, memory first (segment 0 in XLNet).
+        embed: (2, H, D), row 0 for the same segment, row 1 for a different one (XLNet ``seg_embed``).
+        bias: (H, D) or None for zeros (XLNet ``r_s_bias``).
+
+    Raises:
+        ValueError: the ids are not 2-dimensional integer tensors of one batch size.
+    """
+
+    query_ids: Tensor
+    key_ids: Tensor
+    embed: Tensor
+    bias: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("query_ids", "key_ids"):
+            ids = getattr(self, name)
+            if not isinstance(ids, Tensor) or ids.dim() != 2:
+                got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+                raise ValueError(f"Segments: {name} must be a 2-dimensional tensor (batch, length), got {got}")
+            if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+                raise ValueError(f"Segments: {name} must hold integers, got {ids.dtype}")
+        if self.query_ids.shape[0] != self.key_ids.shape[0]:
+            raise ValueError(
+                f"Segments: query_ids and key_ids must have one batch size, got {self.query_ids.shape[0]} and "
+                f"{self.key_ids.shape[0]}"
+            )

@@ -1,0 +1,31 @@
+#if defined(__x86_64__)
+
+#include <math.h>
+#include <sched.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"))), \
+                             apply_to = function)
+#else
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
+#endif
+
+#define NAMESPACE avx512
+#define INSTANCE_NAME "avx512"
+#define KERNELS avx512_kernels
+#define VECTOR_BYTES 64
+// 32 registers: sums of 12 x 2 vectors over panels, of 6 x 4 over rows
+#define PANEL_TILE_ROWS 12
+#define PANEL_TILE_COLUMNS 2
+#define ROW_TILE_ROWS 6
+#define ROW_TILE_COLUMNS 4
+#include "instance.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#endif  // __x86_64__

@@ -1,0 +1,186 @@
+// Storage -> work: rows converted, padded with zeros, transposed where a product runs over the head width.
+
+INLINE float as_work(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+INLINE float to_work(float x) { return x; }
+INLINE double to_work(double x) { return x; }
+INLINE float to_work(BFloat16 x) { return as_work(static_cast<uint32_t>(x.bits) << 16); }
+INLINE float to_work(Float16 x) {
+  const uint32_t magnitude = x.bits & 0x7fffu, sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
+  // Moving the bits up leaves an exponent 112 too small; the multiplication mends it, subnormals included.
+  const float value = as_work(magnitude << 13) * as_work((112u + 127u) << 23);
+  const uint32_t special = magnitude >= 0x7c00u ? 0x7f800000u : 0u;  // inf and NaN
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return as_work(bits | special | sign);
+}
+
+INLINE void from_work(float x, float* to) { *to = x; }
+INLINE void from_work(double x, double* to) { *to = x; }
+INLINE void from_work(float x, BFloat16* to) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  to->bits = x == x ? static_cast<uint16_t>(rounded) : 0x7fc0u;
+}
+INLINE void from_work(float x, Float16* to) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  bits &= 0x7fffffffu;
+  uint32_t half;
+  if (bits >= 0x47800000u) {  // 65536 and more, inf, NaN
+    half = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  } else if (bits < 0x38800000u) {  // subnormal: adding 0.5 aligns the result's last bit with the float's
+    const float aligned = as_work(bits) + 0.5f;
+    memcpy(&half, &aligned, 4);
+    half -= 0x3f000000u;
+  } else {
+    half = (bits + 0xc8000fffu + ((bits >> 13) & 1u)) >> 13;
+  }
+  to->bits = static_cast<uint16_t>(half | sign);
+}
+
+INLINE void read_as(const float* from, int64_t count, float* to) { memcpy(to, from, static_cast<size_t>(count) * 4); }
+INLINE void read_as(const double* from, int64_t count, double* to) { memcpy(to, from, static_cast<size_t>(count) * 8); }
+template <typename S>
+INLINE void read_as(const S* from, int64_t count, float* to) {
+  for (int64_t d = 0; d < count; ++d) to[d] = to_work(from[d]);
+}
+
+template <typename S, typename T>
+INLINE void read_as(const S* from, int64_t stride, int64_t count, T* to) {
+  if (stride == 1) {
+    read_as(from, count, to);
+  } else {
+    for (int64_t d = 0; d < count; ++d) to[d] = to_work(from[d * stride]);
+  }
+}
+
+template <typename S, typename T>
+INLINE void write_as(const T* from, int64_t count, S* to, int64_t stride) {
+  if (stride == 1) {
+    for (int64_t d = 0; d < count; ++d) from_work(from[d], to + d);
+  } else {
+    for (int64_t d = 0; d < count; ++d) from_work(from[d], to + d * stride);
+  }
+}
+
+// `count` elements of storage from element `start` on
+INLINE void read(DType dtype, const void* data, int64_t start, int64_t stride, int64_t count, float* to) {
+  if (dtype == DType::float32) read_as(static_cast<const float*>(data) + start, stride, count, to);
+  if (dtype == DType::bfloat16) read_as(static_cast<const BFloat16*>(data) + start, stride, count, to);
+  if (dtype == DType::float16) read_as(static_cast<const Float16*>(data) + start, stride, count, to);
+}
+INLINE void read(DType, const void* data, int64_t start, int64_t stride, int64_t count, double* to) {
+  read_as(static_cast<const double*>(data) + start, stride, count, to);
+}
+INLINE void write(DType dtype, const float* from, int64_t count, void* data, int64_t start, int64_t stride) {
+  if (dtype == DType::float32) write_as(from, count, static_cast<float*>(data) + start, stride);
+  if (dtype == DType::bfloat16) write_as(from, count, static_cast<BFloat16*>(data) + start, stride);
+  if (dtype == DType::float16) write_as(from, count, static_cast<Float16*>(data) + start, stride);
+}
+INLINE void write(DType, const double* from, int64_t count, void* data, int64_t start, int64_t stride) {
+  write_as(from, count, static_cast<double*>(data) + start, stride);
+}
+
+INLINE int64_t row_start(const Tensor4& t, int64_t b, int64_t h, int64_t row) {
+  return b * t.stride[0] + h * t.stride[1] + row * t.stride[2];
+}
+
+// Row `row` of head (b, h), padded with zeros to `padded` elements
+template <typename T>
+static void read_row(const RelAttention& p, const Tensor4& t, int64_t b, int64_t h, int64_t row, int64_t padded,
+                     T* to) {
+  read(p.dtype, t.data, row_start(t, b, h, row), t.stride[3], p.width, to);
+  for (int64_t d = p.width; d < padded; ++d) to[d] = 0;
+}
+
+// The rows of up to two tensors one after the other, counted from `start`; zeros before and after
+struct RowSequence {
+  Tensor4 part[2];
+  int64_t rows[2];
+  int64_t start;
+
+  // The tensor that holds row j and the row's index there; null for zeros. `left`: rows from there to its end.
+  const Tensor4* find(int64_t j, int64_t& row, int64_t& left) const {
+    row = start + j;
+    int which = 0;
+    if (row >= rows[0]) {
+      row -= rows[0];
+      which = 1;
+    }
+    left = rows[which] - row;
+    return row >= 0 && left > 0 ? &part[which] : nullptr;
+  }
+};
+
+INLINE RowSequence keys_of(const RelAttention& p, const Tensor4& memory, const Tensor4& current) {
+  return {{memory, current}, {p.mem_len, p.key_len}, 0};
+}
+
+// LANES rows, whole vectors long -> one panel [depth][LANES]
+template <typename T>
+static void transpose_panel(const T* rows, int64_t stride, int64_t depth, T* panel) {
+  for (int64_t d0 = 0; d0 < depth; d0 += LANES<T>) {
+    Vec<T> block[LANES<T>];
+    transpose_block(rows + d0, stride, block);
+    for (int64_t d = d0; d < smaller(d0 + LANES<T>, depth); ++d) store(panel + d * LANES<T>, block[d - d0]);
+  }
+}
+
+// `count` rows of `padded` elements -> strips [count / PANEL_ROWS][depth][PANEL_ROWS]. Reads and writes up to LANES
+// rows or elements past the end: a whole vector is stored where PANEL_ROWS elements count, and the next one mends it.
+template <typename T>
+static void transpose_strips(const T* rows, int64_t count, int64_t padded, int64_t depth, T* strips) {
+  constexpr int64_t PIECES = (PANEL_ROWS + LANES<T> - 1) / LANES<T>;
+  for (int64_t r = 0; r < count; r += PANEL_ROWS, rows += PANEL_ROWS * padded, strips += PANEL_ROWS * depth) {
+    for (int64_t d0 = 0; d0 < depth; d0 += LANES<T>) {
+      Vec<T> block[PIECES][LANES<T>];
+      for (int64_t piece = 0; piece < PIECES; ++piece)
+        transpose_block(rows + piece * LANES<T> * padded + d0, padded, block[piece]);
+      for (int64_t d = d0; d < smaller(d0 + LANES<T>, depth); ++d)
+        for (int64_t piece = 0; piece < PIECES; ++piece)
+          store(strips + d * PANEL_ROWS + piece * LANES<T>, block[piece][d - d0]);
+    }
+  }
+}
+
+// Rows 0 .. count-1 of head (b, h), kept as rows [j][padded] and as panels. Either may be null; `spare` holds LANES
+// rows where they are not kept. `count` is a multiple of LANES.
+template <typename T>
+static void pack(const RelAttention& p, const RowSequence& sequence, int64_t b, int64_t h, int64_t count,
+                 int64_t padded, T* rows, T* spare, T* panels) {
+  constexpr DType same = sizeof(T) == sizeof(double) ? DType::float64 : DType::float32;
+  for (int64_t j0 = 0; j0 < count; j0 += LANES<T>) {
+    T* group = rows == nullptr ? spare : rows + j0 * padded;
+    int64_t row, left;
+    const Tensor4* tensor = sequence.find(j0, row, left);
+    if (rows == nullptr && p.dtype == same && tensor != nullptr && left >= LANES<T> && tensor->stride[3] == 1 &&
+        p.width == padded) {  // panels straight from where the rows are
+      transpose_panel(static_cast<const T*>(tensor->data) + row_start(*tensor, b, h, row), tensor->stride[2], p.width,
+                      panels + j0 * p.width);
+      continue;
+    }
+    for (int64_t lane = 0; lane < LANES<T>; ++lane) {
+      tensor = sequence.find(j0 + lane, row, left);
+      if (tensor != nullptr) {
+        read_row(p, *tensor, b, h, row, padded, group + lane * padded);
+      } else {
+        memset(group + lane * padded, 0, static_cast<size_t>(padded) * sizeof(T));
+      }
+    }
+    if (panels != nullptr) transpose_panel(group, padded, p.width, panels + j0 * p.width);
+  }
+}

@@ -1,0 +1,154 @@
+// Vectors of VECTOR_BYTES bytes through the compiler's vector extension: the same source for AVX-512, AVX2 and plain
+// C++. Included once per instruction set, inside that set's namespace.
+
+template <typename T>
+struct VectorOf;
+
+template <>
+struct VectorOf<float> {
+  typedef float type __attribute__((vector_size(VECTOR_BYTES)));
+  typedef float loose __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+  typedef int32_t integer __attribute__((vector_size(VECTOR_BYTES)));
+};
+
+template <>
+struct VectorOf<double> {
+  typedef double type __attribute__((vector_size(VECTOR_BYTES)));
+  typedef double loose __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
+  typedef int64_t integer __attribute__((vector_size(VECTOR_BYTES)));
+};
+
+template <typename T>
+using Vec = typename VectorOf<T>::type;
+template <typename T>
+using IntVec = typename VectorOf<T>::integer;
+
+template <typename T>
+constexpr int64_t LANES = VECTOR_BYTES / sizeof(T);
+
+template <typename T>
+INLINE Vec<T> load(const T* p) {
+  return *reinterpret_cast<const typename VectorOf<T>::loose*>(p);
+}
+
+template <typename T>
+INLINE void store(T* p, Vec<T> x) {
+  *reinterpret_cast<typename VectorOf<T>::loose*>(p) = x;
+}
+
+template <typename T>
+INLINE Vec<T> broadcast(T x) {
+  return x - Vec<T>{};
+}
+
+template <typename T>
+INLINE Vec<T> select(IntVec<T> condition, Vec<T> yes, Vec<T> no) {
+  return condition ? yes : no;
+}
+
+// b where either is NaN
+template <typename T>
+INLINE Vec<T> maximum(Vec<T> a, Vec<T> b) {
+  return a > b ? a : b;
+}
+
+// int32 values as lanes of T's width
+INLINE IntVec<float> load_ints(const int32_t* p, float) {
+  typedef int32_t loose __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+  return *reinterpret_cast<const loose*>(p);
+}
+
+INLINE IntVec<double> load_ints(const int32_t* p, double) {
+  typedef int32_t half __attribute__((vector_size(VECTOR_BYTES / 2), aligned(4), may_alias));
+  return __builtin_convertvector(*reinterpret_cast<const half*>(p), IntVec<double>);
+}
+
+// Folds the lanes of x with `f`
+template <typename T, typename F>
+INLINE T fold(Vec<T> x, F f) {
+#if defined(__clang__)
+  T result = x[0];
+  for (int64_t lane = 1; lane < LANES<T>; ++lane) result = f(Vec<T>{} + result, Vec<T>{} + x[lane])[0];
+  return result;
+#else
+#pragma GCC unroll 4
+  for (int64_t step = LANES<T> / 2; step > 0; step /= 2) {
+    IntVec<T> partner;
+    for (int64_t lane = 0; lane < LANES<T>; ++lane) partner[lane] = lane ^ step;
+    x = f(x, __builtin_shuffle(x, partner));
+  }
+  return x[0];
+#endif
+}
+
+template <typename T>
+INLINE T sum(Vec<T> x) {
+  return fold<T>(x, [](Vec<T> a, Vec<T> b) { return a + b; });
+}
+
+template <typename T>
+INLINE T maximum_of(Vec<T> x) {
+  return fold<T>(x, [](Vec<T> a, Vec<T> b) { return maximum<T>(a, b); });
+}
+
+// The LANES x LANES block at `rows` (row stride in elements), transposed: result[d][lane] = rows[lane][d]
+template <typename T>
+INLINE void transpose_block(const T* rows, int64_t stride, Vec<T>* result) {
+  constexpr int64_t N = LANES<T>;
+#if defined(__clang__)
+  for (int64_t d = 0; d < N; ++d)
+    for (int64_t lane = 0; lane < N; ++lane) result[d][lane] = rows[lane * stride + d];
+#else
+  IntVec<T> low, high;  // of two vectors, interleaved
+  for (int64_t lane = 0; lane < N; ++lane) {
+    low[lane] = lane / 2 + lane % 2 * N;
+    high[lane] = low[lane] + N / 2;
+  }
+  Vec<T> from[N];
+#pragma GCC unroll 16
+  for (int64_t lane = 0; lane < N; ++lane) from[lane] = load(rows + lane * stride);
+#pragma GCC unroll 4
+  for (int64_t step = 1; step < N; step *= 2) {  // log2(N) perfect shuffles
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < N / 2; ++i) {
+      result[2 * i] = __builtin_shuffle(from[i], from[i + N / 2], low);
+      result[2 * i + 1] = __builtin_shuffle(from[i], from[i + N / 2], high);
+    }
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < N; ++i) from[i] = result[i];
+  }
+#endif
+}
+
+// 2^x for x <= 0 (a hair above 0 is fine), NaN for NaN. x = n + f with |f| <= 1/2, and 2^f by its Taylor polynomial in
+// f ln 2, whose last term is below half an ulp. n is added to the exponent's bits. The smallest x taken is the one
+// whose result has no bits left: all below it, -inf first, give exactly 0 (a subnormal result is off by less than
+// 2^-126).
+INLINE Vec<float> exp2(Vec<float> x) {
+  const Vec<float> magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  x = maximum<float>(broadcast(-127.0f), x);
+  const Vec<float> shifted = x + magic;
+  const Vec<float> f = x - (shifted - magic);
+  Vec<float> y = broadcast(1.5252733804e-5f);
+  y = y * f + 1.5403530393e-4f;
+  y = y * f + 1.3333558146e-3f;
+  y = y * f + 9.6181291076e-3f;
+  y = y * f + 5.5504108665e-2f;
+  y = y * f + 2.4022650696e-1f;
+  y = y * f + 6.9314718056e-1f;
+  y = y * f + 1.0f;
+  return (Vec<float>)((IntVec<float>)y + ((IntVec<float>)shifted << 23));  // the rest of magic falls off the top
+}
+
+INLINE Vec<double> exp2(Vec<double> x) {
+  const Vec<double> magic = broadcast(6755399441055744.0);  // 1.5 * 2^52
+  x = maximum<double>(broadcast(-1023.0), x);
+  const Vec<double> shifted = x + magic;
+  const Vec<double> t = (x - (shifted - magic)) * 0.69314718055994530942;
+  Vec<double> y = broadcast(1.0 / 6227020800.0);  // 1 / 13!
+  constexpr double inverse_factorial[] = {
+      1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
+      1.0 / 120,       1.0 / 24,       1.0 / 6,       0.5,          1.0,         1.0};
+  for (double coefficient : inverse_factorial) y = y * t + coefficient;
+  return (Vec<double>)((IntVec<double>)y + ((IntVec<double>)shifted << 52));
+}

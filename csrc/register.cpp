@@ -1,0 +1,216 @@
+// Tensors -> argument struct -> CPU kernels. The operator's schema, shapes and gradients' wiring are in
+// xlnet_kernels/ops.py; arguments were checked in xlnet_kernels/functional.py.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <array>
+#include <optional>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "rel_attention.h"
+
+namespace xlnet_kernels {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+Tensor4 strided(const Tensor& t) {
+  if (!t.defined()) return {};
+  Tensor4 result{t.data_ptr(), {0, 0, 0, 0}};
+  const int64_t missing = 4 - t.dim();
+  for (int64_t d = 0; d < t.dim(); ++d) result.stride[missing + d] = t.stride(d);
+  return result;
+}
+
+DType dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat:
+      return DType::float32;
+    case at::kDouble:
+      return DType::float64;
+    case at::kBFloat16:
+      return DType::bfloat16;
+    case at::kHalf:
+      return DType::float16;
+    default:
+      TORCH_CHECK(false, "query must be float16, bfloat16, float32 or float64, got ", t.scalar_type());
+  }
+}
+
+at::ScalarType work_type(const Tensor& t) { return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+// (B, H, rows, D) whose memory is laid out (B, rows, H, D), as projections before and after want it
+Tensor empty_rows_first(const Tensor& like, at::ScalarType dtype) {
+  return at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options().dtype(dtype))
+      .transpose(1, 2);
+}
+
+void parallel_slots(int64_t slots, void (*task)(void*, int64_t), void* context) {
+  at::parallel_for(0, slots, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot) task(context, slot);
+  });
+}
+
+const cpu::Kernels& kernels() {
+  static const cpu::Kernels* chosen = cpu::choose_kernels();
+  TORCH_CHECK(chosen != nullptr, "XLNET_KERNELS_CPU names no instruction set that this processor has");
+  return *chosen;
+}
+
+// The call as the kernels take it, and the tensors that its pointers need alive
+struct Call {
+  RelAttention p{};
+  std::vector<Tensor> kept;
+
+  Tensor keep(Tensor t) {
+    kept.push_back(t);
+    return t;
+  }
+  const int32_t* ints(const OptionalTensor& t) {
+    return t ? keep(t->to(at::kInt).contiguous()).data_ptr<int32_t>() : nullptr;
+  }
+  const void* small(const OptionalTensor& t) { return t ? keep(t->contiguous()).data_ptr() : nullptr; }
+};
+
+struct Inputs {
+  const Tensor &query, &key, &value, &rel_key;
+  const OptionalTensor &content_bias, &position_bias, &memory_key, &memory_value, &segment_embed, &segment_bias,
+      &query_ids, &key_ids, &query_rank, &key_rank, &query_floor, &sees_self, &mask, &query_positions, &dropout_state;
+  int64_t max_distance;
+  double dropout_p, scale;
+};
+
+Call prepare(const Inputs& in) {
+  Call call;
+  RelAttention& p = call.p;
+  p.dtype = dtype_of(in.query);
+  p.batch = in.query.size(0);
+  p.heads = in.query.size(1);
+  p.length = in.query.size(2);
+  p.width = in.query.size(3);
+  p.key_len = in.key.size(2);
+  p.mem_len = in.memory_key ? in.memory_key->size(2) : 0;
+  p.rel_rows = in.rel_key.size(-2);
+  p.max_distance = in.max_distance;
+  p.scale = in.scale;
+  p.query = strided(in.query);
+  p.key = strided(in.key);
+  p.value = strided(in.value);
+  p.rel_key = strided(in.rel_key);
+  if (in.memory_key) {
+    p.memory_key = strided(*in.memory_key);
+    p.memory_value = strided(*in.memory_value);
+  }
+  p.content_bias = call.small(in.content_bias);
+  p.position_bias = call.small(in.position_bias);
+  p.segment_embed = call.small(in.segment_embed);
+  p.segment_bias = call.small(in.segment_bias);
+  p.query_ids = call.ints(in.query_ids);
+  p.key_ids = call.ints(in.key_ids);
+  p.query_rank = call.ints(in.query_rank);
+  p.key_rank = call.ints(in.key_rank);
+  p.query_floor = call.ints(in.query_floor);
+  p.sees_self = static_cast<const bool*>(call.small(in.sees_self));
+  if (in.mask) p.mask = strided(call.keep(in.mask->expand({p.batch, p.heads, p.length, p.mem_len + p.key_len})));
+  if (in.query_positions && p.length > 0 && p.batch > 0) {
+    const auto [low, high] = in.query_positions->aminmax();
+    TORCH_CHECK_VALUE(low.item<int64_t>() >= 0 && high.item<int64_t>() < p.key_len, "query_positions must lie in [0, ",
+                      p.key_len, "), got values from ", low.item<int64_t>(), " to ", high.item<int64_t>());
+    const auto [positions, order] = in.query_positions->sort(/*stable=*/true, /*dim=*/1, /*descending=*/false);
+    p.row_position = call.ints(positions);
+    p.row_order = call.ints(order);
+  }
+  p.dropout_p = in.dropout_p;
+  if (in.dropout_p > 0) {
+    const int64_t* state = call.keep(in.dropout_state->contiguous()).data_ptr<int64_t>();
+    p.seed = static_cast<uint64_t>(state[0]);
+    p.offset = static_cast<uint64_t>(state[1]);
+    const double threshold = in.dropout_p * 4294967296.0;
+    p.dropout_threshold = threshold >= 4294967295.0 ? 4294967295u : static_cast<uint32_t>(threshold);
+  }
+  return call;
+}
+
+void check_ran(bool ran) { TORCH_CHECK(ran, "rel_attention: out of memory for the CPU kernels' scratch"); }
+
+// Every argument of the schema in xlnet_kernels/ops.py after the gradients
+#define INPUTS                                                                                                     \
+  const Tensor &query, const Tensor &key, const Tensor &value, const Tensor &rel_key,                              \
+      const OptionalTensor &content_bias, const OptionalTensor &position_bias, const OptionalTensor &memory_key,   \
+      const OptionalTensor &memory_value, const OptionalTensor &segment_embed, const OptionalTensor &segment_bias, \
+      const OptionalTensor &query_ids, const OptionalTensor &key_ids, const OptionalTensor &query_rank,            \
+      const OptionalTensor &key_rank, const OptionalTensor &query_floor, const OptionalTensor &sees_self,          \
+      const OptionalTensor &mask, const OptionalTensor &query_positions, const OptionalTensor &dropout_state,      \
+      int64_t max_distance, double dropout_p, double scale, bool /*deterministic: always*/
+#define INPUT_NAMES                                                                                               \
+  query, key, value, rel_key, content_bias, position_bias, memory_key, memory_value, segment_embed, segment_bias, \
+      query_ids, key_ids, query_rank, key_rank, query_floor, sees_self, mask, query_positions, dropout_state,     \
+      max_distance, dropout_p, scale
+
+std::tuple<Tensor, Tensor> forward(INPUTS) {
+  Call call = prepare({INPUT_NAMES});
+  Tensor out = empty_rows_first(query, query.scalar_type());
+  Tensor lse = at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(work_type(query)));
+  call.p.out = strided(out);
+  call.p.lse = lse.data_ptr();
+  check_ran(kernels().forward(call.p, at::get_num_threads(), parallel_slots));
+  return {out, lse};
+}
+
+std::vector<Tensor> backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
+                             const Tensor& lse, std::array<bool, 10> needs, INPUTS) {
+  Call call = prepare({INPUT_NAMES});
+  const Tensor kept_lse = lse.contiguous();
+  call.p.out = strided(out);
+  call.p.lse = kept_lse.data_ptr();
+  RelAttentionGradients g{};
+  const Tensor grad = call.keep(grad_out.to(query.scalar_type()));
+  g.out = strided(grad);
+  g.lse = grad_lse ? call.keep(grad_lse->to(lse.scalar_type()).contiguous()).data_ptr() : nullptr;
+
+  const auto work = work_type(query);
+  const std::array<OptionalTensor, 10> inputs{query,         key,        value,        rel_key,       content_bias,
+                                              position_bias, memory_key, memory_value, segment_embed, segment_bias};
+  std::vector<Tensor> gradients;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const bool wanted = needs[i] && inputs[i].has_value();
+    const bool rows_first = i <= 2 || i == 6 || i == 7;  // query, key, value and the memory's
+    if (!wanted) {
+      gradients.push_back(at::empty({0}, query.options().dtype(work)));
+    } else if (rows_first) {
+      gradients.push_back(empty_rows_first(*inputs[i], work).zero_());
+    } else {
+      gradients.push_back(at::zeros(inputs[i]->sizes(), query.options().dtype(work)));
+    }
+  }
+  const auto rows = [&](size_t i) { return gradients[i].dim() == 1 ? Tensor4{} : strided(gradients[i]); };
+  const auto flat = [&](size_t i) { return gradients[i].dim() == 1 ? nullptr : gradients[i].data_ptr(); };
+  g.query = rows(0);
+  g.key = rows(1);
+  g.value = rows(2);
+  g.rel_key = rows(3);
+  g.content_bias = flat(4);
+  g.position_bias = flat(5);
+  g.memory_key = rows(6);
+  g.memory_value = rows(7);
+  g.segment_embed = flat(8);
+  g.segment_bias = flat(9);
+  check_ran(kernels().backward(call.p, g, at::get_num_threads(), parallel_slots));
+  for (Tensor& gradient : gradients) gradient = gradient.to(query.scalar_type());
+  return gradients;
+}
+
+}  // namespace
+
+const char* cpu_instruction_set() { return kernels().name; }
+
+}  // namespace xlnet_kernels
+
+TORCH_LIBRARY_IMPL(xlnet_kernels, CPU, m) {
+  m.impl("rel_attention", xlnet_kernels::forward);
+  m.impl("rel_attention_backward", xlnet_kernels::backward);
+}

@@ -1,0 +1,201 @@
+"""Measuring a group of implementations on one problem: check, memory, interleaved times, ratios; each one a row."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from harness import CannotRun, Run, free_memory, peak_memory, seconds, summary, tidy, time_interleaved
+
+DIRECTIONS = ("forward", "backward")  # "backward" stands for forward and backward together
+
+# Largest difference from float64, relative to the largest value; gradients are sums of many rounded terms.
+TOLERANCE = {
+    torch.float64: {"forward": 1e-12, "backward": 1e-11},
+    torch.float32: {"forward": 1e-5, "backward": 5e-5},
+    torch.float16: {"forward": 4e-3, "backward": 2e-2},
+    torch.bfloat16: {"forward": 3e-2, "backward": 1e-1},
+}
+
+
+@dataclass
+class Job:
+    """One implementation on one problem.
+
+    `reference` gives, per direction, the float64 values to compare with, or is None where there is nothing to check.
+    `needs` are bytes per direction, 0 where they are small. `labels` go into the row and win over the group's.
+    """
+
+    name: str
+    prepare: Callable[[], Run]
+    reference: Callable[[str], dict[str, Tensor]] | None = None
+    needs: dict[str, int] = field(default_factory=dict)
+    labels: dict[str, object] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass
+class Bench:
+    """One session: how to measure, where the rows go and when to stop."""
+
+    device: str
+    directions: tuple[str, ...]
+    seconds: float  # of samples per implementation and direction
+    rounds: tuple[int, int]  # at least and at most so many samples
+    budget: float  # seconds in all
+    rows: list[dict] = field(default_factory=list)
+    save: Callable[[], None] = lambda: None
+    on_step: Callable[[str, int, int], None] = lambda text, done, total: None
+    started: float = field(default_factory=time.perf_counter)
+
+    def remaining(self) -> float:
+        return self.budget - (time.perf_counter() - self.started)
+
+    def group(
+        self,
+        section: str,
+        jobs: Iterable[Job],
+        labels: dict[str, object],
+        floor: str | None = None,
+        base: str | None = None,
+        memory_limit: int | None = None,
+        single_pass: bool = False,
+    ) -> list[dict]:
+        """Measure `jobs` side by side; `floor` and `base` name the jobs that ratio and speed-up refer to.
+
+        With `single_pass`, each runs once, for its peak memory; nothing is checked.
+        """
+        rows: list[dict] = []
+        ready: dict[str, dict[str, tuple[Run, dict]]] = {direction: {} for direction in self.directions}
+        for done, job in enumerate(jobs):
+            for direction, row, run in self._warm_up(job, section, labels, memory_limit, single_pass, done):
+                rows.append(row)
+                self.rows.append(row)  # at once, so that an interruption keeps it
+                if run is not None:
+                    ready[direction][job.name] = (run, row)
+        if not single_pass:
+            for direction, runs in ready.items():
+                self._time(direction, runs, labels)
+        for direction in self.directions:
+            _relate([row for row in rows if row["direction"] == direction], floor, base)
+        self.save()
+        gc.collect()
+        return rows
+
+    def skip(self, section: str, name: str, labels: dict[str, object], reason: str) -> None:
+        """Rows without numbers."""
+        for direction in self.directions:
+            self.rows.append(_row(section, name, direction, labels, status="skipped", reason=reason))
+
+    def _warm_up(self, job: Job, section: str, labels: dict, memory_limit: int | None, single_pass: bool, done: int):
+        """Yields direction, row and, where it can be timed, the run that has been called twice (compiled, measured)."""
+        run: Run | None = None
+        failure: Exception | None = None
+        for direction in self.directions:
+            self.on_step(f"{_title(section, labels)}: {job.name}", done, 0)
+            row = _row(section, job.name, direction, labels | job.labels)
+            try:
+                _check_memory(job.needs.get(direction, 0), memory_limit, self.device)
+                if run is None and failure is None:
+                    try:
+                        run = job.prepare()
+                    except Exception as error:
+                        failure = error
+                if run is None:
+                    raise failure
+                self._first_calls(job, run, direction, row, single_pass)
+                yield direction, row, run
+            except CannotRun as error:
+                yield direction, row | {"status": "skipped", "reason": tidy(error)}, None
+            except Exception as error:  # whatever a peer raises is its result
+                yield direction, row | {"status": "failed", "reason": tidy(error)}, None
+
+    def _first_calls(self, job: Job, run: Run, direction: str, row: dict, single_pass: bool) -> None:
+        outputs: list[tuple[Tensor, ...]] = []
+        if not single_pass:
+            row["first_call_s"] = round(seconds(lambda: outputs.append(run.step(direction)), self.device), 4)
+            if job.reference is not None:
+                row["check"] = compare(run, direction, outputs.pop(), job.reference(direction), job.dtype)
+            outputs.clear()
+        row["peak_bytes"], elapsed = peak_memory(lambda: run.step(direction), self.device)
+        row["estimate_s"] = round(elapsed, 6)
+        if single_pass:
+            row |= summary([elapsed])
+
+    def _time(self, direction: str, runs: dict[str, tuple[Run, dict]], labels: dict) -> None:
+        calls = {name: (lambda run=run: run.step(direction)) for name, (run, _) in runs.items()}
+        if not calls:
+            return
+        samples = time_interleaved(
+            calls,
+            {name: row["estimate_s"] for name, (_, row) in runs.items()},
+            self.device,
+            self.seconds,
+            self.rounds,
+            lambda name, done, total: self.on_step(f"{_title('', labels)} {direction}: {name}", done, total),
+        )
+        for name, (_, row) in runs.items():
+            row |= summary(samples[name])
+
+
+def compare(
+    run: Run, direction: str, outputs: tuple[Tensor, ...], expected: dict[str, Tensor], dtype: torch.dtype
+) -> dict[str, object]:
+    """Largest difference of each output or gradient from `expected`, relative to its largest value."""
+    names = list(run.leaves) if direction == "backward" else (["out"] if len(outputs) == 1 else ["out", "out_g"])
+    got = {name: run.standard(name, tensor).double() for name, tensor in zip(names, outputs, strict=True)}
+    got, expected = _join_memory(got), _join_memory(expected)
+    errors = {}
+    for name, value in got.items():
+        want = expected[name]
+        if value.shape != want.shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, the reference {tuple(want.shape)}")
+        if want.numel():
+            scale = want.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+            errors[name] = float(f"{((value - want).abs().max() / scale).item():.3g}")
+    tolerance = TOLERANCE[dtype][direction]
+    # "not above" would let a NaN through
+    return {"passed": all(error <= tolerance for error in errors.values()), "tolerance": tolerance, "errors": errors}
+
+
+def _join_memory(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Keys and values of memory and segment as one, as implementations without memory of their own see them."""
+    values = dict(values)
+    for name in ("key", "value"):
+        memory = values.pop(f"memory_{name}", None)
+        if memory is not None and name in values:
+            values[name] = torch.cat([memory, values[name]], 2)
+    return values
+
+
+def _check_memory(need: int, limit: int | None, device: str) -> None:
+    free = free_memory(device)
+    if limit is not None and need > limit:
+        raise CannotRun(f"would need about {need / 1e9:.0f} GB")
+    if free is not None and need > 0.8 * free:
+        raise CannotRun(f"would need about {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
+
+
+def _relate(rows: list[dict], floor: str | None, base: str | None) -> None:
+    medians = {row["implementation"]: row["median_ms"] for row in rows if "median_ms" in row}
+    for row in rows:
+        if "median_ms" not in row:
+            continue
+        if floor in medians:
+            row["ratio_to_floor"] = round(row["median_ms"] / medians[floor], 3)
+        if base in medians:
+            row["speedup"] = round(medians[base] / row["median_ms"], 3)
+
+
+def _row(section: str, name: str, direction: str, labels: dict, status: str = "ok", reason: str | None = None) -> dict:
+    row = {"section": section, "implementation": name, **labels, "direction": direction, "status": status}
+    return row | ({} if reason is None else {"reason": reason})
+
+
+def _title(section: str, labels: dict) -> str:
+    return " ".join([*([section] if section else []), f"L {labels['length']}"])

@@ -1,0 +1,124 @@
+"""The tables that a run prints, from the rows it measured."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich.table import Table
+
+TITLES = {
+    "core": "Attention core: operator against operator",
+    "streams": "Two streams: what the query stream adds",
+    "module": "Whole layer, both streams",
+    "precision": "float32 and bfloat16",
+    "long": "Long sequences: one forward and backward pass",
+}
+RATIOS = {"core": "x floor", "streams": "x content", "precision": "x float32", "long": "x floor"}
+DIRECTION_NAMES = {"forward": "forward", "backward": "fwd + bwd"}
+
+
+def tables(rows: list[dict]) -> list[Table]:
+    """One table per section that was measured."""
+    by_section = {section: [row for row in rows if row["section"] == section] for section in TITLES}
+    return [_table(section, found) for section, found in by_section.items() if found]
+
+
+def _table(section: str, rows: list[dict]) -> Table:
+    speedups = section in ("core", "module")
+    table = Table(title=TITLES[section], title_justify="left", title_style="bold", header_style="bold")
+    for header in ("L x B", "direction", "implementation"):
+        table.add_column(header, no_wrap=True)
+    table.add_column("result", justify="center")
+    for header in ("median ms", "quartiles", "peak MB"):
+        table.add_column(header, justify="right", no_wrap=True)
+    if section in RATIOS:
+        table.add_column(RATIOS[section], justify="right", no_wrap=True)
+    if speedups:
+        table.add_column("vs transformers", justify="right", no_wrap=True)
+
+    columns = len(table.columns)
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    order = sorted(rows, key=lambda row: (_block(row), names.index(row["implementation"])))
+    blocks = groupby(order, key=_block)
+    for (length, batch, backward), group in blocks:
+        head = (f"{length} x {batch}", DIRECTION_NAMES["backward" if backward else "forward"])
+        for row in group:
+            cells = [*head, row["implementation"], _result(row, rows), *_numbers(row)]
+            if section in RATIOS:
+                cells.append(_times(row.get("ratio_to_floor")))
+            if speedups:
+                cells.append(_times(row.get("speedup")))
+            if row["status"] != "ok":  # the reason takes the place of the numbers
+                table.add_row(*cells[:3], f"[dim]{row['status']}[/dim]", *[""] * (columns - 4))
+            else:
+                table.add_row(*cells)
+            head = ("", "")
+        table.add_section()
+    return table
+
+
+def _block(row: dict) -> tuple[int, int, bool]:
+    return row["length"], row["batch"], row["direction"] == "backward"
+
+
+def _result(row: dict, rows: list[dict]) -> str:
+    """A tick or a cross: of this row's check, or of the same implementation's at the length that was checked."""
+    keys = ("implementation", "direction", "dtype")
+    same = [one["check"] for one in rows if "check" in one and all(one[key] == row[key] for key in keys)]
+    if not same:
+        return "-"
+    check = row.get("check", same[0])
+    return "[green]✓[/green]" if check["passed"] else "[bold red]✗[/bold red]"
+
+
+def _numbers(row: dict) -> tuple[str, str, str]:
+    if "median_ms" not in row:
+        return ("-", "-", _megabytes(row))
+    spread = f"{_digits(row['q1_ms'])} - {_digits(row['q3_ms'])}" if len(row["samples_ms"]) > 1 else "one pass"
+    return (_digits(row["median_ms"]), spread, _megabytes(row))
+
+
+def _megabytes(row: dict) -> str:
+    return "-" if row.get("peak_bytes") is None else f"{row['peak_bytes'] / 1e6:,.0f}"
+
+
+def _digits(milliseconds: float) -> str:
+    return f"{milliseconds:,.{3 if milliseconds < 1 else 2 if milliseconds < 10 else 1 if milliseconds < 100 else 0}f}"
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def notes(results: dict) -> list[str]:
+    """What the tables' cells cannot hold: reasons, what was checked and how, and the machine."""
+    rows, facts = results["rows"], results["environment"]
+    lines = []
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            place = f"L {row['length']} {DIRECTION_NAMES[row['direction']]}"
+            reasons.setdefault((row["implementation"], row["reason"]), []).append(place)
+    for (name, reason), places in reasons.items():
+        shown = ", ".join(dict.fromkeys(places)) if len(set(places)) < 4 else f"{len(places)} rows"
+        lines.append(f"{name} ({shown}): {reason}")
+    checked = sorted({row["length"] for row in rows if "check" in row})
+    if checked:
+        lines.append(f"Results checked against float64 at L {', '.join(map(str, checked))}; - is other maths.")
+    for row in rows:
+        if not row.get("check", {"passed": True})["passed"]:
+            lines.append(_wrong(row))
+    cpu = f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads, {facts['cpu_capability']}"
+    lines.append(f"{facts.get('gpu') or cpu}; torch {facts['torch']}.")
+    lines.append(f"Peak memory above inputs and outputs: {facts['peak_memory']}.")
+    return lines
+
+
+def _wrong(row: dict) -> str:
+    tolerance = row["check"]["tolerance"]
+    too_large = {name: error for name, error in row["check"]["errors"].items() if not error <= tolerance}
+    return (
+        f"WRONG {row['implementation']}, {DIRECTION_NAMES[row['direction']]}, L {row['length']}: "
+        + ", ".join(f"{name} by {error:.2g}" for name, error in too_large.items())
+        + f" of its largest value, {tolerance:.0e} is allowed"
+    )

@@ -1,0 +1,197 @@
+"""What the benchmark measures: one function per section of its report."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from harness import CannotRun, Run
+from implementations import FLOOR, TRANSFORMERS, Implementation, package_backend, plain_sdpa
+from measure import DIRECTIONS, Bench, Job
+from modules import MODULE, TRANSFORMERS_MODULE, module_reference, our_module, transformers_module
+from problem import Case, Problem, build_problem
+
+CHECKED_LENGTH = 512  # the longest sequence that is also computed in float64, every map in memory
+LONG_LENGTH = 8192
+USED_UP = "left out: the time budget is used up (--budget, --full)"
+LONG_LIMIT = 4_000_000_000  # bytes; what needs more at LONG_LENGTH is left out with that as its reason
+
+Reference = Callable[[str], dict[str, Tensor]]
+
+
+def core(bench: Bench, implementations: dict[str, Implementation], cases: list[Case]) -> None:
+    """Every implementation at every length, each checked at one of them."""
+    short = [case for case in cases if case.length <= CHECKED_LENGTH]
+    if short:
+        checked = max(short, key=lambda case: case.length)
+    else:
+        checked = replace(min(cases, key=lambda case: case.length), length=CHECKED_LENGTH // 2, batch=1)
+    budget = bench.remaining()
+    first = {name: _within(bench, budget / 2, one) if one.compiled else one for name, one in implementations.items()}
+    estimates = _core_group(bench, first, checked, check=True)
+    # What did not run at all will not run at other lengths either: one row says so.
+    implementations = {name: one for name, one in implementations.items() if name in estimates}
+    rest = sorted((case for case in cases if case != checked), key=lambda case: -case.length)
+    costs = {
+        (name, case.length): _cost(bench, implementations[name], rows, checked, case)
+        for case in rest
+        for name, rows in estimates.items()
+    }
+    optional = [name for name, implementation in implementations.items() if implementation.compiled]
+    left_out = plan(costs, optional, bench.remaining())
+    for case in rest:
+        if bench.remaining() < 0:
+            bench.skip("core", "all", labels(case), USED_UP)
+            continue
+        chosen = {name: one for name, one in implementations.items() if (name, case.length) not in left_out}
+        for name in implementations:
+            if name not in chosen:
+                bench.skip("core", name, labels(case), "left out to stay within the time budget (--budget, --full)")
+        _core_group(bench, chosen, case, check=False)
+
+
+def _within(bench: Bench, reserve: float, one: Implementation) -> Implementation:
+    """`one`, given up where compiling the others has left less than `reserve` seconds."""
+
+    def prepare(problem: Problem) -> Run:
+        if bench.remaining() < reserve:
+            raise CannotRun("left out: compiling has taken half of the time budget (--budget, --full)")
+        return one.prepare(problem)
+
+    return replace(one, prepare=prepare)
+
+
+def plan(costs: dict[tuple[str, int], float], optional: list[str], budget: float) -> set[tuple[str, int]]:
+    """Which (implementation, length) to leave out: of the `optional` ones, long lengths first, those that don't fit.
+
+    >>> plan({("own", 8): 3.0, ("peer", 8): 3.0, ("peer", 4): 1.0, ("other", 8): 2.0}, ["peer", "other"], 7.0)
+    {('other', 8)}
+    """
+    budget -= sum(cost for (name, _), cost in costs.items() if name not in optional)
+    left_out = set()
+    for pair in sorted((pair for pair in costs if pair[0] in optional), key=lambda pair: -pair[1]):
+        if costs[pair] <= budget:
+            budget -= costs[pair]
+        else:
+            left_out.add(pair)
+    return left_out
+
+
+def streams(bench: Bench, backend: str, cases: list[Case]) -> None:
+    """What the query stream adds: L/6 rows stacked under the content rows."""
+    for case in cases:
+        jobs = []
+        for name, two_streams in (("content stream", False), ("both streams, N = L/6", True)):
+            problem = build_problem(case, two_streams)
+            jobs.append(_job(name, case, problem, package_backend(backend), _reference(problem, case)))
+        bench.group("streams", jobs, labels(case), floor="content stream")
+
+
+def precision(bench: Bench, backend: str, cases: list[Case]) -> None:
+    """This package's backend and plain SDPA in float32 and bfloat16."""
+    for case in cases:
+        jobs = []
+        for dtype in (torch.float32, torch.bfloat16):
+            typed = replace(case, dtype=dtype)
+            problem, own = build_problem(typed), f"xlnet_kernels {_short(dtype)}"
+            jobs.append(_job(own, typed, problem, package_backend(backend), _reference(problem, typed)))
+            jobs.append(_job(f"{FLOOR}, {_short(dtype)}", typed, problem, plain_sdpa, None))
+        bench.group("precision", jobs, labels(case), floor="xlnet_kernels float32")
+
+
+def module(bench: Bench, backend: str, case: Case) -> None:
+    """The whole layer, both streams: projections, attention, output projection, residual and LayerNorm."""
+    reference = functools.cache(lambda direction: module_reference(case, direction))
+    jobs = [
+        Job(MODULE, lambda: our_module(case, backend), reference, dtype=case.dtype),
+        Job(TRANSFORMERS_MODULE, lambda: transformers_module(case), reference, dtype=case.dtype),
+    ]
+    bench.group("module", jobs, labels(case), base=TRANSFORMERS_MODULE)
+
+
+def long(bench: Bench, implementations: dict[str, Implementation], case: Case) -> None:
+    """Peak memory of one forward and backward pass at a length where L x K maps hurt."""
+    problem = build_problem(case)
+    bench = replace(bench, directions=("backward",))  # the rows list is shared
+    jobs = [_implementation_job(one, case, problem) for one in implementations.values()]
+    bench.group("long", jobs, labels(case), floor=FLOOR, memory_limit=LONG_LIMIT, single_pass=True)
+
+
+def _core_group(bench: Bench, implementations: dict[str, Implementation], case: Case, check: bool) -> dict[str, dict]:
+    """Returns each measured implementation's rows by direction."""
+    problem = build_problem(case)
+    reference = _reference(problem, case) if check else None
+    jobs = [_implementation_job(one, case, problem, reference) for one in implementations.values()]
+    rows = bench.group("core", jobs, labels(case), floor=FLOOR, base=TRANSFORMERS)
+    found: dict[str, dict] = {}
+    for row in rows:
+        if row["status"] == "ok":
+            found.setdefault(row["implementation"], {})[row["direction"]] = row
+    return found
+
+
+def _cost(bench: Bench, implementation: Implementation, rows: dict[str, dict], measured: Case, case: Case) -> float:
+    """Seconds that `implementation` will take at `case`, from its rows at `measured`."""
+    if implementation.longest is not None and case.length > implementation.longest:
+        return 0.0
+    growth = case.map_bytes / measured.map_bytes
+    if growth > 1 and implementation.maps[0]:
+        growth *= 1.5  # maps that were still in the cache
+    cost = 0.0
+    for row in rows.values():
+        once = row["estimate_s"] * growth
+        compiling = max(0.0, row["first_call_s"] - row["estimate_s"]) if implementation.compiled else 0.0
+        cost += compiling + 2 * once + max(bench.rounds[0] * once, bench.seconds)
+    return cost
+
+
+def _implementation_job(one: Implementation, case: Case, problem: Problem, reference: Reference | None = None) -> Job:
+    def prepare(problem: Problem) -> Run:
+        if one.longest is not None and case.length > one.longest:
+            raise CannotRun(f"only up to L {one.longest}: it keeps every L x K map")
+        return one.prepare(problem)
+
+    needs = {direction: int(maps * case.map_bytes) for direction, maps in zip(DIRECTIONS, one.maps, strict=True)}
+    return replace(_job(one.name, case, problem, prepare, reference if one.checked else None), needs=needs)
+
+
+def _job(
+    name: str, case: Case, problem: Problem, prepare: Callable[[Problem], Run], reference: Reference | None
+) -> Job:
+    labels = {"dtype": _short(case.dtype), "rows": problem.query.shape[2]}
+    return Job(name, lambda: prepare(problem), reference, labels=labels, dtype=case.dtype)
+
+
+def _reference(problem: Problem, case: Case) -> Reference | None:
+    """Output or gradients in float64, computed once per direction; None where the maps would be too large."""
+    if case.length > CHECKED_LENGTH:
+        return None
+    return functools.cache(functools.partial(operator_reference, problem))
+
+
+def operator_reference(problem: Problem, direction: str) -> dict[str, Tensor]:
+    """Output or gradients in float64."""
+    run = package_backend("reference")(problem.double())
+    values = run.step(direction)
+    return dict(zip(["out"] if direction == "forward" else run.leaves, values, strict=True))
+
+
+def labels(case: Case) -> dict[str, object]:
+    """What a row says about its problem."""
+    return {
+        "length": case.length,
+        "batch": case.batch,
+        "rows": case.length,
+        "mem_len": case.mem_len,
+        "heads": case.heads,
+        "head_dim": case.head_dim,
+        "dtype": _short(case.dtype),
+    }
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -72,9 +72,11 @@ static void load_gradients(const RelAttention& p, const RelAttentionGradients& g
     read_row(p, p.out, b, h, row, sizes.width, scratch.out);
     Vec<T> products{};
     for (int64_t d = 0; d < sizes.width; d += LANES<T>) products += load(grad_out + d) * load(scratch.out + d);
-    statistics.grad_lse[r] = g.lse == nullptr ? T(0) : static_cast<const T*>(g.lse)[head_row + row];
+    const T row_lse = static_cast<const T*>(p.lse)[head_row + row];
+    const bool sees_any = row_lse != -static_cast<T>(INFINITY);
+    statistics.grad_lse[r] = g.lse != nullptr && sees_any ? static_cast<const T*>(g.lse)[head_row + row] : T(0);
     statistics.delta[r] = sum<T>(products) - statistics.grad_lse[r];
-    statistics.lse[r] = static_cast<const T*>(p.lse)[head_row + row] * static_cast<T>(LOG2E) - block.same[r];
+    statistics.lse[r] = row_lse * static_cast<T>(LOG2E) - block.same[r];
     statistics.different[r] = 0;
   }
   transpose_strips(scratch.grad_out, block.count, sizes.width, p.width, scratch.grad_out_strips);

@@ -1,0 +1,218 @@
+"""Random inputs for the operator, what it makes of them, and the rule by which a result counts as right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+import xlnet_kernels as xk
+from xlnet_kernels.backends import choose
+
+
+def _serves_cpu(name: str) -> bool:
+    try:
+        choose(name, "cpu")
+    except RuntimeError:
+        return False
+    return True
+
+
+BACKENDS = [name for name, state in xk.backends().items() if state.available and _serves_cpu(name)]
+COMPILED = [name for name in BACKENDS if name != "reference"]  # empty: pytest skips what is parametrised over it
+MASKS = (None, "order", "causal", "window", "padding", "ranks", "dense")
+
+
+@dataclass
+class Problem:
+    """One call of the operator: differentiable inputs by name, and everything else."""
+
+    leaves: dict[str, Tensor]
+    query_ids: Tensor | None = None
+    key_ids: Tensor | None = None
+    options: dict = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.leaves["query"].dtype
+
+    def to(self, dtype: torch.dtype) -> Problem:
+        """The same numbers (rounded) as fresh leaves."""
+        return self.map(lambda leaf: leaf.detach().to(dtype, copy=True))
+
+    def map(self, change) -> Problem:
+        return replace(self, leaves={name: change(leaf) for name, leaf in self.leaves.items()})
+
+    def with_options(self, **options) -> Problem:
+        return replace(self, options=self.options | options)
+
+    def call(self, backend: str, **options):
+        """The operator on these inputs: (out, lse)."""
+        leaves = dict(self.leaves)
+        memory = (leaves.pop("memory_key"), leaves.pop("memory_value")) if "memory_key" in leaves else None
+        segments = None
+        if "segment_embed" in leaves:
+            embed, bias = leaves.pop("segment_embed"), leaves.pop("segment_bias", None)
+            segments = xk.Segments(self.query_ids, self.key_ids, embed, bias)
+        options = {"return_lse": True} | self.options | options
+        return xk.rel_attention(**leaves, memory=memory, segments=segments, backend=backend, **options)
+
+    def results(self, backend: str, needs: tuple[str, ...] | None = None, with_lse: bool = True) -> dict[str, Tensor]:
+        """out, lse and, under "grad <name>", the gradient of every leaf (or of those in `needs`)."""
+        needs = tuple(self.leaves) if needs is None else needs
+        leaves = {n: leaf.detach().requires_grad_(n in needs) for n, leaf in self.leaves.items()}
+        problem = replace(self, leaves=leaves)
+        out, lse = problem.call(backend)
+        found = {"out": out.detach(), "lse": lse.detach()}
+        if needs:
+            outputs = (out, lse) if with_lse else (out,)
+            grads = [_normal(output.shape, seed).to(output.dtype) for seed, output in enumerate(outputs)]
+            outputs, grads = zip(*((o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad), strict=True)
+            gradients = torch.autograd.grad(outputs, [leaves[n] for n in needs], grads, allow_unused=True)
+            found |= {f"grad {n}": g for n, g in zip(needs, gradients, strict=True) if g is not None}
+        return found
+
+
+def _normal(shape, seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def make(
+    batch: int = 2,
+    heads: int = 2,
+    length: int = 7,
+    keys: int | None = None,
+    mem: int = 0,
+    width: int = 16,
+    *,
+    mask: str | None = None,
+    rel_rows: str = "bi",
+    rel_batch: bool = False,
+    biases: bool = True,
+    segments: bool = True,
+    positions: bool = False,
+    extra_distance: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Problem:
+    """A random problem.
+
+    Args:
+        keys: K, default `length`.
+        mask: one of MASKS.
+        rel_rows: "bi", or "uni" for a rel_key that ends at distance 0.
+        positions: random query positions, unsorted and with duplicates.
+        extra_distance: max_distance - (M + K); None leaves the default.
+    """
+    keys = length if keys is None else keys
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    def integers(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=generator)
+
+    far = max(0, mem + keys + (extra_distance or 0))
+    rel_shape = (heads, far + (keys if rel_rows == "bi" else 1), width)
+    leaves = {
+        "query": normal(batch, heads, length, width),
+        "key": normal(batch, heads, keys, width),
+        "value": normal(batch, heads, keys, width),
+        "rel_key": normal(*((batch,) if rel_batch else ()), *rel_shape),
+    }
+    if mem:
+        leaves |= {name: normal(batch, heads, mem, width) for name in ("memory_key", "memory_value")}
+    if biases:
+        leaves |= {name: normal(heads, width) for name in ("content_bias", "position_bias")}
+    query_ids = key_ids = None
+    if segments:
+        leaves |= {"segment_embed": normal(2, heads, width), "segment_bias": normal(heads, width)}
+        query_ids, key_ids = integers(3, batch, length), integers(3, batch, mem + keys)
+    options = {}
+    if extra_distance is not None:
+        options["max_distance"] = far
+    rows = torch.arange(length).expand(batch, -1)
+    if positions:
+        rows = options["query_positions"] = integers(max(keys, 1), batch, length)
+    if mask is not None:
+        options["mask"] = make_mask(mask, rows, heads, keys, mem, generator)
+    return Problem(leaves, query_ids, key_ids, options)
+
+
+def make_mask(
+    kind: str, rows: Tensor, heads: int, keys: int, mem: int, generator: torch.Generator
+) -> xk.RankMask | Tensor:
+    """A mask for query rows at positions `rows` (B, L)."""
+    batch, length = rows.shape
+
+    def integers(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=generator)
+
+    if kind == "dense":
+        mask = integers(3, batch, heads, length, mem + keys) > 0
+        mask[:, :, :1] = False  # a row that sees nothing
+        return mask
+    if kind == "ranks":
+        sees_self, floor = integers(2, batch, length) > 0, integers(3, batch, length)
+        return xk.RankMask(integers(6, batch, length), integers(5, batch, mem + keys), floor, sees_self)
+    if kind == "order":
+        order = torch.rand(batch, keys, generator=generator).argsort(1).argsort(1)
+        mask = xk.RankMask.from_order(order, integers(2, batch, keys) > 0, mem_len=mem)
+    elif kind == "causal":
+        mask = xk.RankMask.causal(batch, keys, mem)
+    elif kind == "window":
+        mask = xk.RankMask.causal(batch, keys, mem, window=max(1, keys // 4))
+    elif kind == "padding":
+        # the first sequence is nothing but padding
+        padding = torch.arange(keys)[None] >= torch.arange(batch)[:, None] * max(1, keys // 2)
+        mask = xk.RankMask.padding(padding, mem)
+    else:
+        raise ValueError(kind)
+    return mask.rows(rows)
+
+
+def assert_right(problem: Problem, backend: str | None, **how) -> None:
+    """`backend` computes `problem` as accurately as it should, with gradients as `how` says (see Problem.results)."""
+    exact = problem.to(torch.float64).results("reference", **how)
+    assert_close(problem.results(backend, **how), exact, problem, **how)
+
+
+def assert_close(found: dict[str, Tensor], exact: dict[str, Tensor], problem: Problem, **how) -> None:
+    """float32 and float64: a fixed relative error. Low precision: at most twice (gradients: three times) the error that
+    the reference makes in that precision.
+
+    Errors are relative to the largest element. Two roundings of what the whole problem's results are made of are always
+    allowed, since some gradients cancel to zero: that of the results, and that of the log-sum-exp which the backward
+    pass starts from and whose absolute error is the probabilities' relative one.
+    """
+    dtype = problem.dtype
+    assert found.keys() == exact.keys()
+    low = dtype in (torch.float16, torch.bfloat16)
+    baseline = problem.results("reference", **how) if low else None
+    relative = {torch.float32: 1e-5, torch.float64: 1e-12}.get(dtype, 0.0)
+    size = max((_largest(value) for name, value in exact.items() if name != "lse"), default=0.0)
+    rounding = torch.finfo(dtype).eps + torch.finfo(found["lse"].dtype).eps * _largest(exact["lse"])
+    for name, value in exact.items():
+        result = found[name]
+        assert result.shape == value.shape, f"{name}: shape {tuple(result.shape)}, expected {tuple(value.shape)}"
+        want = torch.promote_types(dtype, torch.float32) if name == "lse" else dtype
+        assert result.dtype == want, f"{name}: {result.dtype}, expected {want}"
+        assert not result.isnan().any(), f"{name}: NaN"
+        assert torch.equal(result.isinf(), value.isinf()), f"{name}: infinite elsewhere"
+        allowed = relative * _largest(value) + rounding * size
+        if low:
+            allowed += (3 if name.startswith("grad") else 2) * _error(baseline[name], value)
+        error = _error(result, value)
+        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def _largest(values: Tensor) -> float:
+    finite = values[values.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    finite = exact.isfinite()
+    return _largest(found.double()[finite] - exact[finite])

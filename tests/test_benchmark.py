@@ -1,0 +1,292 @@
+"""The main job: a tiny run from the command line, batches by XLNet's rules, and what the table says of the broken."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+# The job needs the [bench] extra; the package itself does not.
+pytest.importorskip("rich")
+
+
+@pytest.fixture(autouse=True)
+def room(monkeypatch):
+    """The benchmark's files import each other by bare name, as scripts beside each other do."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sizes are tiny, and waking threads would cost more than the work
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def small_case():
+    from problem import Case
+
+    return Case(length=48, batch=2, heads=2, head_dim=16)
+
+
+@pytest.fixture
+def bench():
+    from measure import DIRECTIONS, Bench
+
+    return Bench("cpu", DIRECTIONS, seconds=0.01, rounds=(3, 3), budget=60)
+
+
+def run_job(*arguments, **options):
+    command = [sys.executable, str(BENCHMARKS / "attn.py"), *map(str, arguments)]
+    paths = [str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, **options)
+
+
+def test_tiny_run(tmp_path):
+    output = tmp_path / "new" / "results.json"
+    names = ("--implementations", "reference", "plain", "--sections", "core", "streams")
+    sizes = ("--lengths", "64", "--heads", "2", "--head-dim", "16", "--batch", "1", "--mem-len", "5")
+    done = run_job("--device", "cpu", *sizes, *names, "--seconds", "0.01", "--output", output)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "xlnet_kernels reference" in done.stdout and "✓" in done.stdout and "median ms" in done.stdout
+
+    results = json.loads(output.read_text())
+    assert results["complete"] and results["settings"]["lengths"] == [64]
+    facts = results["environment"]
+    assert {"cpu", "cpu_capability", "cores", "threads", "torch", "xlnet_kernels", "commit", "backends"} <= facts.keys()
+    rows = {(row["section"], row["implementation"], row["direction"]): row for row in results["rows"]}
+    for direction in ("forward", "backward"):
+        row = rows["core", "xlnet_kernels reference", direction]
+        assert row["check"]["passed"] and row["mem_len"] == 5 and row["dtype"] == "float32"
+        assert row["min_ms"] <= row["q1_ms"] <= row["median_ms"] <= row["q3_ms"] <= row["max_ms"]
+        assert len(row["samples_ms"]) >= 3
+        assert row["peak_bytes"] is None or row["peak_bytes"] >= 0
+        floor = rows["core", "plain SDPA, no positions", direction]
+        assert "check" not in floor and floor["ratio_to_floor"] == 1
+        assert row["ratio_to_floor"] == pytest.approx(row["median_ms"] / floor["median_ms"], rel=1e-2)
+        assert rows["streams", "both streams, N = L/6", direction]["rows"] == 64 + 64 // 6
+        assert rows["streams", "both streams, N = L/6", direction]["check"]["passed"]
+    assert str(tmp_path) not in output.read_text() and not list(output.parent.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--lengths", "8"], ["--implementations", "nobody"], ["--lengths", "0"], ["--mem-len", "-1"], ["--dtype", "int8"]],
+)
+def test_bad_options_are_named(arguments, capsys):
+    from attn import main
+
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2 and arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("length,mem_len", [(16, 0), (97, 0), (512, 30)])
+def test_batches_obey_xlnet(length, mem_len):
+    from text import CLS, SEP, build_batch
+
+    batch = build_batch(3, length, mem_len, seed=1)
+    assert batch.tokens.shape == (3, length) and batch.memory_tokens.shape == (3, mem_len)
+    assert not (batch.targets & batch.special).any()
+    assert (batch.targets.sum(1) == length // 6).all()
+    assert (batch.order.sort(1).values == torch.arange(length)).all()
+    for tokens, ids in zip(batch.tokens, batch.segment_ids, strict=True):
+        first, second = (tokens == SEP).nonzero().flatten().tolist()
+        assert tokens[-1] == CLS and second == length - 2
+        assert ids.tolist() == [0] * (first + 1) + [1] * (second - first) + [2]
+    assert torch.equal(batch.tokens, build_batch(3, length, mem_len, seed=1).tokens)
+    assert not torch.equal(batch.tokens, build_batch(3, length, mem_len, seed=2).tokens)
+
+
+def test_spans_are_spans():
+    from text import build_batch
+
+    runs = groupby(build_batch(1, 4096).targets[0].tolist())
+    sizes = [len(list(run)) for is_target, run in runs if is_target]
+    assert sum(sizes) == 4096 // 6
+    # p(n) ~ 1/n over 1..5: 44 % single; the topping-up adds some single ones.
+    assert 0.35 < sum(size == 1 for size in sizes) / len(sizes) < 0.75 and 5 in sizes
+
+
+@pytest.mark.parametrize("mem_len", [0, 7])
+def test_mask_is_the_original_perm_mask(mem_len):
+    """perm_mask[i, j] = (self_rev[i] <= rev[j]) & (masked | functional)[j], as in the original's data pipeline."""
+    from text import build_batch
+
+    batch = build_batch(2, 40, mem_len)
+    mask = batch.mask()
+    query, content = mask.to_bool("query"), mask.to_bool("content")
+    for b in range(2):
+        for i in range(40):
+            for j in range(40):
+                target_i, target_j = batch.targets[b, i].item(), batch.targets[b, j].item()
+                special_i, special_j = batch.special[b, i].item(), batch.special[b, j].item()
+                rev_i = batch.order[b, i].item() if target_i or special_i else -1
+                rev_j = batch.order[b, j].item() if target_j or special_j else -1
+                self_rev = rev_i if target_i else rev_i + 1
+                hidden = self_rev <= rev_j and (target_j or special_j)
+                assert query[b, i, mem_len + j].item() == (not hidden)
+                assert content[b, i, mem_len + j].item() == (not hidden or i == j)
+    assert query[:, :, :mem_len].all()
+
+
+def test_peers_compute_the_same(bench, small_case):
+    from implementations import registry
+    from sections import core
+
+    pytest.importorskip("transformers")
+    eager = ("transformers eager", "SDPA + bias", "xlnet_kernels reference", "plain SDPA, no positions")
+    core(bench, {name: registry()[name] for name in eager}, [replace(small_case, mem_len=9)])
+    for row in bench.rows:
+        assert row["status"] == "ok", row
+        assert row["implementation"] == eager[-1] or row["check"]["passed"], row
+
+
+def test_whole_layers_are_compared(bench, small_case):
+    from sections import module
+
+    pytest.importorskip("transformers")
+    module(bench, "reference", replace(small_case, mem_len=9))
+    assert len(bench.rows) == 4
+    assert all(row["status"] == "ok" and row["check"]["passed"] for row in bench.rows), bench.rows
+
+
+def test_wrong_result_gets_a_cross(bench, small_case):
+    from rich.console import Console
+
+    from implementations import Implementation, package_backend
+    from report import notes, tables
+    from sections import core
+
+    def shifted_by_one(problem):
+        return package_backend("reference")(replace(problem, rel_key=problem.rel_key.roll(1, -2)))
+
+    def not_a_number(problem):
+        run = package_backend("reference")(problem)
+        return replace(run, forward=lambda forward=run.forward: forward() * math.nan)
+
+    broken = (shifted_by_one, not_a_number)
+    core(bench, {one.__name__: Implementation(one.__name__, one) for one in broken}, [small_case])
+    assert [row["check"]["passed"] for row in bench.rows] == [False] * 4
+    with (console := Console(width=150)).capture() as shown:
+        for table in tables(bench.rows):
+            console.print(table)
+    assert shown.get().count("✗") == 4
+    text = notes({"rows": bench.rows, "environment": environment()})
+    assert any(line.startswith("WRONG shifted_by_one") and "rel_key by" in line for line in text)
+
+
+def test_what_cannot_run_is_a_row(bench, small_case):
+    from rich.console import Console
+
+    from harness import CannotRun
+    from implementations import FLOOR, Implementation, registry
+    from report import notes, tables
+    from sections import core
+
+    def absent(problem):
+        raise CannotRun("it is not installed")
+
+    def raises(problem):
+        raise RuntimeError("no kernel\nsecond line")
+
+    def forward_only(problem):
+        run = registry()[FLOOR].prepare(problem)
+
+        def forward():
+            if torch.is_grad_enabled():
+                raise NotImplementedError("no backward, see /usr/lib/some/where/file.py")
+            return run.forward()
+
+        return replace(run, forward=forward)
+
+    entries = [Implementation(one.__name__, one, checked=False) for one in (absent, raises, forward_only)]
+    huge = Implementation("huge", registry()[FLOOR].prepare, maps=(1e9, 1e9))
+    core(bench, {one.name: one for one in (*entries, huge)}, [small_case])
+    status = {(row["implementation"], row["direction"]): (row["status"], row.get("reason")) for row in bench.rows}
+    assert status["absent", "forward"] == status["absent", "backward"] == ("skipped", "it is not installed")
+    assert status["raises", "forward"] == ("failed", "RuntimeError: no kernel")
+    assert status["forward_only", "forward"] == ("ok", None)
+    assert status["forward_only", "backward"] == ("failed", "NotImplementedError: no backward, see file.py")
+    assert status["huge", "backward"][0] == "skipped" and "would need about" in status["huge", "backward"][1]
+    with (console := Console(width=150)).capture() as shown:
+        for table in tables(bench.rows):
+            console.print(table)
+    assert "failed" in shown.get() and "skipped" in shown.get()
+    text = "\n".join(notes({"rows": bench.rows, "environment": environment()}))
+    assert "it is not installed" in text and "no kernel" in text
+
+
+def test_interruption_keeps_what_was_measured(monkeypatch, tmp_path):
+    import attn
+
+    def interrupted(options, bench):
+        bench.skip("core", "peer", {"length": 16, "batch": 1}, "left out")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(attn, "measure", interrupted)
+    monkeypatch.setattr(attn.signal, "signal", lambda *_: None)
+    output = tmp_path / "results.json"
+    output.write_text("old")
+    assert attn.main(["--device", "cpu", "--output", str(output)]) == 130
+    results = json.loads(output.read_text())
+    assert not results["complete"] and results["rows"][0]["reason"] == "left out"
+
+
+def test_plan_drops_peers_that_do_not_fit():
+    from sections import plan
+
+    costs = {("own", 8): 3.0, ("peer", 8): 3.0, ("peer", 4): 1.0, ("other", 8): 2.0}
+    assert plan(costs, ["peer", "other"], math.inf) == set()
+    assert plan(costs, ["peer", "other"], 7.0) == {("other", 8)}
+    assert plan(costs, ["peer", "other"], 0.0) == {("peer", 8), ("peer", 4), ("other", 8)}
+
+
+def test_memory_is_seen():
+    from harness import peak_memory, peak_memory_method
+
+    if not peak_memory_method("cpu").startswith("VmHWM"):
+        pytest.skip("peak memory cannot be reset here")
+    peak, elapsed = peak_memory(lambda: (torch.ones(10_000_000).exp().sum(),), "cpu")
+    assert 80e6 * 0.95 < peak < 80e6 * 1.3 and elapsed > 0
+
+
+def test_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    from plot import main
+
+    rows = [
+        {"section": "core", "implementation": "SDPA + bias", "direction": "forward", "length": length, "batch": 1}
+        | {"median_ms": length / 8, "peak_bytes": length * 1000}
+        for length in (64, 128)
+    ]
+    settings = {"heads": 2, "head_dim": 16, "dtype": "float32"}
+    source = tmp_path / "results.json"
+    source.write_text(json.dumps({"rows": rows, "settings": settings, "environment": environment()}))
+    assert main([str(source)]) == 0
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    source.write_text(json.dumps({"rows": [], "settings": settings, "environment": environment()}))
+    assert main([str(source)]) == 1
+
+
+def environment():
+    from harness import environment
+
+    return environment("cpu")
+
+
+def test_used_up_budget_is_said(bench, small_case):
+    from implementations import FLOOR, registry
+    from sections import core
+
+    bench.budget = 0
+    core(bench, {FLOOR: registry()[FLOOR]}, [small_case, replace(small_case, length=64)])
+    reasons = {row["length"]: row.get("reason") for row in bench.rows}
+    assert reasons[64] is None and "time budget is used up" in reasons[48]

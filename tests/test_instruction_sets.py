@@ -1,0 +1,44 @@
+"""The CPU kernels exist once per instruction set, chosen at run time: each must be right, not only the best."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cases import COMPILED
+
+if "cpu" not in COMPILED:
+    pytest.skip("the compiled extension is not there", allow_module_level=True)
+
+REFUSED = "XLNET_KERNELS_CPU names no instruction set that this processor has"
+
+
+def run_with(instruction_set: str, *command: str) -> subprocess.CompletedProcess:
+    """A process of its own, since the choice is made once."""
+    environment = os.environ | {"XLNET_KERNELS_CPU": instruction_set}
+    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+
+
+SMALL_CALL = """
+import torch, xlnet_kernels as xk
+x = torch.randn(1, 1, 2, 8)
+xk.rel_attention(x, x, x, torch.randn(1, 4, 8), backend="cpu")
+"""
+
+
+@pytest.mark.parametrize("instruction_set", ["avx2", "generic"])
+def test_is_as_right_as_the_best_one(instruction_set):
+    if REFUSED in run_with(instruction_set, "-c", SMALL_CALL).stderr:
+        pytest.skip(f"this processor has no {instruction_set}")
+    file = str(Path(__file__).with_name("test_operator.py"))
+    chosen = "cpu and (dtypes or blocks_of_ranks or strided or tile-plus-one)"
+    found = run_with(instruction_set, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", chosen)
+    assert found.returncode == 0, found.stdout[-4000:]
+
+
+def test_unknown_name_is_refused():
+    assert REFUSED in run_with("avx1024", "-c", SMALL_CALL).stderr

@@ -1,0 +1,120 @@
+"""RankMask against the L x K matrices it stands for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from xlnet_kernels import RankMask
+
+B, L, M = 3, 9, 4
+
+
+def random_order() -> torch.Tensor:
+    return torch.stack([torch.randperm(L) for _ in range(B)])
+
+
+def segment(mask: RankMask, stream: str) -> torch.Tensor:
+    """The part of the dense mask without memory."""
+    return mask.to_bool(stream)[:, :, M:]
+
+
+def test_order_is_visible_backwards_only():
+    order = random_order()
+    mask = RankMask.from_order(order, mem_len=M)
+    earlier = order[:, None, :] < order[:, :, None]
+    assert torch.equal(segment(mask, "query"), earlier)
+    assert torch.equal(segment(mask, "content"), earlier | torch.eye(L, dtype=torch.bool))
+    assert mask.to_bool("query")[:, :, :M].all()
+
+
+def test_order_with_targets_is_the_rule_of_the_original_code():
+    # perm_mask[i,j] = (self_rev[i] <= rev[j]) & masked[j], rev = -1 for plain context, self_rev = rev + 1 unless target
+    order, targets = random_order(), torch.rand(B, L) < 0.4
+    rev = torch.where(targets, order, -1)
+    self_rev = torch.where(targets, rev, rev + 1)
+    perm_mask = (self_rev[:, :, None] <= rev[:, None, :]) & targets[:, None, :]
+    mask = RankMask.from_order(order, targets, mem_len=M)
+    assert torch.equal(segment(mask, "query"), ~perm_mask)
+
+
+def test_padding_is_seen_by_no_one_but_itself():
+    order, padding = random_order(), torch.rand(B, L) < 0.3
+    for mask in (
+        RankMask.from_order(order, padding=padding, mem_len=M),
+        RankMask.padding(padding, mem_len=M),
+        RankMask.causal(B, L, M, padding=padding),
+    ):
+        assert not (segment(mask, "query") & padding[:, None, :]).any()
+        assert segment(mask, "content").diagonal(dim1=1, dim2=2).all()
+    assert torch.equal(segment(RankMask.padding(padding, M), "query"), (~padding)[:, None, :].expand(-1, L, -1))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_causal_window_counts_keys_self_included(window):
+    mask = RankMask.causal(B, L, M, window=window)
+    distance = (torch.arange(L)[:, None] + M) - torch.arange(M + L)
+    wanted = (distance >= 0) & (distance < (window or M + L))
+    assert torch.equal(mask.to_bool(), wanted.expand(B, -1, -1))
+    assert torch.equal(mask.to_bool("query"), (wanted & (distance > 0)).expand(B, -1, -1))
+
+
+def test_full_shows_everything():
+    assert RankMask.full(B, L, M).to_bool("query").all()
+    assert RankMask.full(B, L, M).to_bool().shape == (B, L, M + L)
+
+
+def test_rows_are_rows_of_the_dense_mask():
+    # unsorted, with duplicates, and every vector of the mask gathered with them
+    ranks = torch.randint(6, (B, L)), torch.randint(6, (B, M + L)), torch.randint(3, (B, L))
+    mask = RankMask(*ranks, sees_self=torch.rand(B, L) < 0.5)
+    positions = torch.randint(L, (B, 5))
+    wanted = mask.to_bool().gather(1, positions[:, :, None].expand(-1, -1, M + L))
+    assert torch.equal(mask.rows(positions).to_bool(None, positions, M), wanted)
+    assert torch.equal(mask.rows(positions.int()).to_bool(None, positions, M), wanted)
+
+
+def test_one_mask_serves_every_batch():
+    mask = RankMask.causal(1, L, M)
+    assert torch.equal(mask.expand(B).to_bool(), RankMask.causal(B, L, M).to_bool())
+    assert mask.rows(torch.zeros(B, 2, dtype=torch.long)).query_rank.shape == (B, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_any_integer_ranks_are_kept_as_int32(dtype):
+    mask = RankMask(torch.ones(1, L, dtype=dtype), torch.zeros(1, L, dtype=dtype))
+    assert mask.query_rank.dtype == mask.key_rank.dtype == torch.int32 and mask.to_bool().all()
+
+
+def test_ranks_beyond_int32_are_clamped_not_wrapped():
+    mask = RankMask(torch.tensor([[2**40]]), torch.tensor([[-(2**40), 2**40]]))
+    assert mask.to_bool().tolist() == [[[True, False]]]
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ((torch.zeros(L), torch.zeros(1, L)), "query_rank must be a 2-dimensional"),
+        ((torch.zeros(1, L), torch.zeros(1, L)), "query_rank must hold integers"),
+        ((torch.zeros(1, L).int(), None), "key_rank must be a 2-dimensional tensor .* NoneType"),
+        ((torch.zeros(2, L).int(), torch.zeros(3, L).int()), "key_rank must have query_rank's batch size 2, got 3"),
+        ((torch.zeros(1, L).int(), torch.zeros(1, L).int(), torch.zeros(1, 2).int()), r"query_floor must .* \(1, 2\)"),
+        ((torch.zeros(1, L).int(), torch.zeros(1, L).int(), None, torch.zeros(1, L)), "sees_self must be a bool"),
+        ((torch.zeros(1, L).int(), torch.zeros(1, L).int(), None, 1), "sees_self must be a bool"),
+    ],
+)
+def test_bad_vectors_are_named(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        RankMask(*arguments)
+
+
+def test_bad_arguments_of_the_constructors_are_named():
+    order = random_order()
+    with pytest.raises(ValueError, match="targets must be a bool tensor"):
+        RankMask.from_order(order, torch.ones(B, L))
+    with pytest.raises(ValueError, match="padding must be a bool tensor"):
+        RankMask.from_order(order, padding=torch.ones(B, L + 1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="padding must be a 2-dimensional"):
+        RankMask.padding(torch.zeros(L, dtype=torch.bool))
+    with pytest.raises(ValueError, match="stream must be"):
+        RankMask.full(1, L).to_bool("both")

@@ -1,0 +1,53 @@
+"""Sinusoidal relative positions against transformers' relative_positional_encoding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import XLNetConfig, XLNetModel
+
+from xlnet_kernels import relative_positions
+
+
+@pytest.fixture(scope="module")
+def model() -> XLNetModel:
+    return XLNetModel(XLNetConfig(vocab_size=8, d_model=32, n_head=2, d_inner=8, n_layer=1))
+
+
+@pytest.mark.parametrize("attn_type", ["bi", "uni"])
+@pytest.mark.parametrize("clamp_len", [-1, 0, 3])
+@pytest.mark.parametrize("bi_data", [False, True], ids=["", "bi_data"])
+@pytest.mark.parametrize("key_len, query_len", [(5, 5), (12, 5), (1, 1)])
+def test_equals_transformers(model, attn_type, clamp_len, bi_data, key_len, query_len):
+    model.attn_type, model.clamp_len, model.bi_data = attn_type, clamp_len, bi_data
+    wanted = model.relative_positional_encoding(query_len, key_len, bsz=4).transpose(0, 1)
+    options = {"attn_type": attn_type, "clamp_len": clamp_len, "bi_data_batch": 4 if bi_data else None}
+    found = relative_positions(key_len, query_len, 32, **options)
+    assert found.shape == (wanted.shape if bi_data else wanted.shape[1:])
+    # transformers' frequencies are float32: its angles are good to about 1e-6
+    assert torch.allclose(found.expand_as(wanted), wanted, atol=5e-6)
+
+
+def test_long_distances_keep_full_accuracy():
+    # float32 angles would be off by 1e-3 at distance 16384
+    exact = relative_positions(16384, 1, 8, dtype=torch.float64)
+    assert torch.allclose(relative_positions(16384, 1, 8).double(), exact, atol=1e-7)
+    assert exact[0, 0].item() == pytest.approx(torch.tensor(16384.0, dtype=torch.float64).sin().item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dtype_is_the_one_asked_for(dtype):
+    assert relative_positions(4, 4, 8, dtype=dtype).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ({"attn_type": "both"}, "attn_type must be"),
+        ({"d_model": 7}, "d_model must be even .* got 7"),
+        ({"bi_data_batch": 3}, "bi_data needs an even batch .* got 3"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        relative_positions(**({"key_len": 4, "query_len": 4, "d_model": 8} | arguments))

@@ -60,8 +60,7 @@ def make_extension():
         cuda = decide.cuda_decision(os.environ, torch.version.cuda, nvcc, CUDA_SOURCES)
     except ValueError as error:
         raise SystemExit(f"{PACKAGE}: {error}") from None
-    windows = os.name == "nt"
-    flags = ["/O2"] if windows else ["-O3", "-g0"]
+    flags = ["-O3", "-g0", "-Wno-psabi"]  # psabi: vectors are only passed within one object, to inlined functions
     if sys.platform == "linux" and torch.backends.openmp.is_available():
         # at::parallel_for lives in torch's headers and needs OpenMP here too. Not passed to the linker: the symbols
         # then come from the OpenMP runtime that torch itself has loaded, so there is one thread pool and not two.
@@ -138,7 +137,7 @@ class BuildPy(build_py):
         if getattr(self, "editable_mode", False):
             folder = ROOT / PACKAGE
             if not extension.build:  # one compiled earlier would be loaded
-                for left_over in [*folder.glob("_C.*.so"), *folder.glob("_C.*.pyd")]:
+                for left_over in folder.glob("_C.*.so"):
                     left_over.unlink()
         else:
             folder = Path(self.build_lib, PACKAGE)

@@ -1,9 +1,19 @@
-"""The tables that a run prints, from the rows it measured."""
+"""The tables of a run: printed, or `python benchmarks/report.py RESULTS.json PAGE.md` puts them into a page.
+
+The page has a line `<!-- RESULTS.json -->` for where they begin and `<!-- end -->` for where they end.
+"""
 
 from __future__ import annotations
 
+import io
+import json
+import re
+import sys
 from itertools import groupby
+from pathlib import Path
 
+from rich import box
+from rich.console import Console
 from rich.table import Table
 
 TITLES = {
@@ -122,3 +132,40 @@ def _wrong(row: dict) -> str:
         + ", ".join(f"{name} by {error:.2g}" for name, error in too_large.items())
         + f" of its largest value, {tolerance:.0e} is allowed"
     )
+
+
+def markdown(results: dict) -> str:
+    """The tables and notes of a run as Markdown."""
+    text = io.StringIO()
+    console = Console(file=text, width=240, color_system=None)
+    for table in tables(results["rows"]):
+        title, table.title, table.box = table.title, None, box.MARKDOWN
+        console.print(f"**{title}**", table, sep="\n")
+    lines = (line.strip() for line in text.getvalue().splitlines())
+    # rich draws the line between sections as a row of dashes, which only belongs under the header
+    found: list[str] = []
+    for line in lines:
+        if set(line) <= set("|-: ") and "-" in line and (len(found) < 1 or not found[-1].startswith("| L x B")):
+            continue
+        found.append(line)
+    notes_list = "\n".join(f"* {line}" for line in notes(results))
+    return re.sub(r"[ ]{2,}", " ", "\n".join(found)) + f"\n\n{notes_list}\n"
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    source, page = map(Path, arguments)
+    text = page.read_text()
+    pattern = re.compile(rf"(<!-- {re.escape(source.name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    if not pattern.search(text):
+        print(f"{page}: there is no <!-- {source.name} --> ... <!-- end -->", file=sys.stderr)
+        return 1
+    tables_text = markdown(json.loads(source.read_text()))
+    page.write_text(pattern.sub(lambda found: f"{found[1]}\n{tables_text}\n{found[2]}", text))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

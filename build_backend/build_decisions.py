@@ -47,14 +47,16 @@ def torch_is_usable(version: str | None) -> bool:
 
 def find_compiler(environ: Mapping[str, str] = os.environ) -> tuple[str, str | None]:
     """Name of the C++ compiler that torch's cpp_extension will call, and where it is (None: nowhere)."""
-    name = environ.get("CXX") or ("cl" if sys.platform == "win32" else "c++")
+    name = environ.get("CXX") or "c++"
     return name, shutil.which(name, path=environ.get("PATH"))
 
 
-def extension_decision(environ: Mapping[str, str] = os.environ) -> Decision:
+def extension_decision(environ: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Decision:
     """Whether to compile `xlnet_kernels._C`. What torch there is does not matter here: the backend asks for one."""
     if environ.get("XLNET_KERNELS_SKIP_EXT", "0") not in ("", "0"):
         return Decision(False, "XLNET_KERNELS_SKIP_EXT is set")
+    if platform == "win32":
+        return Decision(False, "the kernels are written for GCC and Clang, torch on Windows is built for MSVC")
     name, path = find_compiler(environ)
     if path is None:
         return Decision(False, f"there is no C++ compiler: '{name}' was not found (install one, or set CXX)")

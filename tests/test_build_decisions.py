@@ -51,6 +51,11 @@ def test_forced_cuda_that_cannot_be_built_raises(environ, torch_cuda, nvcc, mess
         decide.cuda_decision(environ, torch_cuda, nvcc, CUDA)
 
 
+def test_windows_is_pure_python():
+    assert "GCC and Clang" in decide.extension_decision({}, "win32").reason
+    assert not decide.extension_decision({}, "win32").build
+
+
 @pytest.mark.parametrize(
     ("cores", "free", "jobs"),
     [(8, 64 * GIB, 8), (8, 8 * GIB, 4), (8, GIB, 1), (1, 64 * GIB, 1), (8, None, 8), (2, 0, 1)],

@@ -1,7 +1,7 @@
 """Loads the compiled extension `xlnet_kernels._C`, or says why there is none. Importing this file never fails.
 
-    module: the extension, or None
-    reason: None, or why there is no extension
+module: the extension, or None
+reason: None, or why there is no extension
 """
 
 from __future__ import annotations

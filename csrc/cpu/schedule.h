@@ -1,13 +1,19 @@
 // Tasks handed out in order, one at a time, to however many threads there are.
 
+// One buffer, a piece per slot; on huge pages where there are some, for rows are pages apart (5% of backward).
 struct Scratch {
   char* data = nullptr;
   int64_t bytes_per_slot;
 
   Scratch(int64_t slots, int64_t bytes) : bytes_per_slot(round_up(bytes, 4096)) {
+    constexpr size_t huge_page = 2 << 20;
+    const size_t total = static_cast<size_t>(slots * bytes_per_slot);
     void* memory = nullptr;
-    if (posix_memalign(&memory, 4096, static_cast<size_t>(slots * bytes_per_slot)) == 0)
-      data = static_cast<char*>(memory);
+    if (posix_memalign(&memory, huge_page, total) != 0) return;
+#ifdef MADV_HUGEPAGE
+    madvise(memory, total, MADV_HUGEPAGE);
+#endif
+    data = static_cast<char*>(memory);
   }
   ~Scratch() { free(data); }
   Scratch(const Scratch&) = delete;

@@ -61,9 +61,10 @@ def make_extension():
     except ValueError as error:
         raise SystemExit(f"{PACKAGE}: {error}") from None
     flags = ["-O3", "-g0", "-Wno-psabi"]  # psabi: vectors are only passed within one object, to inlined functions
-    if sys.platform == "linux" and torch.backends.openmp.is_available():
+    if sys.platform == "linux" and torch.backends.openmp.is_available() and not decide.is_clang():
         # at::parallel_for lives in torch's headers and needs OpenMP here too. Not passed to the linker: the symbols
         # then come from the OpenMP runtime that torch itself has loaded, so there is one thread pool and not two.
+        # Clang calls a runtime of its own, which torch has not loaded: register.cpp then uses plain threads.
         flags.append("-fopenmp")
     # In the command line, so that ninja compiles again after a change of torch (headers may carry older dates).
     macros = [("XLNET_KERNELS_TORCH_VERSION", torch.__version__)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from importlib import metadata, util
@@ -49,6 +50,11 @@ def find_compiler(environ: Mapping[str, str] = os.environ) -> tuple[str, str | N
     """Name of the C++ compiler that torch's cpp_extension will call, and where it is (None: nowhere)."""
     name = environ.get("CXX") or "c++"
     return name, shutil.which(name, path=environ.get("PATH"))
+
+
+def is_clang() -> bool:
+    path = find_compiler()[1]
+    return path is not None and "clang" in subprocess.run([path, "--version"], capture_output=True, text=True).stdout
 
 
 def extension_decision(environ: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Decision:

@@ -1,5 +1,6 @@
 // Tensors -> argument struct -> CPU kernels. The operator's schema, shapes and gradients' wiring are in
-// xlnet_kernels/ops.py; arguments were checked in xlnet_kernels/functional.py.
+// xlnet_kernels/ops.py. Users' mistakes are explained in xlnet_kernels/functional.py; what is checked here keeps the
+// kernels inside their tensors when a graph calls the operator directly.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -7,6 +8,7 @@
 
 #include <array>
 #include <optional>
+#include <thread>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -50,9 +52,16 @@ Tensor empty_rows_first(const Tensor& like, at::ScalarType dtype) {
 }
 
 void parallel_slots(int64_t slots, void (*task)(void*, int64_t), void* context) {
+#ifdef _OPENMP
   at::parallel_for(0, slots, 1, [&](int64_t begin, int64_t end) {
     for (int64_t slot = begin; slot < end; ++slot) task(context, slot);
   });
+#else  // Clang brings an OpenMP runtime that is not torch's: threads of our own instead
+  std::vector<std::thread> threads;
+  for (int64_t slot = 1; slot < slots; ++slot) threads.emplace_back(task, context, slot);
+  task(context, 0);
+  for (std::thread& thread : threads) thread.join();
+#endif
 }
 
 const cpu::Kernels& kernels() {
@@ -84,7 +93,57 @@ struct Inputs {
   double dropout_p, scale;
 };
 
+void check(const char* name, const OptionalTensor& t, at::IntArrayRef shape, at::ScalarType dtype) {
+  if (!t) return;
+  TORCH_CHECK_VALUE(t->sizes() == shape && t->scalar_type() == dtype && t->device().is_cpu(), name, " must be a CPU ",
+                    dtype, " tensor of shape ", shape, ", got ", t->scalar_type(), " of shape ", t->sizes());
+}
+
+void check_pair(const char* names, const OptionalTensor& a, const OptionalTensor& b) {
+  TORCH_CHECK_VALUE(a.has_value() == b.has_value(), names, " must come together");
+}
+
+void check_inputs(const Inputs& in) {
+  TORCH_CHECK_VALUE(in.query.dim() == 4 && in.key.dim() == 4, "query and key must have 4 dimensions");
+  const int64_t B = in.query.size(0), H = in.query.size(1), L = in.query.size(2), D = in.query.size(3);
+  const int64_t K = in.key.size(2), M = in.memory_key && in.memory_key->dim() == 4 ? in.memory_key->size(2) : 0;
+  const auto dtype = in.query.scalar_type();
+  check("key", in.key, {B, H, K, D}, dtype);
+  check("value", in.value, {B, H, K, D}, dtype);
+  check_pair("memory_key and memory_value", in.memory_key, in.memory_value);
+  check("memory_key", in.memory_key, {B, H, M, D}, dtype);
+  check("memory_value", in.memory_value, {B, H, M, D}, dtype);
+  const int64_t P = in.rel_key.dim() < 3 ? 0 : in.rel_key.size(-2);
+  check("rel_key", in.rel_key, in.rel_key.dim() == 4 ? std::vector<int64_t>{B, H, P, D} : std::vector<int64_t>{H, P, D},
+        dtype);
+  TORCH_CHECK_VALUE(in.max_distance >= M + K - 1, "max_distance must be at least M + K - 1, got ", in.max_distance);
+  TORCH_CHECK_VALUE(in.query_positions || L <= K, "query has more rows than key and no query_positions");
+  for (const auto& [name, bias] : {std::pair{"content_bias", &in.content_bias},
+                                   {"position_bias", &in.position_bias},
+                                   {"segment_bias", &in.segment_bias}})
+    check(name, *bias, {H, D}, dtype);
+  check("segment_embed", in.segment_embed, {2, H, D}, dtype);
+  check_pair("query_ids and key_ids", in.query_ids, in.key_ids);
+  check_pair("query_ids and segment_embed", in.query_ids, in.segment_embed);
+  check_pair("query_rank and key_rank", in.query_rank, in.key_rank);
+  const auto check_integers = [&](const char* name, const OptionalTensor& t, int64_t count) {
+    if (t) check(name, t, {B, count}, at::isIntegralType(t->scalar_type(), false) ? t->scalar_type() : at::kInt);
+  };
+  check_integers("query_ids", in.query_ids, L);
+  check_integers("key_ids", in.key_ids, M + K);
+  check_integers("query_rank", in.query_rank, L);
+  check_integers("key_rank", in.key_rank, M + K);
+  check_integers("query_floor", in.query_floor, L);
+  check_integers("query_positions", in.query_positions, L);
+  check("sees_self", in.sees_self, {B, L}, at::kBool);
+  if (in.mask) check("mask", in.mask->expand({B, H, L, M + K}), {B, H, L, M + K}, at::kBool);
+  TORCH_CHECK_VALUE(in.dropout_p >= 0 && in.dropout_p < 1, "dropout_p must be in [0, 1), got ", in.dropout_p);
+  TORCH_CHECK_VALUE(in.dropout_p == 0 || in.dropout_state, "dropout_state must be given with dropout_p");
+  check("dropout_state", in.dropout_state, {2}, at::kLong);
+}
+
 Call prepare(const Inputs& in) {
+  check_inputs(in);
   Call call;
   RelAttention& p = call.p;
   p.dtype = dtype_of(in.query);
@@ -164,6 +223,10 @@ std::tuple<Tensor, Tensor> forward(INPUTS) {
 std::vector<Tensor> backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
                              const Tensor& lse, std::array<bool, 10> needs, INPUTS) {
   Call call = prepare({INPUT_NAMES});
+  check("grad_out", grad_out, query.sizes(), grad_out.scalar_type());
+  check("out", out, query.sizes(), query.scalar_type());
+  check("lse", lse, query.sizes().slice(0, 3), work_type(query));
+  if (grad_lse) check("grad_lse", grad_lse, lse.sizes(), grad_lse->scalar_type());
   const Tensor kept_lse = lse.contiguous();
   call.p.out = strided(out);
   call.p.lse = kept_lse.data_ptr();

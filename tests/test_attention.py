@@ -333,3 +333,11 @@ def test_bad_sizes_are_named(arguments, text):
 def test_from_transformers_refuses_other_modules():
     with pytest.raises(ValueError, match="module must be transformers' XLNetRelativeAttention .* got Linear"):
         xk.TwoStreamAttention.from_transformers(torch.nn.Linear(2, 2))
+
+
+def test_a_fake_call_leaves_nothing_behind_for_real_ones():
+    attn = xk.TwoStreamAttention(32, 4)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+        attn(torch.empty(2, 9, 32))
+    out, _ = attn(torch.randn(2, 9, 32))
+    assert type(out) is torch.Tensor and out.isfinite().all()

@@ -55,6 +55,9 @@ BAD = {
     "rel-key-none": (dict(rel_key=None), "rel_key must be .* got NoneType"),
     "bias-rank": (dict(content_bias=zeros(H * D)), "content_bias must have 2 dimensions"),
     "positions-rank": (dict(query_positions=ids(L)), "query_positions must have 2 dimensions"),
+    "no-width": (dict(query=zeros(B, H, L, 0)), "query must have a head width D of at least 1"),
+    "deterministic": (dict(deterministic="x"), "deterministic must be a bool or None, got 'x'"),
+    "backend-list": (dict(backend=["cpu"]), r"backend must be None or one of .* got \['cpu'\]"),
     # sizes
     "key-heads": (dict(key=zeros(B, H + 1, K, D)), r"key must have shape \(2, 3, 6, 8\), got \(2, 4, 6, 8\)"),
     "key-batch": (dict(key=zeros(B + 1, H, K, D)), "key must have shape"),
@@ -177,3 +180,40 @@ def test_nothing_is_drawn_or_written_when_a_call_is_refused():
 def test_segments_names_its_ids(query, text):
     with pytest.raises(ValueError, match=f"query_ids must .*{text}"):
         xk.Segments(query, ids(1, 3), zeros(2, H, D))
+
+
+@pytest.mark.parametrize(
+    "make_mask, text",
+    [
+        (lambda: xk.RankMask.from_order(zeros(2, 6)), "order must hold integers, got torch.float32"),
+        (lambda: xk.RankMask.from_order(ids(2, 6) > 0), "order must hold integers, got torch.bool"),
+        (lambda: xk.RankMask.from_order(ids(2, 6), [0]), "targets must be a 2-dimensional tensor .* got list"),
+        (lambda: xk.RankMask.from_order(ids(2, 6), mem_len=-2), "mem_len must be an integer of at least 0, got -2"),
+        (lambda: xk.RankMask.padding(zeros(2, 6)), "padding must be a bool tensor, got torch.float32"),
+        (
+            lambda: xk.RankMask.causal(2, 6, padding=zeros(2, 5).bool()),
+            r"padding must be a bool tensor of shape \(2, 6\)",
+        ),
+        (lambda: xk.RankMask.causal(2, -1), "length must be an integer of at least 0, got -1"),
+        (lambda: xk.RankMask.causal(2, 6, window=0), "window must be an integer of at least 1, got 0"),
+    ],
+)
+def test_mask_makers_name_their_arguments(make_mask, text):
+    with pytest.raises(ValueError, match=text):
+        make_mask()
+
+
+def test_order_beyond_int32_is_clamped_and_not_wrapped():
+    mask = xk.RankMask.from_order(torch.tensor([[2**40, 1, 2**31]]))
+    assert mask.query_rank.tolist() == [[2**31 - 1, 1, 2**31 - 1]]
+
+
+def test_segment_ids_that_would_collide_in_int32_are_refused():
+    with pytest.raises(ValueError, match=r"key_ids must lie in \[-2147483648, 2147483648\), got .* 4294967296"):
+        xk.Segments(ids(1, 1), torch.tensor([[2**32]]), zeros(2, H, D))
+
+
+@pytest.mark.parametrize("arguments, text", [((dict(segments=(1, 2)), "segments")), (dict(memory=5), "memory")])
+def test_autocast_reads_nothing_before_the_checks(arguments, text):
+    with torch.autocast("cpu"), pytest.raises(ValueError, match=f"{text} must be"):
+        xk.rel_attention(**(good() | arguments))

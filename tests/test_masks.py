@@ -99,7 +99,10 @@ def test_ranks_beyond_int32_are_clamped_not_wrapped():
         ((torch.zeros(1, L).int(), None), "key_rank must be a 2-dimensional tensor .* NoneType"),
         ((torch.zeros(2, L).int(), torch.zeros(3, L).int()), "key_rank must have query_rank's batch size 2, got 3"),
         ((torch.zeros(1, L).int(), torch.zeros(1, L).int(), torch.zeros(1, 2).int()), r"query_floor must .* \(1, 2\)"),
-        ((torch.zeros(1, L).int(), torch.zeros(1, L).int(), None, torch.zeros(1, L)), "sees_self must be a bool"),
+        (
+            (torch.zeros(1, L).int(), torch.zeros(1, L).int(), None, torch.zeros(1, L)),
+            "sees_self must be a bool tensor",
+        ),
         ((torch.zeros(1, L).int(), torch.zeros(1, L).int(), None, 1), "sees_self must be a bool"),
     ],
 )

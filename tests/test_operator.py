@@ -273,3 +273,30 @@ def test_row_order_does_not_matter(backend):
     shuffled = replace(problem, leaves=problem.leaves | {"query": problem.leaves["query"][:, :, shuffle]})
     found = shuffled.call(backend, mask=mask.rows(shuffle[None]), query_positions=shuffle[None])[0]
     assert torch.allclose(found, wanted[:, :, shuffle], atol=1e-12)
+
+
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+def test_nan_shows_in_the_output_where_the_reference_has_it(backend, where):
+    problem = make(length=30, keys=30, mask="causal").to(torch.float32)
+    problem.leaves[where].data[:, :, 20] = torch.nan
+    found, expected = problem.results(backend, ()), problem.results("reference", ())
+    assert expected["out"].isnan().any()
+    for name, value in expected.items():
+        assert torch.equal(found[name].isnan(), value.isnan()), name
+
+
+@pytest.mark.parametrize("where", ["query", "key"])
+def test_nan_does_not_reach_gradients_of_what_is_hidden(backend, where):
+    problem = make(length=30, keys=30, mask="causal").to(torch.float32)
+    problem.leaves[where].data[:, :, 20] = torch.nan
+    found, expected = problem.results(backend), problem.results("reference")
+    for name, value in expected.items():
+        assert not (found[name].isnan() & ~value.isnan()).any(), name
+    assert found["grad query"].isnan().any()
+
+
+def test_a_row_of_nan_is_no_row_of_zeros(backend):
+    problem = make(length=5).to(torch.float32)
+    problem.leaves["query"].data.fill_(torch.nan)
+    found = problem.results(backend, ())
+    assert found["out"].isnan().all() and found["lse"].isnan().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -175,3 +176,35 @@ def test_fake_tensors_need_no_computation():
 
 def test_default_backend_is_right():
     assert_right(make(mem=3, mask="order"), None)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+        lambda f, x: torch.func.grad(lambda y: f(y).sum())(x),
+        lambda f, x: torch.func.vmap(f)(x[None])[0],
+    ],
+    ids=["jvp", "grad", "vmap"],
+)
+def test_function_transforms_take_the_reference_or_are_refused(transform):
+    leaves = make(biases=False, segments=False).leaves
+    query = leaves.pop("query").detach()
+    expected = transform(lambda x: xk.rel_attention(x, **leaves, backend="reference"), query)
+    torch.testing.assert_close(transform(lambda x: xk.rel_attention(x, **leaves), query), expected)
+    for backend in COMPILED:
+        with pytest.raises(RuntimeError, match="torch.func"):
+            transform(partial(xk.rel_attention, **leaves, backend=backend), query)
+
+
+@pytest.mark.skipif("cpu" not in COMPILED, reason="the compiled extension is not there")
+def test_the_operator_itself_stays_inside_its_tensors():
+    function, arguments = recorded(make(mem=3, mask="order", positions=True), backward=False)
+    names = [argument.name for argument in function._schema.arguments]
+    changes = {"key": lambda x: x[:1], "value": lambda x: x.double(), "rel_key": lambda x: x[:, :, :1]}
+    changes |= {"memory_value": lambda x: None, "key_rank": lambda x: x[:, 1:], "query_ids": lambda x: x[:, 1:]}
+    changes |= {"query_positions": lambda x: x + 1000, "max_distance": lambda x: 1, "dropout_p": lambda x: 0.5}
+    for name, change in changes.items():
+        index = names.index(name)
+        with pytest.raises(ValueError):
+            function(*arguments[:index], change(arguments[index]), *arguments[index + 1 :])

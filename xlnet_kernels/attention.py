@@ -8,7 +8,9 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ._checks import check_range
 from .functional import autocasts, rel_attention
 from .masks import RankMask
 from .positions import relative_positions
@@ -62,7 +64,7 @@ class TwoStreamAttention(nn.Module):
     ) -> None:
         super().__init__()
         for name, size in (("d_model", d_model), ("n_head", n_head), ("d_head", d_head)):
-            if not (isinstance(size, int) and size > 0) and not (name == "d_head" and size is None):
+            if not (type(size) is int and size > 0) and not (name == "d_head" and size is None):
                 raise ValueError(f"{name} must be a positive integer, got {size!r}")
         if d_head is None:
             if d_model % n_head:
@@ -213,6 +215,8 @@ class TwoStreamAttention(nn.Module):
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(f"mask must be a RankMask or a bool tensor (True = may attend), got {got}")
+        if mask.device != h.device:
+            raise ValueError(f"mask must be on h's device {h.device}, got {mask.device}")
         shape = tuple(mask.shape)
         if mask.dim() < 4:
             mask = mask[(None,) * (3 - mask.dim())][:, None]
@@ -252,7 +256,9 @@ class TwoStreamAttention(nn.Module):
         """`rel_pos`, or the default."""
         batch, length = h.shape[:2]
         if rel_pos is None:
-            compute = _sinusoids.__wrapped__ if torch.compiler.is_compiling() else _sinusoids
+            # Under a compiler or a fake mode the result is no tensor that later calls could use.
+            plain = type(h) is Tensor and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
+            compute = _sinusoids if plain else _sinusoids.__wrapped__
             return compute(mem_len + length, length, self.d_model, h.dtype, h.device)
         fits = isinstance(rel_pos, Tensor) and tuple(rel_pos.shape[:-2]) in ((), (batch,)) and rel_pos.dim() > 1
         rows = (mem_len + 2 * length, mem_len + length + 1)
@@ -276,11 +282,7 @@ class TwoStreamAttention(nn.Module):
                 )
             return torch.cat([content, content], 1)
         self._check_integers("target_positions", target_positions, (batch, g.shape[1]), h)
-        # Read only where it costs no synchronisation.
-        if target_positions.numel() and target_positions.device.type == "cpu" and not torch.compiler.is_compiling():
-            low, high = (int(bound) for bound in target_positions.aminmax())
-            if low < 0 or high >= length:
-                raise ValueError(f"target_positions must lie in [0, {length}), got values from {low} to {high}")
+        check_range("target_positions", target_positions, 0, length)
         return torch.cat([content, target_positions.long()], 1)
 
     @staticmethod

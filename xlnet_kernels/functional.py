@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import dropout
+from ._checks import check_range
 from .backends import choose
 from .masks import RankMask
 from .segments import Segments
@@ -77,6 +78,10 @@ def rel_attention(
     >>> rel_attention(q, k, v, torch.randn(2, 10, 8)).shape
     torch.Size([1, 2, 5, 8])
     """
+    if segments is not None and not isinstance(segments, Segments):
+        raise ValueError(f"segments must be xlnet_kernels.Segments or None, got {type(segments).__name__}")
+    if memory is not None and (not isinstance(memory, tuple | list) or len(memory) != 2):
+        raise ValueError(f"memory must be a pair (mem_key, mem_value), got {type(memory).__name__}")
     if isinstance(query, Tensor) and autocasts(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value, rel_key, content_bias, position_bias = (
@@ -92,13 +97,13 @@ def rel_attention(
     batch, heads, length, width = _check_rank("query", query, 4)
     if query.dtype not in _DTYPES:
         raise ValueError(f"query must be float16, bfloat16, float32 or float64, got {query.dtype}")
+    if width == 0:
+        raise ValueError(f"query must have a head width D of at least 1, got shape {tuple(query.shape)}")
     key_len = _check_rank("key", key, 4)[2]
     _check("key", key, query, (batch, heads, key_len, width))
     _check("value", value, query, (batch, heads, key_len, width))
     mem_len = 0
     if memory is not None:
-        if not isinstance(memory, tuple | list) or len(memory) != 2:
-            raise ValueError(f"memory must be a pair (mem_key, mem_value), got {type(memory).__name__}")
         mem_len = _check_rank("memory[0]", memory[0], 4)[2]
         for index in (0, 1):
             _check(f"memory[{index}]", memory[index], query, (batch, heads, mem_len, width))
@@ -119,6 +124,8 @@ def rel_attention(
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    elif not isinstance(deterministic, bool):
+        raise ValueError(f"deterministic must be a bool or None, got {deterministic!r}")
 
     out, lse = choose(backend, query.device.type).rel_attention(
         query,
@@ -197,11 +204,7 @@ def _check_positions(
         if query_positions.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"query_positions must hold int32 or int64, got {query_positions.dtype}")
         _check_device("query_positions", query_positions, query)
-        # Read only where it costs no synchronisation.
-        if query_positions.numel() and query_positions.device.type == "cpu" and not torch.compiler.is_compiling():
-            low, high = (int(bound) for bound in query_positions.aminmax())
-            if low < 0 or high >= key_len:
-                raise ValueError(f"query_positions must lie in [0, {key_len}), got values from {low} to {high}")
+        check_range("query_positions", query_positions, 0, key_len)
     if max_distance is None:
         max_distance = mem_len + key_len
     elif not isinstance(max_distance, int) or max_distance < mem_len + key_len - 1:
@@ -223,8 +226,6 @@ def _check_positions(
 
 def _check_segments(segments: Segments, query: Tensor, keys: int) -> None:
     batch, heads, length, width = query.shape
-    if not isinstance(segments, Segments):
-        raise ValueError(f"segments must be xlnet_kernels.Segments or None, got {type(segments).__name__}")
     for name, ids, count in (("query_ids", segments.query_ids, length), ("key_ids", segments.key_ids, keys)):
         if tuple(ids.shape) != (batch, count):
             raise ValueError(f"segments.{name} must have shape {(batch, count)}, got {tuple(ids.shape)}")

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ._checks import check_matrix
+
 LOWEST = torch.iinfo(torch.int32).min  # rank of a key that every query sees
 HIGHEST = torch.iinfo(torch.int32).max  # rank of a key that no query sees
 
@@ -45,26 +47,17 @@ class RankMask:
             rank = getattr(self, name)
             if rank is None and name == "query_floor":
                 continue
-            _check_matrix(name, rank)
-            if rank.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
-                raise ValueError(f"RankMask: {name} must hold integers, got {rank.dtype}")
-            if rank.dtype != torch.int32:
-                object.__setattr__(self, name, rank.long().clamp(LOWEST, HIGHEST).int())
+            object.__setattr__(self, name, _as_ranks(name, rank))
         rows = tuple(self.query_rank.shape)
         if self.query_floor is not None and tuple(self.query_floor.shape) != rows:
             raise ValueError(
                 f"RankMask: query_floor must have query_rank's shape {rows}, got {tuple(self.query_floor.shape)}"
             )
-        if isinstance(self.sees_self, Tensor):
-            _check_matrix("sees_self", self.sees_self)
-            if self.sees_self.dtype != torch.bool or tuple(self.sees_self.shape) != rows:
-                raise ValueError(
-                    f"RankMask: sees_self must be a bool or a bool tensor of query_rank's shape {rows}, got "
-                    f"{self.sees_self.dtype} of shape {tuple(self.sees_self.shape)}"
-                )
-        elif not isinstance(self.sees_self, bool):
+        if not isinstance(self.sees_self, bool | Tensor):
             got = type(self.sees_self).__name__
-            raise ValueError(f"RankMask: sees_self must be a bool or a bool tensor, got {got}")
+            raise ValueError(f"RankMask: sees_self must be a bool or a bool tensor of query_rank's shape, got {got}")
+        if isinstance(self.sees_self, Tensor):
+            _check_flags("sees_self", self.sees_self, rows)
         if self.key_rank.shape[0] != rows[0]:
             raise ValueError(
                 f"RankMask: key_rank must have query_rank's batch size {rows[0]}, got {self.key_rank.shape[0]}"
@@ -90,14 +83,10 @@ class RankMask:
             padding: (B, L) bool, True where there is no token; no one sees it.
             mem_len: M, number of memory positions before the segment.
         """
-        _check_matrix("order", order)
+        order = _as_ranks("order", order)
         for name, flags in (("targets", targets), ("padding", padding)):
-            if flags is not None and (flags.dtype != torch.bool or flags.shape != order.shape):
-                raise ValueError(
-                    f"RankMask.from_order: {name} must be a bool tensor of order's shape {tuple(order.shape)}, got "
-                    f"{flags.dtype} of shape {tuple(flags.shape)}"
-                )
-        order = order.to(torch.int32)
+            if flags is not None:
+                _check_flags(name, flags, tuple(order.shape))
         if targets is None:
             query_rank, key_rank = order, order
         else:
@@ -120,6 +109,12 @@ class RankMask:
 
         The query stream of the same mask sees only what comes before.
         """
+        for name, count, least in (("batch", batch, 0), ("length", length, 0), ("mem_len", mem_len, 0)):
+            _check_count(name, count, least)
+        if window is not None:
+            _check_count("window", window, 1)
+        if padding is not None:
+            _check_flags("padding", padding, (batch, length))
         position = torch.arange(length, dtype=torch.int32, device=device)
         key_rank = torch.arange(-mem_len, length, dtype=torch.int32, device=device).expand(batch, -1)
         if padding is not None:
@@ -131,7 +126,7 @@ class RankMask:
     @classmethod
     def padding(cls, padding: Tensor, mem_len: int = 0) -> RankMask:
         """Everyone sees every key that is not padding. `padding` is (B, L) bool, True where there is no token."""
-        _check_matrix("padding", padding)
+        _check_flags("padding", padding)
         key_rank = torch.full(padding.shape, LOWEST, dtype=torch.int32, device=padding.device)
         return cls(torch.zeros_like(key_rank), _with_memory(_hide(key_rank, padding), mem_len))
 
@@ -190,10 +185,26 @@ class RankMask:
         return visible | (own if self.sees_self is True else own & self.sees_self[:, :, None])
 
 
-def _check_matrix(name: str, values: Tensor) -> None:
-    if not isinstance(values, Tensor) or values.dim() != 2:
-        got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"RankMask: {name} must be a 2-dimensional tensor (batch, length), got {got}")
+def _as_ranks(name: str, values: Tensor) -> Tensor:
+    """`values` as int32, clamped to its range."""
+    check_matrix(f"RankMask: {name}", values)
+    if values.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
+        raise ValueError(f"RankMask: {name} must hold integers, got {values.dtype}")
+    return values if values.dtype == torch.int32 else values.long().clamp(LOWEST, HIGHEST).int()
+
+
+def _check_flags(name: str, flags: Tensor, shape: tuple[int, ...] | None = None) -> None:
+    check_matrix(f"RankMask: {name}", flags)
+    if flags.dtype != torch.bool or shape not in (None, tuple(flags.shape)):
+        wanted = "" if shape is None else f" of shape {shape}"
+        raise ValueError(
+            f"RankMask: {name} must be a bool tensor{wanted}, got {flags.dtype} of shape {tuple(flags.shape)}"
+        )
+
+
+def _check_count(name: str, count: int, least: int) -> None:
+    if not isinstance(count, int) or count < least:
+        raise ValueError(f"RankMask: {name} must be an integer of at least {least}, got {count!r}")
 
 
 def _hide(key_rank: Tensor, padding: Tensor | None) -> Tensor:
@@ -201,4 +212,5 @@ def _hide(key_rank: Tensor, padding: Tensor | None) -> Tensor:
 
 
 def _with_memory(key_rank: Tensor, mem_len: int) -> Tensor:
+    _check_count("mem_len", mem_len, 0)
     return torch.nn.functional.pad(key_rank, (mem_len, 0), value=LOWEST)

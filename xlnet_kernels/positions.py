@@ -32,7 +32,7 @@ def relative_positions(
         "bi" and key_len + 1 for "uni".
 
     Raises:
-        ValueError: unknown attn_type, odd d_model, or odd bi_data_batch.
+        ValueError: unknown attn_type, negative lengths, odd d_model, or odd bi_data_batch.
 
     >>> relative_positions(2, 2, 4)[:, 0].tolist() == torch.sin(torch.tensor([2.0, 1.0, 0.0, -1.0])).tolist()
     True
@@ -41,6 +41,8 @@ def relative_positions(
         raise ValueError(f'attn_type must be "bi" or "uni", got {attn_type!r}')
     if d_model % 2:
         raise ValueError(f"d_model must be even for sinusoidal positions, got {d_model}")
+    if key_len < 0 or query_len < 0:
+        raise ValueError(f"key_len and query_len must not be negative, got {key_len} and {query_len}")
     last = -query_len if attn_type == "bi" else -1
     distance = torch.arange(key_len, last, -1.0, dtype=torch.float64, device=device)
 
@@ -57,4 +59,4 @@ def relative_positions(
     if bi_data_batch % 2:
         raise ValueError(f"bi_data needs an even batch (half forward, half reversed), got {bi_data_batch}")
     both = torch.stack([forward, encode(-distance)])
-    return both[:, None].expand(2, bi_data_batch // 2, -1, -1).reshape(bi_data_batch, -1, d_model)
+    return both[:, None].expand(2, bi_data_batch // 2, -1, -1).flatten(0, 1)

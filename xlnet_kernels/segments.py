@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._checks import check_matrix, check_range
+
 
 @dataclass(frozen=True, eq=False)
 class Segments:
@@ -19,7 +21,7 @@ class Segments:
         bias: (H, D) or None for zeros (XLNet ``r_s_bias``).
 
     Raises:
-        ValueError: the ids are not 2-dimensional integer tensors of one batch size.
+        ValueError: the ids are not 2-dimensional tensors of integers that fit int32, of one batch size.
     """
 
     query_ids: Tensor
@@ -30,11 +32,11 @@ class Segments:
     def __post_init__(self) -> None:
         for name in ("query_ids", "key_ids"):
             ids = getattr(self, name)
-            if not isinstance(ids, Tensor) or ids.dim() != 2:
-                got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-                raise ValueError(f"Segments: {name} must be a 2-dimensional tensor (batch, length), got {got}")
+            check_matrix(f"Segments: {name}", ids)
             if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
                 raise ValueError(f"Segments: {name} must hold integers, got {ids.dtype}")
+            if ids.dtype == torch.int64:  # the kernels compare int32
+                check_range(f"Segments: {name}", ids, -(2**31), 2**31)
         if self.query_ids.shape[0] != self.key_ids.shape[0]:
             raise ValueError(
                 f"Segments: query_ids and key_ids must have one batch size, got {self.query_ids.shape[0]} and "

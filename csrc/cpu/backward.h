@@ -90,15 +90,14 @@ static void grad_row(const RelAttention& p, const KeyLabels& keys, const Block<T
   const T lse = statistics.lse[r], delta = statistics.delta[r];
   if (lse == -static_cast<T>(INFINITY)) seen = 0;
   for (int64_t j = 0; j < seen; j += LANES<T>) {
-    const Vec<T> probability = exp2(load(score + j) - lse);
-    if (factors == nullptr) {
-      store(score + j, probability * (load(grad_probability + j) - delta));
-      store(grad_probability + j, probability);
-    } else {
-      const Vec<T> factor = load(factors + j);
-      store(score + j, probability * (factor * load(grad_probability + j) - delta));
-      store(grad_probability + j, factor * probability);
-    }
+    const Vec<T> s = load(score + j);
+    // Nothing of what a row does not see reaches its gradients, NaN and infinity included.
+    const IntVec<T> hidden = s == -static_cast<T>(INFINITY);
+    const Vec<T> probability = select<T>(hidden, Vec<T>{}, exp2(s - lse));
+    const Vec<T> factor = factors == nullptr ? broadcast(T(1)) : load(factors + j);
+    const Vec<T> grad = probability * (factor * load(grad_probability + j) - delta);
+    store(score + j, select<T>(hidden, Vec<T>{}, grad));
+    store(grad_probability + j, factor * probability);
   }
   for (int64_t j = seen; j < count + ROW_ROWS; ++j) grad_probability[j] = score[j] = 0;
   if (p.query_ids != nullptr) {

@@ -5,7 +5,8 @@
 
 namespace xlnet_kernels::cpu {
 
-// Runs task(context, slot) for slots 0 .. slots-1, in parallel where it can; any order and any grouping is fine.
+// Runs task(context, slot) for slots 0 .. slots-1, in parallel where it can; any order and any grouping is fine, since
+// slots draw their work from one ascending counter (schedule.h).
 using Parallel = void (*)(int64_t slots, void (*task)(void* context, int64_t slot), void* context);
 
 struct Kernels {

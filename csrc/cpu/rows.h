@@ -205,13 +205,18 @@ static int64_t mask_row(const RelAttention& p, const Sizes<T>& sizes, const KeyL
   T own_score = sees_own ? score[own] : T(0);
   if (sees_own && p.query_ids != nullptr && keys.id[first + own] != id) own_score += block.different[r];
 
-  const auto apply = [&](auto vectors) {
-    return vectors(score, whole, keys.id + first, id, block.different[r], keys.rank + first, most, floor);
-  };
-  const Vec<T> top = p.query_ids == nullptr
-                         ? all ? apply(mask_vectors<T, false, false>) : apply(mask_vectors<T, false, true>)
-                     : all ? apply(mask_vectors<T, true, false>)
-                           : apply(mask_vectors<T, true, true>);
+  const int32_t *ids = keys.id + first, *ranks = keys.rank + first;
+  const T different = block.different[r];
+  Vec<T> top;
+  if (p.query_ids == nullptr && all) {
+    top = mask_vectors<T, false, false>(score, whole, ids, id, different, ranks, most, floor);
+  } else if (p.query_ids == nullptr) {
+    top = mask_vectors<T, false, true>(score, whole, ids, id, different, ranks, most, floor);
+  } else if (all) {
+    top = mask_vectors<T, true, false>(score, whole, ids, id, different, ranks, most, floor);
+  } else {
+    top = mask_vectors<T, true, true>(score, whole, ids, id, different, ranks, most, floor);
+  }
   largest = maximum_of<T>(top);
   if (sees_own) {
     score[own] = own_score;

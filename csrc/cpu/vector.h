@@ -63,19 +63,29 @@ INLINE IntVec<double> load_ints(const int32_t* p, double) {
   return __builtin_convertvector(*reinterpret_cast<const half*>(p), IntVec<double>);
 }
 
-// Folds the lanes of x with `f`
+// Not lambdas: GCC compiles those without the file's target, and would then pass vectors to them in another way.
+template <typename T>
+struct Add {
+  INLINE Vec<T> apply(Vec<T> a, Vec<T> b) { return a + b; }
+};
+template <typename T>
+struct Maximum {
+  INLINE Vec<T> apply(Vec<T> a, Vec<T> b) { return maximum<T>(a, b); }
+};
+
+// Folds the lanes of x
 template <typename T, typename F>
-INLINE T fold(Vec<T> x, F f) {
+INLINE T fold(Vec<T> x) {
 #if defined(__clang__)
   T result = x[0];
-  for (int64_t lane = 1; lane < LANES<T>; ++lane) result = f(Vec<T>{} + result, Vec<T>{} + x[lane])[0];
+  for (int64_t lane = 1; lane < LANES<T>; ++lane) result = F::apply(Vec<T>{} + result, Vec<T>{} + x[lane])[0];
   return result;
 #else
 #pragma GCC unroll 4
   for (int64_t step = LANES<T> / 2; step > 0; step /= 2) {
     IntVec<T> partner;
     for (int64_t lane = 0; lane < LANES<T>; ++lane) partner[lane] = lane ^ step;
-    x = f(x, __builtin_shuffle(x, partner));
+    x = F::apply(x, __builtin_shuffle(x, partner));
   }
   return x[0];
 #endif
@@ -83,12 +93,12 @@ INLINE T fold(Vec<T> x, F f) {
 
 template <typename T>
 INLINE T sum(Vec<T> x) {
-  return fold<T>(x, [](Vec<T> a, Vec<T> b) { return a + b; });
+  return fold<T, Add<T>>(x);
 }
 
 template <typename T>
 INLINE T maximum_of(Vec<T> x) {
-  return fold<T>(x, [](Vec<T> a, Vec<T> b) { return maximum<T>(a, b); });
+  return fold<T, Maximum<T>>(x);
 }
 
 // The LANES x LANES block at `rows` (row stride in elements), transposed: result[d][lane] = rows[lane][d]

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch.autograd import forward_ad
+
 from . import cpu, reference
 
 _BACKENDS = {"cpu": cpu, "reference": reference}  # best first
@@ -57,15 +60,28 @@ def choose(name: str | None, device_type: str):
         RuntimeError: the backend asked for by name cannot serve the call.
     """
     if name is None:
-        return next(b for b in _BACKENDS.values() if b.DEVICE in (None, device_type) and b.unavailable() is None)
-    if name in _PLANNED:
-        raise RuntimeError(f'backend="{name}" is unavailable: {_PLANNED[name]}')
-    if name not in _BACKENDS:
+        return next(backend for backend in _BACKENDS.values() if _refusal(backend, device_type) is None)
+    if not isinstance(name, str) or name not in [*_BACKENDS, *_PLANNED]:
         raise ValueError(f"backend must be None or one of {[*_BACKENDS, *_PLANNED]}, got {name!r}")
-    backend = _BACKENDS[name]
-    reason = backend.unavailable()
-    if reason is None and backend.DEVICE not in (None, device_type):
-        reason = f"it serves {backend.DEVICE} tensors, query is on {device_type}"
+    reason = _PLANNED[name] if name in _PLANNED else _refusal(_BACKENDS[name], device_type)
     if reason is not None:
         raise RuntimeError(f'backend="{name}" is unavailable: {reason}')
-    return backend
+    return _BACKENDS[name]
+
+
+def _refusal(backend, device_type: str) -> str | None:
+    """Why the backend cannot serve this call, or None."""
+    if backend.DEVICE is None:
+        return None
+    if backend.DEVICE != device_type:
+        return f"it serves {backend.DEVICE} tensors, query is on {device_type}"
+    if _transformed():
+        return "torch.func transforms and forward-mode gradients need the reference"
+    return backend.unavailable()
+
+
+def _transformed() -> bool:
+    """Whether the call is inside grad, vmap or jvp of torch.func, or a dual level: registered kernels know none."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

@@ -1,8 +1,10 @@
-// The extension module xlnet_kernels._C: what it was built with, and nothing else. Importing it runs the operator
-// registrations of register.cpp, which torch finds through the dispatcher.
+// The extension module xlnet_kernels._C: what it was built with and for, and nothing else. Importing it runs the
+// operator registrations of register.cpp, which torch finds through the dispatcher.
 
 #include <pybind11/pybind11.h>
 #include <torch/version.h>
+
+#include "cpu/kernels.h"
 
 #define STRINGIFY_(...) #__VA_ARGS__
 #define STRINGIFY(...) STRINGIFY_(__VA_ARGS__)
@@ -14,8 +16,6 @@ const char* compiler() {
   return "clang " __clang_version__;
 #elif defined(__GNUC__)
   return "g++ " __VERSION__;
-#elif defined(_MSC_FULL_VER)
-  return "MSVC " STRINGIFY(_MSC_FULL_VER);
 #else
   return "unknown compiler";
 #endif
@@ -30,11 +30,11 @@ constexpr const char* cuda_version = nullptr;
 constexpr const char* cuda_architectures = nullptr;
 #endif
 
-#if defined(_MSVC_LANG)
-constexpr long cpp_standard = _MSVC_LANG;
-#else
-constexpr long cpp_standard = __cplusplus;
-#endif
+// Name of the instruction set that the CPU kernels use here; None if XLNET_KERNELS_CPU asks for one there is not
+const char* cpu_instruction_set() {
+  const xlnet_kernels::cpu::Kernels* kernels = xlnet_kernels::cpu::choose_kernels();
+  return kernels == nullptr ? nullptr : kernels->name;
+}
 
 }  // namespace
 
@@ -42,7 +42,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "Compiled kernels of xlnet_kernels, and the facts of their build.";
   module.attr("torch_version") = TORCH_VERSION;
   module.attr("compiler") = compiler();
-  module.attr("cpp_standard") = cpp_standard;
+  module.attr("cpp_standard") = static_cast<long>(__cplusplus);
+  module.attr("cpu_instruction_set") = cpu_instruction_set();
   module.attr("cuda_version") = cuda_version;              // None in a build without CUDA
   module.attr("cuda_architectures") = cuda_architectures;  // e.g. "8.0;9.0+PTX"
 }

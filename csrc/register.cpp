@@ -269,8 +269,6 @@ std::vector<Tensor> backward(const Tensor& grad_out, const OptionalTensor& grad_
 
 }  // namespace
 
-const char* cpu_instruction_set() { return kernels().name; }
-
 }  // namespace xlnet_kernels
 
 TORCH_LIBRARY_IMPL(xlnet_kernels, CPU, m) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -42,3 +43,9 @@ def test_is_as_right_as_the_best_one(instruction_set):
 
 def test_unknown_name_is_refused():
     assert REFUSED in run_with("avx1024", "-c", SMALL_CALL).stderr
+
+
+@pytest.mark.parametrize("name, expected", [("generic", "generic"), ("avx1024", None)])
+def test_info_says_which_one_is_used(name, expected):
+    facts = json.loads(run_with(name, "-m", "xlnet_kernels.info", "--json").stdout)
+    assert facts["compiled"]["cpu_instruction_set"] == expected

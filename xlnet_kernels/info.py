@@ -39,7 +39,7 @@ def cuda_devices() -> list[str]:
 
 def compiled() -> dict | None:
     """What the loaded extension says of its own build; None without one."""
-    names = ("torch_version", "compiler", "cpp_standard", "cuda_version", "cuda_architectures")
+    names = ("torch_version", "compiler", "cpp_standard", "cpu_instruction_set", "cuda_version", "cuda_architectures")
     return _extension.module and {name: getattr(_extension.module, name) for name in names}
 
 
@@ -82,6 +82,7 @@ def render(facts: dict) -> str:
         gpu = f"CUDA {built['cuda_version']} for {built['cuda_architectures']}" if built["cuda_version"] else "no CUDA"
         made_by = f"{built['compiler']}, C++{built['cpp_standard'] // 100 % 100}, {gpu}"
         rows.append(("extension", f"for torch {built['torch_version']}, {made_by}"))
+        rows.append(("  on this CPU", built["cpu_instruction_set"] or "none: see XLNET_KERNELS_CPU"))
     else:
         rows.append(("extension", facts["not_compiled_because"]))
     for name, label in (("extension", "  compile it?"), ("cuda", "  with CUDA?")):

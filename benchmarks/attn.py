@@ -50,7 +50,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--implementations", nargs="+", metavar="NAME", help='only names that contain one, e.g. "cpu" "SDPA"')
     add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     add("--seconds", type=float, help="of samples per implementation and direction; default 1, with --full 4")
-    add("--budget", type=float, default=270, help="seconds in all; compiled peers that do not fit are left out")
+    add("--budget", type=float, default=240, help="seconds in all; compiled peers that do not fit are left out")
     add("--full", action="store_true", help="no budget, more samples")
     add("--output", type=Path, help="default benchmarks/results/attn-DEVICE-DTYPE.json")
     add("--plot", type=Path, nargs="?", const=Path(), metavar="PNG", help="also a picture; default beside the JSON")

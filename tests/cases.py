@@ -55,7 +55,7 @@ class Problem:
         if "segment_embed" in leaves:
             embed, bias = leaves.pop("segment_embed"), leaves.pop("segment_bias", None)
             segments = xk.Segments(self.query_ids, self.key_ids, embed, bias)
-        options = {"return_lse": True} | self.options | options
+        options = {"return_lse": True, **self.options, **options}
         return xk.rel_attention(**leaves, memory=memory, segments=segments, backend=backend, **options)
 
     def results(self, backend: str, needs: tuple[str, ...] | None = None, with_lse: bool = True) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -70,7 +69,7 @@ class TwoStreamAttention(nn.Module):
             if d_model % n_head:
                 raise ValueError(f"d_head must be given where d_model ({d_model}) is no multiple of n_head ({n_head})")
             d_head = d_model // n_head
-        if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
         self.d_model, self.n_head, self.d_head, self.backend = d_model, n_head, d_head, backend
 
@@ -210,7 +209,7 @@ class TwoStreamAttention(nn.Module):
             if positions is None:
                 return mask.for_stream("content")
             sees_self = torch.arange(positions.shape[1], device=h.device) < length
-            return replace(mask.for_stream("query").rows(positions), sees_self=sees_self.expand(batch, -1))
+            return mask.for_stream("query").rows(positions).seeing_self(sees_self.expand(batch, -1))
 
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__

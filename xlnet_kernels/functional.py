@@ -80,7 +80,7 @@ def rel_attention(
     """
     if segments is not None and not isinstance(segments, Segments):
         raise ValueError(f"segments must be xlnet_kernels.Segments or None, got {type(segments).__name__}")
-    if memory is not None and (not isinstance(memory, tuple | list) or len(memory) != 2):
+    if memory is not None and (not isinstance(memory, (tuple, list)) or len(memory) != 2):
         raise ValueError(f"memory must be a pair (mem_key, mem_value), got {type(memory).__name__}")
     if isinstance(query, Tensor) and autocasts(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -118,9 +118,9 @@ def rel_attention(
 
     if scale is None:
         scale = width**-0.5
-    elif not isinstance(scale, int | float) or not math.isfinite(scale):
+    elif not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale!r}")
-    if not isinstance(dropout_p, int | float) or not 0 <= dropout_p < 1:
+    if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p!r}")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -148,8 +148,8 @@ def rel_attention(
 
 
 def autocasts(device_type: str) -> bool:
-    """Whether autocast is on; some device types ("meta") know none."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    """Whether autocast is on. Other device types know none; asking torch which do breaks the graphs of torch 2.6."""
+    return device_type in ("cpu", "cuda", "mps", "xpu") and torch.is_autocast_enabled(device_type)
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

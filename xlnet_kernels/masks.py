@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class RankMask:
             raise ValueError(
                 f"RankMask: query_floor must have query_rank's shape {rows}, got {tuple(self.query_floor.shape)}"
             )
-        if not isinstance(self.sees_self, bool | Tensor):
+        if not isinstance(self.sees_self, (bool, Tensor)):
             got = type(self.sees_self).__name__
             raise ValueError(f"RankMask: sees_self must be a bool or a bool tensor of query_rank's shape, got {got}")
         if isinstance(self.sees_self, Tensor):
@@ -156,7 +156,11 @@ class RankMask:
         """The same ranks as the "content" stream (which sees itself too) or the "query" stream (which does not)."""
         if stream not in ("content", "query"):
             raise ValueError(f'RankMask: stream must be "content" or "query", got {stream!r}')
-        return replace(self, sees_self=stream == "content")
+        return self.seeing_self(stream == "content")
+
+    def seeing_self(self, sees_self: bool | Tensor) -> RankMask:
+        """The same ranks with another `sees_self`."""
+        return RankMask(self.query_rank, self.key_rank, self.query_floor, sees_self)
 
     def to_bool(
         self, stream: str | None = None, query_positions: Tensor | None = None, mem_len: int | None = None

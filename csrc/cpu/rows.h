@@ -10,8 +10,7 @@ struct Block {
   T same[BLOCK_ROWS];            // (q + b).s0: in every score of the row, so only the log-sum-exp needs it
   T *content, *position_query, *segment_query;  // rows q + u, q + v, q + b, scaled so that scores are powers of 2
   T *content_strips, *position_strips;          // the first two as panel products want them
-  int64_t least_rank, most_rank;                // bounds over the rows, for tile skipping
-  int64_t least_floor;
+  int64_t most_rank, least_floor;               // bounds over the rows, for tile skipping
 
   int64_t padded(int64_t tile) const { return round_up(count, tile); }
 
@@ -35,7 +34,7 @@ INLINE int64_t position_at(const RelAttention& p, int64_t b, int64_t sorted) {
   return p.row_order == nullptr ? sorted : p.row_position[b * p.length + sorted];
 }
 
-// Biases and segment embeddings of one head in the work type, scaled like the rows
+// Biases and segment embeddings of one head in the work type; `different` is less `same`
 template <typename T>
 struct HeadTerms {
   T *content_bias, *position_bias, *segment_bias, *same, *different;
@@ -69,7 +68,6 @@ static void load_block(const RelAttention& p, const Sizes<T>& sizes, const HeadT
   block.b = b;
   block.h = h;
   block.count = 0;
-  block.least_rank = INT64_MAX;
   block.most_rank = INT64_MIN;
   block.least_floor = INT64_MAX;
   for (int64_t sorted = first; sorted < last && block.count < BLOCK_ROWS; ++sorted) {
@@ -94,7 +92,6 @@ static void load_block(const RelAttention& p, const Sizes<T>& sizes, const HeadT
     block.different[r] = sum<T>(different);
     if (p.query_rank != nullptr) {
       const int64_t rank = p.query_rank[b * p.length + row];
-      block.least_rank = smaller(block.least_rank, rank);
       block.most_rank = larger(block.most_rank, rank);
       if (p.query_floor != nullptr) block.least_floor = smaller(block.least_floor, p.query_floor[b * p.length + row]);
     }

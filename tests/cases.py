@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 
+import pytest
 import torch
 from torch import Tensor
 
 import xlnet_kernels as xk
-from xlnet_kernels.backends import choose
 
-
-def _serves_cpu(name: str) -> bool:
-    try:
-        choose(name, "cpu")
-    except RuntimeError:
-        return False
-    return True
-
-
-BACKENDS = [name for name, state in xk.backends().items() if state.available and _serves_cpu(name)]
+READY = [name for name, state in xk.backends().items() if state.available]
+MODULES = {name: import_module(f"xlnet_kernels.backends.{name}") for name in READY}
+# Those that tests on CPU tensors can afford: Triton's interpreter runs in tests of the operator alone.
+BACKENDS = [name for name in READY if name != "triton" and MODULES[name].DEVICE in (None, "cpu")]
 COMPILED = [name for name in BACKENDS if name != "reference"]  # empty: pytest skips what is parametrised over it
+GPU_BACKENDS = [name for name in READY if MODULES[name].DEVICE == "cuda"]  # best first
+INTERPRETED = [name for name in READY if name == "triton" and MODULES[name].INTERPRETED]  # asked for less: it is slow
 MASKS = (None, "order", "causal", "window", "padding", "ranks", "dense")
 
 
@@ -48,14 +45,24 @@ class Problem:
         return replace(self, options=self.options | options)
 
     def call(self, backend: str, **options):
-        """The operator on these inputs: (out, lse)."""
-        leaves = dict(self.leaves)
+        """The operator on these inputs, computed where the backend computes: (out, lse) on the CPU."""
+        device = "cpu"
+        if backend in MODULES:
+            device = MODULES[backend].DEVICE or "cpu"
+            if self.dtype not in (MODULES[backend].DTYPES or (self.dtype,)):
+                pytest.skip(f"{backend} does not serve {self.dtype} here")
+        return tuple(result.cpu() for result in self.run(backend, device, **options))
+
+    def run(self, backend: str | None, device: str, **options):
+        """The operator on these inputs: (out, lse) on `device`."""
+        leaves = {name: leaf.to(device) for name, leaf in self.leaves.items()}
         memory = (leaves.pop("memory_key"), leaves.pop("memory_value")) if "memory_key" in leaves else None
         segments = None
         if "segment_embed" in leaves:
             embed, bias = leaves.pop("segment_embed"), leaves.pop("segment_bias", None)
-            segments = xk.Segments(self.query_ids, self.key_ids, embed, bias)
+            segments = xk.Segments(self.query_ids.to(device), self.key_ids.to(device), embed, bias)
         options = {"return_lse": True, **self.options, **options}
+        options = {name: value.to(device) if hasattr(value, "to") else value for name, value in options.items()}
         return xk.rel_attention(**leaves, memory=memory, segments=segments, backend=backend, **options)
 
     def results(self, backend: str, needs: tuple[str, ...] | None = None, with_lse: bool = True) -> dict[str, Tensor]:

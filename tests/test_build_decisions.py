@@ -110,7 +110,10 @@ def test_torch_is_asked_for_only_when_needed(monkeypatch, version, usable):
 
 
 def test_requirement_is_the_same_everywhere():
-    assert f'dependencies = ["{decide.TORCH_REQUIREMENT}", "numpy"]' in (ROOT / "pyproject.toml").read_text()
+    assert (
+        f'dependencies = ["{decide.TORCH_REQUIREMENT}", "numpy", "safetensors"]'
+        in (ROOT / "pyproject.toml").read_text()
+    )
 
 
 def test_environment_is_added_behind_the_isolated_packages(monkeypatch, tmp_path):

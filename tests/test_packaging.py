@@ -108,7 +108,7 @@ def compiler(tmp_path_factory):
 def with_torch(tmp_path_factory, compiler):
     """An environment with a real torch of the version that runs these tests."""
     environment = Environment(tmp_path_factory.mktemp("with_torch") / "env", compiler)
-    code, log = environment.pip("install", TORCH, "numpy", check=False)
+    code, log = environment.pip("install", TORCH, "numpy", "safetensors", check=False)
     if code:
         # In CI this must not go unnoticed.
         stop = pytest.fail if os.environ.get("CI") else pytest.skip

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import xlnet_kernels as xk
-from cases import BACKENDS, COMPILED, assert_right, make
+from cases import BACKENDS, COMPILED, READY, assert_right, make
 
 # What torch.library checks: schema, that nothing is aliased, fake against real (strides too), gradients, AOTAutograd.
 PROBLEMS = {
@@ -33,22 +33,25 @@ class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def recorded(problem, backward: bool):
+OPERATORS = {"cpu": "rel_attention", "triton": "rel_attention_triton"}
+
+
+def recorded(problem, backward: bool, backend: str):
     """The (operator, arguments) that a call of rel_attention, or its backward, ends in."""
     with Recorder() as recorder:
-        problem.results("cpu") if backward else problem.call("cpu")
-    name = "rel_attention_backward" if backward else "rel_attention"
+        problem.results(backend) if backward else problem.call(backend)
+    name = OPERATORS[backend] + ("_backward" if backward else "")
     return next(call for call in recorder.calls if call[0]._opname == name)
 
 
-@pytest.mark.skipif("cpu" not in COMPILED, reason="the compiled extension is not there")
+@pytest.mark.parametrize("backend", [name for name in READY if name != "reference"])
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_opcheck(problem, backward):
+def test_opcheck(problem, backward, backend):
     problem = make(**PROBLEMS[problem])
     if not backward:
         problem = problem.map(lambda leaf: leaf.requires_grad_())
-    function, arguments = recorded(problem, backward)
+    function, arguments = recorded(problem, backward, backend)
     tests = ["test_schema", "test_faketensor"]
     if not backward:  # the backward operator has no gradient of its own
         tests += ["test_autograd_registration", "test_aot_dispatch_dynamic"]
@@ -199,7 +202,7 @@ def test_function_transforms_take_the_reference_or_are_refused(transform):
 
 @pytest.mark.skipif("cpu" not in COMPILED, reason="the compiled extension is not there")
 def test_the_operator_itself_stays_inside_its_tensors():
-    function, arguments = recorded(make(mem=3, mask="order", positions=True), backward=False)
+    function, arguments = recorded(make(mem=3, mask="order", positions=True), False, "cpu")
     names = [argument.name for argument in function._schema.arguments]
     changes = {"key": lambda x: x[:1], "value": lambda x: x.double(), "rel_key": lambda x: x[:, :, :1]}
     changes |= {"memory_value": lambda x: None, "key_rank": lambda x: x[:, 1:], "query_ids": lambda x: x[:, 1:]}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from . import dropout
 from ._checks import check_range
+from .backends import reference
 from .functional import autocasts, rel_attention
 from .masks import RankMask
-from .positions import relative_positions
+from .positions import kept_positions
 from .segments import Segments
+from .streams import stack_mask, stack_segments
 
 
 class TwoStreamAttention(nn.Module):
@@ -89,10 +89,10 @@ class TwoStreamAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """XLNet's initialisation: normal(0, 0.02), LayerNorm at one and zero."""
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """XLNet's initialisation: normal(0, std), LayerNorm at one and zero."""
         for parameter in self.parameters(recurse=False):
-            nn.init.normal_(parameter, std=0.02)
+            nn.init.normal_(parameter, std=std)
         self.layer_norm.reset_parameters()
 
     @classmethod
@@ -154,35 +154,84 @@ class TwoStreamAttention(nn.Module):
         elif target_positions is not None:
             raise ValueError("target_positions needs a query stream, but g is None")
         rel_pos = self._check_rel_pos(rel_pos, h, mem_len)
-        mask = self._stack_mask(mask, positions, h, mem_len)
-        segments = None
+        mask = stack_mask(mask, positions, h, self.n_head, mem_len)
+        segment_rows = None
         if segment_ids is not None:
             self._check_integers("segment_ids", segment_ids, (batch, length), h)
-            query_ids = segment_ids if positions is None else segment_ids.gather(1, positions)
-            key_ids = F.pad(segment_ids, (mem_len, 0))
-            segments = Segments(query_ids, key_ids, self.seg_embed, self.r_s_bias)
+            segment_rows = stack_segments(segment_ids, positions, mem_len)
+        out, _ = self.attend(
+            h if g is None else torch.cat([h, g], 1),
+            self.project(h),
+            self.project_positions(rel_pos),
+            memory=None if mems is None else self.project(mems),
+            mask=mask,
+            segment_rows=segment_rows,
+            positions=positions,
+        )
+        if g is None:
+            return out, None
+        # "unsafe" only says that both halves may be changed in place: nobody else holds `out`.
+        return tuple(torch.unsafe_split_with_sizes(out, [length, g.shape[1]], 1))
 
-        rows = h if g is None else torch.cat([h, g], 1)
-        out = rel_attention(
-            self._heads(rows, self.q),
-            self._heads(h, self.k),
-            self._heads(h, self.v),
-            self._heads(rel_pos, self.r),
+    def project(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, each (B, H, L, D), of hidden states (B, L, d_model)."""
+        return self._heads(h, self.k), self._heads(h, self.v)
+
+    def project_positions(self, rel_pos: Tensor) -> Tensor:
+        """rel_key (H, P, D) or (B, H, P, D) of positions (P, d_model) or (B, P, d_model)."""
+        return self._heads(rel_pos, self.r)
+
+    def attend(
+        self,
+        rows: Tensor,
+        key_value: tuple[Tensor, Tensor],
+        rel_key: Tensor,
+        *,
+        memory: tuple[Tensor, Tensor] | None = None,
+        mask: RankMask | Tensor | None = None,
+        segment_rows: tuple[Tensor, Tensor] | None = None,
+        positions: Tensor | None = None,
+        mapping: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer on what a model prepares once for all layers: stacked rows, projected keys, masks for every row.
+
+        Args:
+            rows: (B, L + N, d_model), content rows, then query rows.
+            key_value: of the segment, from `project`; `memory` likewise, of what came before it, or None.
+            rel_key: from `project_positions`, (H, P, D) or (B, H, P, D).
+            mask: of all rows, from `stack_mask`; segment_rows likewise from `stack_segments`.
+            positions: (B, L + N) integers, where each row is; default arange.
+            mapping: (B, N, L), for targets that are mixtures of positions: heads of the query rows are mixed into L
+                rows, which attend and are mixed back. mask, segment_rows and positions are those of 2 L rows then.
+            need_weights: also return the attention map (after dropout), which takes the dense way through the
+                reference backend: fused kernels never have it.
+
+        Returns:
+            (B, L + N, d_model), and the map (B, H, rows, M + L) or None.
+        """
+        query = self._heads(rows, self.q)
+        if mapping is not None:
+            length = mapping.shape[2]
+            query = torch.cat([query[:, :, :length], mapping.mT[:, None] @ query[:, :, length:]], 2)
+        segments = None if segment_rows is None else Segments(*segment_rows, self.seg_embed, self.r_s_bias)
+        options = dict(
             content_bias=self.r_w_bias,
             position_bias=self.r_r_bias,
             segments=segments,
             mask=mask,
             query_positions=positions,
-            memory=None if mems is None else (self._heads(mems, self.k), self._heads(mems, self.v)),
             dropout_p=self.dropout.p if self.training else 0.0,
-            backend=self.backend,
         )
+        weights = None
+        if need_weights:
+            out, weights = _attention_and_map(query, *key_value, rel_key, memory=memory, **options)
+        else:
+            out = rel_attention(query, *key_value, rel_key, memory=memory, backend=self.backend, **options)
+        if mapping is not None:
+            out = torch.cat([out[:, :, :length], mapping[:, None] @ out[:, :, length:]], 2)
         out = F.linear(out.transpose(1, 2).flatten(2), self.o.flatten(1))
-        out = self.layer_norm(self.dropout(out) + rows)
-        if g is None:
-            return out, None
-        # "unsafe" only says that both halves may be changed in place: nobody else holds `out`.
-        return tuple(torch.unsafe_split_with_sizes(out, [length, g.shape[1]], 1))
+        return self.layer_norm(self.dropout(out) + rows), weights
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, n_head={self.n_head}, d_head={self.d_head}, backend={self.backend!r}"
@@ -190,45 +239,6 @@ class TwoStreamAttention(nn.Module):
     def _heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """(..., L, d_model) -> (..., H, L, D) as one matrix product; the transposition is a view."""
         return (x @ weight.flatten(1)).unflatten(-1, (self.n_head, self.d_head)).transpose(-3, -2)
-
-    def _stack_mask(
-        self, mask: RankMask | Tensor | None, positions: Tensor | None, h: Tensor, mem_len: int
-    ) -> RankMask | Tensor | None:
-        """The mask of all rows: content rows see what the query stream sees there and themselves, then query rows."""
-        if mask is None:
-            return None
-        batch, length = h.shape[:2]
-        keys = mem_len + length
-        if isinstance(mask, RankMask):
-            rows, columns = tuple(mask.query_rank.shape), mask.key_rank.shape[1]
-            if rows not in ((batch, length), (1, length)) or columns != keys:
-                raise ValueError(
-                    f"mask must have query_rank ({batch}, {length}) and key_rank ({batch}, {keys}), got {rows} and "
-                    f"{tuple(mask.key_rank.shape)}"
-                )
-            if positions is None:
-                return mask.for_stream("content")
-            sees_self = torch.arange(positions.shape[1], device=h.device) < length
-            return mask.for_stream("query").rows(positions).seeing_self(sees_self.expand(batch, -1))
-
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-            raise ValueError(f"mask must be a RankMask or a bool tensor (True = may attend), got {got}")
-        if mask.device != h.device:
-            raise ValueError(f"mask must be on h's device {h.device}, got {mask.device}")
-        shape = tuple(mask.shape)
-        if mask.dim() < 4:
-            mask = mask[(None,) * (3 - mask.dim())][:, None]
-        wanted = (batch, self.n_head, length, keys)
-        if mask.dim() > 4 or any(size not in (1, want) for size, want in zip(mask.shape, wanted, strict=True)):
-            raise ValueError(f"mask must broadcast to (B, L, M + L) = {(batch, length, keys)}, got {shape}")
-        mask = mask.expand(-1, -1, length, keys)
-        own = torch.eye(length, dtype=torch.bool, device=h.device)
-        content = mask | F.pad(own, (mem_len, 0))
-        if positions is None:
-            return content
-        rows = positions[:, None, length:, None].expand(-1, mask.shape[1], -1, keys)
-        return torch.cat([content.expand(batch, -1, -1, -1), mask.expand(batch, -1, -1, -1).gather(2, rows)], 2)
 
     def _check_hidden(self, h: Tensor, g: Tensor | None, mems: Tensor | None) -> tuple[int, int, int]:
         """Checks h, g and mems; returns B, L and M."""
@@ -255,10 +265,7 @@ class TwoStreamAttention(nn.Module):
         """`rel_pos`, or the default."""
         batch, length = h.shape[:2]
         if rel_pos is None:
-            # Under a compiler or a fake mode the result is no tensor that later calls could use.
-            plain = type(h) is Tensor and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
-            compute = _sinusoids if plain else _sinusoids.__wrapped__
-            return compute(mem_len + length, length, self.d_model, h.dtype, h.device)
+            return kept_positions(h, mem_len + length, length, self.d_model)
         fits = isinstance(rel_pos, Tensor) and tuple(rel_pos.shape[:-2]) in ((), (batch,)) and rel_pos.dim() > 1
         rows = (mem_len + 2 * length, mem_len + length + 1)
         if not fits or rel_pos.shape[-2] not in rows or rel_pos.shape[-1] != self.d_model:
@@ -295,9 +302,22 @@ class TwoStreamAttention(nn.Module):
             raise ValueError(f"{name} must be on h's device {h.device}, got {values.device}")
 
 
-# Layers of one model ask for the same positions over and over, and sines in float64 are dear. Two entries: a model's
-# full and its last, shorter batch.
-@lru_cache(maxsize=2)
-def _sinusoids(key_len: int, query_len: int, d_model: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # a tensor made in inference mode could not be used in training later
-        return relative_positions(key_len, query_len, d_model, dtype=dtype, device=device)
+def _attention_and_map(
+    query: Tensor, key: Tensor, value: Tensor, rel_key: Tensor, *, memory: tuple[Tensor, Tensor] | None, **options
+) -> tuple[Tensor, Tensor]:
+    """What `rel_attention` gives, and the attention map (B, H, L, M + K)."""
+    mem_len = 0
+    if memory is not None:
+        mem_len = memory[0].shape[2]
+        key, value = torch.cat([memory[0], key], 2), torch.cat([memory[1], value], 2)
+    weights, _ = reference.attention_map(
+        query,
+        key,
+        rel_key,
+        mem_len=mem_len,
+        max_distance=key.shape[2],
+        dropout_state=dropout.new_state(query.device) if options["dropout_p"] > 0 else None,
+        scale=query.shape[-1] ** -0.5,
+        **options,
+    )
+    return weights @ value, weights

@@ -127,7 +127,7 @@ def rel_attention(
     elif not isinstance(deterministic, bool):
         raise ValueError(f"deterministic must be a bool or None, got {deterministic!r}")
 
-    out, lse = choose(backend, query.device.type).rel_attention(
+    out, lse = choose(backend, query.device.type, query.dtype, width).rel_attention(
         query,
         key,
         value,

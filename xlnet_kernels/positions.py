@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def relative_positions(
@@ -60,3 +63,18 @@ def relative_positions(
         raise ValueError(f"bi_data needs an even batch (half forward, half reversed), got {bi_data_batch}")
     both = torch.stack([forward, encode(-distance)])
     return both[:, None].expand(2, bi_data_batch // 2, -1, -1).flatten(0, 1)
+
+
+def kept_positions(h: Tensor, key_len: int, query_len: int, d_model: int, **options) -> Tensor:
+    """`relative_positions` of h's dtype and device, computed once for the layers and steps that ask for the same."""
+    # Under a compiler or a fake mode the result is no tensor that later calls could use.
+    plain = type(h) is Tensor and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
+    compute = _kept if plain else relative_positions
+    return compute(key_len, query_len, d_model, dtype=h.dtype, device=h.device, **options)
+
+
+# Sines in float64 are dear. Two entries: a model's full and its last, shorter batch.
+@lru_cache(maxsize=2)
+def _kept(*lengths: int, **options) -> Tensor:
+    with torch.inference_mode(False):  # a tensor made in inference mode could not be used in training later
+        return relative_positions(*lengths, **options)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from .. import _extension
-from ..ops import rel_attention
+import torch
 
-__all__ = ["DEVICE", "rel_attention", "unavailable"]
+from .. import _extension
+from ..ops import define
+
+__all__ = ["DEVICE", "DTYPES", "MAX_WIDTH", "rel_attention", "unavailable"]
 
 DEVICE = "cpu"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_WIDTH = None
+
+rel_attention = define("rel_attention")
 
 
 def unavailable() -> str | None:

@@ -16,6 +16,8 @@ from ..masks import RankMask
 from ..segments import Segments
 
 DEVICE = None  # any
+DTYPES = None  # any
+MAX_WIDTH = None  # any
 
 
 def unavailable() -> None:
@@ -41,11 +43,47 @@ def rel_attention(
     deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Output (B, H, L, D) and log-sum-exp of the visible scores (B, H, L); arguments as checked by `functional`."""
+    mem_len = 0
     if memory is not None:
+        mem_len = memory[0].shape[2]
         key, value = torch.cat([memory[0], key], 2), torch.cat([memory[1], value], 2)
+    probability, lse = attention_map(
+        query,
+        key,
+        rel_key,
+        mem_len=mem_len,
+        content_bias=content_bias,
+        position_bias=position_bias,
+        segments=segments,
+        mask=mask,
+        query_positions=query_positions,
+        max_distance=max_distance,
+        dropout_p=dropout_p,
+        dropout_state=dropout_state,
+        scale=scale,
+    )
+    return probability @ value, lse
+
+
+def attention_map(
+    query: Tensor,
+    key: Tensor,
+    rel_key: Tensor,
+    *,
+    mem_len: int,
+    content_bias: Tensor | None,
+    position_bias: Tensor | None,
+    segments: Segments | None,
+    mask: RankMask | Tensor | None,
+    query_positions: Tensor | None,
+    max_distance: int,
+    dropout_p: float,
+    dropout_state: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Probabilities after dropout (B, H, L, M + K) and log-sum-exp (B, H, L); `key` starts with mem_len of memory."""
     batch, heads, length, _ = query.shape
     keys = key.shape[2]
-    mem_len = 0 if memory is None else memory[0].shape[2]
 
     # distance of each (query, key) pair, and the row of rel_key that encodes it
     if query_positions is None:
@@ -86,4 +124,4 @@ def rel_attention(
     if dropout_p > 0:
         keep = keep_mask(dropout_state, batch, heads, length, keys, dropout_p)
         probability = probability * keep / (1 - dropout_p)
-    return probability @ value, lse
+    return probability, lse

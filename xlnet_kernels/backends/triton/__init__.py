@@ -1,0 +1,55 @@
+"""The Triton kernels for NVIDIA GPUs. Triton is imported by the first call, not by importing this package.
+
+With TRITON_INTERPRET=1 in the environment the same kernels run on the CPU in Triton's interpreter: slow, for tests.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+
+import torch
+
+from ...ops import define
+
+__all__ = ["DEVICE", "DTYPES", "MAX_WIDTH", "rel_attention", "unavailable"]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+# numpy, which the interpreter computes with, has no bfloat16
+DTYPES = (torch.float16, torch.float32) if INTERPRETED else (torch.float16, torch.bfloat16, torch.float32)
+MAX_WIDTH = 256
+
+rel_attention = define("rel_attention_triton")
+
+
+def unavailable() -> str | None:
+    """Why the kernels cannot be used, or None."""
+    try:
+        version = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return "Triton is not installed"
+    if tuple(map(int, version.split(".")[:2])) < (3, 6):
+        return f"it needs Triton 3.6 or newer, found {version}"
+    if INTERPRETED:
+        return None
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if torch.version.hip is not None:
+        return "its tiles are chosen for NVIDIA GPUs, this torch is built for ROCm"
+    major, minor = torch.cuda.get_device_capability()
+    return None if major >= 8 else f"it needs compute capability 8.0 or newer, this GPU has {major}.{minor}"
+
+
+@torch.library.impl("xlnet_kernels::rel_attention_triton", (DEVICE,))
+def _forward(*inputs):
+    from . import launch
+
+    return launch.forward(*inputs)
+
+
+@torch.library.impl("xlnet_kernels::rel_attention_triton_backward", (DEVICE,))
+def _backward(*inputs):
+    from . import launch
+
+    return launch.backward(*inputs)

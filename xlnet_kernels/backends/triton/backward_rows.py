@@ -1,0 +1,269 @@
+"""The backward kernel that walks the keys of each tile of rows: gradients of query, rel_key and the small parameters.
+
+The probabilities are recomputed from the log-sum-exp. With dP = dO V^T and delta = rowsum(dO * O) - dlse,
+dS = P * (dP - delta) * scale; the rest is products of dS with what the scores were made of.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .shift import block_of, in_loop, open_ring, rotate, shift_blocks, shift_in, shift_out
+from .tiles import (
+    LOG2_E,
+    SIZES,
+    add_bias,
+    add_content,
+    is_same_segment,
+    load_block,
+    load_keys,
+    load_positions,
+    load_row_masks,
+    load_rows,
+    load_segment,
+    load_segments,
+    score_gradients,
+    span_of_keys,
+    visible,
+)
+
+
+@triton.jit
+def _add_rel_gradient(
+    grad_rel, rel_key, rel_key_p, start, rel_rows, band, position_query, grad_query,
+    BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NEEDS_REL: tl.constexpr, ATOMIC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Takes one complete block of the band of dS into grad_rel (float32, contiguous) and grad_query."""
+    band = band.to(position_query.dtype)
+    if NEEDS_REL:
+        tile = tl.dot(tl.trans(band), position_query, input_precision=PRECISION)
+        column = tl.arange(0, BN)
+        d = tl.arange(0, BD)
+        pointer = (grad_rel + start * D) + (column[:, None] * D + d[None, :])
+        mask = (column < rel_rows - start)[:, None] & (d < D)[None, :]
+        if ATOMIC:
+            tl.atomic_add(pointer, tile, mask=mask, sem="relaxed")
+        else:
+            tl.store(pointer, tl.load(pointer, mask=mask, other=0.0, volatile=True) + tile, mask=mask)
+    tile_r = load_block(rel_key, rel_key_p, start, rel_rows, BN, D, BD)
+    return tl.dot(band, tile_r, acc=grad_query, input_precision=PRECISION)
+
+
+@triton.jit
+def _walk_keys(
+    content_query, position_query, key, value, rel_key, memory_key, memory_value, key_l, value_l, rel_key_p,
+    memory_key_l,
+    memory_value_l, ids, same, different, key_ids, row, inside, position, rank, floor, own, key_rank, query_floor,
+    sees_self, mask, mask_l, mask_k, dropout_state, head, shift, origin, begin, end, spread, mem_len, keys, rel_rows,
+    threshold, scale, kept_scale, lse_row, delta_row, grad_tile, grad_rel, D: tl.constexpr, BD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, NEEDS_REL: tl.constexpr,
+    ATOMIC: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """dq of a tile of rows without the segment term, and rowsum(dS) over the keys of other segments."""
+    acc = tl.zeros((BM, BD), tl.float32)
+    grad_different = tl.zeros((BM,), tl.float32)
+    if RING:
+        first, middle = open_ring(
+            position_query, rel_key, rel_key_p, origin + begin, rel_rows, shift, BM, BN, D, BD, PRECISION
+        )
+        first_grad = tl.zeros((BM, BN), tl.float32)
+        middle_grad = tl.zeros((BM, BN), tl.float32)
+    for j0 in range(begin, end, BN):
+        if RING:
+            tile_r = load_block(rel_key, rel_key_p, origin + j0 + tl.maximum(BM, BN), rel_rows, BN, D, BD)
+            new = tl.dot(position_query, tl.trans(tile_r), input_precision=PRECISION)
+            score, first, middle = shift_in(first, middle, new, in_loop(shift, j0), BM, BN)
+        else:
+            score = shift_blocks(
+                position_query,
+                rel_key,
+                rel_key_p,
+                origin + j0,
+                rel_rows,
+                shift,
+                spread,
+                BM,
+                BN,
+                D,
+                BD,
+                PRECISION,
+                False,
+            )
+        tile_k = load_keys(memory_key, memory_key_l, key, key_l, j0, mem_len, keys, BN, D, BD)
+        score = add_content(
+            score, content_query, tile_k, scale * LOG2_E, ids, same, different, key_ids, j0, BN, PRECISION
+        )
+        seen = visible(
+            row, inside, position, j0, keys, mem_len, rank, floor, own, key_rank, query_floor, sees_self, mask, mask_l,
+            mask_k, BN, CAUSAL,
+        )  # fmt: skip
+        tile_v = load_keys(memory_value, memory_value_l, value, value_l, j0, mem_len, keys, BN, D, BD)
+        _, grad = score_gradients(
+            score, seen, lse_row, delta_row, grad_tile, tile_v, scale, kept_scale, dropout_state, row, head, j0,
+            threshold, BM, BN, PRECISION,
+        )  # fmt: skip
+        if key_ids is not None:
+            grad_different += tl.sum(tl.where(is_same_segment(ids, key_ids, j0, BN), 0.0, grad), 1)
+        acc = tl.dot(grad.to(tile_k.dtype), tile_k, acc=acc, input_precision=PRECISION)
+        if RING:
+            band, first_grad, middle_grad = shift_out(grad, first_grad, middle_grad, in_loop(shift, j0), BM, BN)
+            acc = _add_rel_gradient(
+                grad_rel, rel_key, rel_key_p, origin + j0, rel_rows, band, position_query, acc, BN, D, BD, NEEDS_REL,
+                ATOMIC, PRECISION,
+            )  # fmt: skip
+        else:
+            grad = rotate(grad, -shift)
+            block = block_of(shift, BN)
+            for index in range(0, spread // BN + 2):
+                acc = _add_rel_gradient(
+                    grad_rel, rel_key, rel_key_p, origin + j0 + index * BN, rel_rows, tl.where(block == index, grad,
+                    0.0),
+                    position_query, acc, BN, D, BD, NEEDS_REL, ATOMIC, PRECISION,
+                )  # fmt: skip
+    if RING:  # the blocks that are still open
+        start = origin + begin + tl.cdiv(tl.maximum(end - begin, 0), BN) * BN
+        acc = _add_rel_gradient(
+            grad_rel, rel_key, rel_key_p, start, rel_rows, first_grad, position_query, acc, BN, D, BD, NEEDS_REL,
+            ATOMIC,
+            PRECISION,
+        )  # fmt: skip
+        if BM > BN:
+            acc = _add_rel_gradient(
+                grad_rel, rel_key, rel_key_p, start + BN, rel_rows, middle_grad, position_query, acc, BN, D, BD,
+                NEEDS_REL,
+                ATOMIC, PRECISION,
+            )  # fmt: skip
+    return acc, grad_different
+
+
+@triton.jit(do_not_specialize=[*SIZES, "tiles", "items", "groups"])
+def rows_kernel(
+    query, key, value, rel_key, content_bias, position_bias, memory_key, memory_value, segment_embed, segment_bias,
+    query_ids, key_ids, query_rank, key_rank, query_floor, sees_self, mask, positions, order, dropout_state,
+    out, lse, grad_out, grad_lse,
+    grad_query,  # (B, L, H, D)
+    delta,  # (B, H, L) float32
+    grad_rel,  # (slots, H or B * H, P, D) float32 of zeros
+    sums,  # (B * H, tiles, 4, D) float32: over rows, of dq without the segment term; dsame (q + b); ddifferent (q + b);
+    #        and dq's segment term
+    query_b, query_h, query_l, key_b, key_h, key_l, value_b, value_h, value_l, rel_key_b, rel_key_h, rel_key_p,
+    memory_key_b, memory_key_h, memory_key_l, memory_value_b, memory_value_h, memory_value_l,
+    mask_b, mask_h, mask_l, mask_k, grad_out_b, grad_out_h, grad_out_l,
+    heads, rows, mem_len, keys, padded_keys, rel_rows, max_distance, threshold, scale, kept_scale, tiles, items, groups,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, NEEDS_REL: tl.constexpr, ATOMIC: tl.constexpr,
+):  # fmt: skip
+    """dq, delta, drel_key and the sums that the biases' gradients are made of.
+
+    Program (slot, group) works on every num_programs(0)-th tile of rows of its group, where a group is what shares rows
+    of rel_key: a head, or a head of one batch. With ATOMIC there is one slot of grad_rel for all programs; otherwise
+    each program owns a slot, and the order of additions is fixed.
+    """
+    group = tl.program_id(1)
+    d = tl.arange(0, BD)
+    slot = 0 if ATOMIC else tl.program_id(0)
+    grad_rel += (slot * groups + group).to(tl.int64) * rel_rows * D
+    score_scale = scale * LOG2_E
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        tile = tiles - 1 - item % tiles
+        head = item // tiles * groups + group
+        b = (head // heads).to(tl.int64)
+        h = (head % heads).to(tl.int64)
+        key_of = key + b * key_b + h * key_h
+        value_of = value + b * value_b + h * value_h
+        rel_of = rel_key + b * rel_key_b + h * rel_key_h
+        memory_key_of = memory_key
+        memory_value_of = memory_value
+        if memory_key is not None:
+            memory_key_of += b * memory_key_b + h * memory_key_h
+            memory_value_of += b * memory_value_b + h * memory_value_h
+        key_ids_of = key_ids
+        if key_ids is not None:
+            key_ids_of += b * padded_keys
+        key_rank_of = key_rank
+        if key_rank is not None:
+            key_rank_of += b * padded_keys
+        mask_of = mask
+        if mask is not None:
+            mask_of += b * mask_b + h * mask_h
+        positions_of = positions
+        order_of = order
+        if positions is not None:
+            positions_of += b * rows
+            order_of += b * rows
+        row, position, inside, first, last = load_positions(positions_of, order_of, tile, rows, BM)
+        shift = tl.where(inside, last - position, 0)
+        origin = max_distance - mem_len - last
+        rank, floor, own = load_row_masks(query_rank, query_floor, sees_self, b * rows + row, inside)
+        begin, end = span_of_keys(
+            rank, floor, first, last, key_rank_of, query_floor, sees_self, keys, mem_len, BN, CAUSAL
+        )
+
+        query_tile = load_rows(query + b * query_b + h * query_h, row, query_l, inside, D, BD)
+        ids, same, different = load_segments(
+            query_tile,
+            segment_embed,
+            segment_bias,
+            query_ids,
+            b * rows + row,
+            inside,
+            h,
+            heads,
+            score_scale,
+            D,
+            BD,
+            PRECISION,
+        )
+        content_query = add_bias(query_tile, content_bias, h, D, BD)
+        position_query = add_bias(query_tile, position_bias, h, D, BD)
+        grad_tile = load_rows(grad_out + b * grad_out_b + h * grad_out_h, row, grad_out_l, inside, D, BD)
+        out_row = (b * rows + row) * heads + h
+        out_tile = load_rows(out, out_row, D, inside, D, BD)
+        row_of_head = head.to(tl.int64) * rows + row
+        lse_row = tl.load(lse + row_of_head, mask=inside, other=0.0) * LOG2_E
+        delta_row = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
+        grad_total = tl.zeros((BM,), tl.float32)  # rowsum(dS)
+        if grad_lse is not None:
+            grad_lse_row = tl.load(grad_lse + row_of_head, mask=inside, other=0.0)
+            delta_row -= grad_lse_row
+            grad_total = tl.where(lse_row == -float("inf"), 0.0, grad_lse_row) * scale
+        tl.store(delta + row_of_head, delta_row, mask=inside)
+
+        if positions is None:
+            narrow = True
+        else:
+            narrow = last - first < tl.maximum(BM, BN)
+        if narrow:
+            acc, grad_different = _walk_keys(
+                content_query, position_query, key_of, value_of, rel_of, memory_key_of, memory_value_of, key_l, value_l,
+                rel_key_p, memory_key_l, memory_value_l, ids, same, different, key_ids_of, row, inside, position, rank,
+                floor, own, key_rank_of, query_floor, sees_self, mask_of, mask_l, mask_k, dropout_state, head, shift,
+                origin, begin, end, last - first, mem_len, keys, rel_rows, threshold, scale, kept_scale, lse_row,
+                delta_row, grad_tile, grad_rel, D, BD, BM, BN, CAUSAL, PRECISION, NEEDS_REL, ATOMIC, True,
+            )  # fmt: skip
+        else:
+            acc, grad_different = _walk_keys(
+                content_query, position_query, key_of, value_of, rel_of, memory_key_of, memory_value_of, key_l, value_l,
+                rel_key_p, memory_key_l, memory_value_l, ids, same, different, key_ids_of, row, inside, position, rank,
+                floor, own, key_rank_of, query_floor, sees_self, mask_of, mask_l, mask_k, dropout_state, head, shift,
+                origin, begin, end, last - first, mem_len, keys, rel_rows, threshold, scale, kept_scale, lse_row,
+                delta_row, grad_tile, grad_rel, D, BD, BM, BN, CAUSAL, PRECISION, NEEDS_REL, ATOMIC, False,
+            )  # fmt: skip
+
+        sums_row = sums + (head.to(tl.int64) * tiles + tile) * 4 * D + d
+        tl.store(sums_row, tl.sum(acc, 0), mask=d < D)
+        if key_ids is not None:
+            grad_same = grad_total - grad_different
+            biased = add_bias(query_tile, segment_bias, h, D, BD).to(tl.float32)
+            term = grad_same[:, None] * load_segment(segment_embed, h, heads, 0, D, BD)[None, :]
+            term += grad_different[:, None] * load_segment(segment_embed, h, heads, 1, D, BD)[None, :]
+            tl.store(sums_row + D, tl.sum(grad_same[:, None] * biased, 0), mask=d < D)
+            tl.store(sums_row + 2 * D, tl.sum(grad_different[:, None] * biased, 0), mask=d < D)
+            tl.store(sums_row + 3 * D, tl.sum(term, 0), mask=d < D)
+            acc += term
+        pointer = grad_query + out_row[:, None] * D + d[None, :]
+        tl.store(pointer, acc.to(grad_query.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+        if not ATOMIC:
+            tl.debug_barrier()  # the next item's blocks are aligned otherwise: other threads add to the same elements

@@ -1,0 +1,126 @@
+"""The relative shift, in registers.
+
+A tile of rows whose last position is `last` needs, at its keys j0 .. j0+BN-1, row origin + j0 + shift[i] + c of
+rel_key, where shift[i] = last - position[i]. Products with whole blocks of BN rows of rel_key make a band; every row
+takes its BN columns from two neighbouring blocks: picked by `near`, put in place by `rotate`. Where the positions of a
+tile are close (consecutive rows, or rows sorted by position), blocks are carried from one tile of keys to the next, so
+that each is multiplied once: the ring.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .tiles import load_block
+
+
+@triton.jit
+def _swap(x, BIT: tl.constexpr):
+    """(BM, BN) with those columns exchanged whose indices differ in bit BIT."""
+    BM: tl.constexpr = x.shape[0]
+    BN: tl.constexpr = x.shape[1]
+    pairs = tl.reshape(x.to(tl.int32, bitcast=True), (BM, BN >> (BIT + 1), 2, 1 << BIT))
+    pairs = tl.sum(pairs, 2, keep_dims=True) - pairs  # (a + b) - a = b modulo 2^32; the compiler sees that too
+    return tl.reshape(pairs, (BM, BN)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rotate(x, shift):
+    """out[i, c] = x[i, (c + shift[i]) % BN] for float32 x (BM, BN).
+
+    A butterfly: step k puts bit k of the column right, by exchanging columns that differ in just that bit wherever
+    adding `shift` to the bits below carries into it. Columns live in registers but for two bits, which are lanes of a
+    tensor-core fragment: no shared memory and no barrier, two warp shuffles and log2(BN) selections an element.
+    """
+    BN: tl.constexpr = x.shape[1]
+    column = tl.arange(0, BN)
+    for k in tl.static_range(8):
+        if (1 << k) < BN:
+            carried = (column & ((1 << k) - 1))[None, :] + shift[:, None]
+            x = tl.where((carried & (1 << k)) != 0, _swap(x, k), x)
+    return x
+
+
+@triton.jit
+def shift_in(first, middle, new, shift, BM: tl.constexpr, BN: tl.constexpr):
+    """Position scores (BM, BN) of one tile of keys, and the blocks `first` and `middle` of the next.
+
+    `new` is the product with the furthest block. Rows of the upper half of a tile with BM = 2 BN are one block further.
+    """
+    if BM > BN:
+        second = tl.where((shift >= BN)[:, None], new, middle)
+    else:
+        second = new
+    near = tl.arange(0, BN)[None, :] >= (shift % BN)[:, None]
+    return rotate(tl.where(near, first, second), shift), second, new
+
+
+@triton.jit
+def shift_out(grad, first, middle, shift, BM: tl.constexpr, BN: tl.constexpr):
+    """The transposed map: adds dS (BM, BN) to the band; returns the block that is complete, and the open ones."""
+    grad = rotate(grad, -shift)
+    near = tl.arange(0, BN)[None, :] >= (shift % BN)[:, None]
+    if BM > BN:
+        far = (shift >= BN)[:, None]
+        complete = first + tl.where(near & (far == 0), grad, 0.0)
+        first = middle + tl.where(near == far, grad, 0.0)
+        middle = tl.where(far & (near == 0), grad, 0.0)
+    else:
+        complete = first + tl.where(near, grad, 0.0)
+        first = tl.where(near, 0.0, grad)
+        middle = first
+    return complete, first, middle
+
+
+@triton.jit
+def open_ring(
+    position_query, rel_key, rel_key_p, start, rel_rows, shift, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The blocks `first` and `middle` before the first tile of keys."""
+    tile_r = load_block(rel_key, rel_key_p, start, rel_rows, BN, D, BD)
+    first = tl.dot(position_query, tl.trans(tile_r), input_precision=PRECISION)
+    middle = first
+    if BM > BN:
+        tile_r = load_block(rel_key, rel_key_p, start + BN, rel_rows, BN, D, BD)
+        middle = tl.dot(position_query, tl.trans(tile_r), input_precision=PRECISION)
+        first = tl.where((shift >= BN)[:, None], middle, first)
+    return first, middle
+
+
+@triton.jit
+def in_loop(shift, j0):
+    """`shift` (keys are fewer than 2^30). The compiler does not see that it is the same for all j0, and so does not
+    keep all carries of the butterfly in registers."""
+    return shift + (j0 >> 30)
+
+
+@triton.jit
+def block_of(shift, BN: tl.constexpr):
+    """Which block each column of an unrotated tile (BM, BN) comes from, for positions too far apart for the ring."""
+    near = tl.arange(0, BN)[None, :] >= (shift % BN)[:, None]
+    return (shift // BN)[:, None] + tl.where(near, 0, 1)
+
+
+@triton.jit
+def shift_blocks(
+    position_query, rel_key, rel_key_p, start, rel_rows, shift, spread, BM: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """Position scores (BM, BN) of one tile without a ring: every block that one of the rows needs.
+
+    `spread` is the distance between the tile's first and last position; NARROW promises that it is below max(BM, BN).
+    """
+    block = block_of(shift, BN)
+    score = tl.zeros((BM, BN), tl.float32)
+    if NARROW:
+        for index in tl.static_range(3 if BM > BN else 2):
+            tile_r = load_block(rel_key, rel_key_p, start + index * BN, rel_rows, BN, D, BD)
+            score = tl.where(block == index, tl.dot(position_query, tl.trans(tile_r), input_precision=PRECISION), score)
+    else:
+        for index in range(0, spread // BN + 2):
+            tile_r = load_block(rel_key, rel_key_p, start + index * BN, rel_rows, BN, D, BD)
+            score = tl.where(block == index, tl.dot(position_query, tl.trans(tile_r), input_precision=PRECISION), score)
+    return rotate(score, shift)

@@ -1,0 +1,320 @@
+"""What the kernels share but for the relative shift: loads of rows and keys, masks, segments, dropout.
+
+Names in kernels: BM query rows by BN keys is a tile, D the head width, BD that rounded up to a power of two. `row` is a
+query row's index in the call, `position` where it stands in the segment, `j` a key's index over memory and segment.
+Scores are in units of log2, so that exp2 serves.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-(2**31))
+HIGHEST = tl.constexpr(2**31 - 1)
+LOG2_E = tl.constexpr(1.4426950408889634)
+# Kernel arguments that change from call to call: no variants of a kernel for multiples of 16 and ones among them.
+SIZES = ["heads", "rows", "mem_len", "keys", "rel_rows", "max_distance", "threshold"]
+
+
+# Addresses are a scalar base plus offsets that stay the same from tile to tile: cheaper than a vector of addresses.
+
+
+@triton.jit
+def load_rows(base, row, stride, inside, D: tl.constexpr, BD: tl.constexpr):
+    """(rows, BD) of a matrix (rows, D); zeros where not `inside` and beyond D."""
+    d = tl.arange(0, BD)
+    mask = inside[:, None]
+    if D != BD:
+        mask = mask & (d < D)[None, :]
+    return tl.load(base + (row[:, None] * stride + d[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
+def load_block(base, stride, start, rows, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Rows start .. start+BN-1 of a matrix (rows, D) as (BN, BD); zeros beyond it."""
+    column = tl.arange(0, BN)
+    return load_rows(base + tl.cast(start, tl.int64) * stride, column, stride, column < rows - start, D, BD)
+
+
+@triton.jit
+def key_pointers(memory, memory_stride, current, stride, j0, mem_len, BN: tl.constexpr, BD: tl.constexpr):
+    """Pointers (BN, BD) to keys or values j0 .. j0+BN-1 of the memory and then the current segment."""
+    column = tl.arange(0, BN)
+    d = tl.arange(0, BD)
+    pointer = (current + tl.cast(j0 - mem_len, tl.int64) * stride) + (column[:, None] * stride + d[None, :])
+    if memory is not None:
+        old = (memory + tl.cast(j0, tl.int64) * memory_stride) + (column[:, None] * memory_stride + d[None, :])
+        pointer = tl.where((column < mem_len - j0)[:, None], old, pointer)
+    return pointer
+
+
+@triton.jit
+def key_mask(j0, keys, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    mask = (tl.arange(0, BN) < keys - j0)[:, None]
+    if D != BD:
+        mask = mask & (tl.arange(0, BD) < D)[None, :]
+    return mask
+
+
+@triton.jit
+def load_keys(
+    memory, memory_stride, current, stride, j0, mem_len, keys, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
+):
+    """(BN, BD) keys or values from j0 on; zeros beyond the last."""
+    pointer = key_pointers(memory, memory_stride, current, stride, j0, mem_len, BN, BD)
+    return tl.load(pointer, mask=key_mask(j0, keys, BN, D, BD), other=0.0)
+
+
+@triton.jit
+def store_keys(
+    memory, memory_stride, current, stride, j0, mem_len, keys, tile, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
+):
+    """The transposed map of `load_keys`."""
+    pointer = key_pointers(memory, memory_stride, current, stride, j0, mem_len, BN, BD)
+    tl.store(pointer, tile.to(current.dtype.element_ty), mask=key_mask(j0, keys, BN, D, BD))
+
+
+@triton.jit
+def load_positions(positions, order, tile, rows, BM: tl.constexpr):
+    """Of a tile's rows: index in the call, position, whether they exist, and the first and last position.
+
+    `order` and `positions` (rows,) hold the rows sorted by position; None for row i at position i.
+    """
+    n = tile * BM + tl.arange(0, BM)
+    inside = n < rows
+    end = tl.minimum(tile * BM + BM, rows) - 1
+    if positions is None:
+        return n, n, inside, tile * BM, end
+    else:
+        row = tl.load(order + n, mask=inside, other=0)
+        position = tl.load(positions + n, mask=inside, other=0)
+        return row, position, inside, tl.load(positions + tile * BM), tl.load(positions + end)
+
+
+@triton.jit
+def widest_tile(positions, begin, end, rows, BM: tl.constexpr):
+    """The largest distance between positions of one tile among the tiles of rows [begin, end)."""
+    CHUNK: tl.constexpr = 64
+    widest = 0
+    for chunk in range(begin, end, CHUNK * BM):
+        n = chunk + tl.arange(0, CHUNK) * BM
+        first = tl.load(positions + n, mask=n < end, other=0)
+        last = tl.load(positions + tl.minimum(n + BM, rows) - 1, mask=n < end, other=0)
+        widest = tl.maximum(widest, tl.max(last - first, 0))
+    return widest
+
+
+@triton.jit
+def add_bias(rows, bias, h, D: tl.constexpr, BD: tl.constexpr):
+    """rows (BM, BD) plus a head's row of `bias` (H, D), rounded as the reference rounds it."""
+    if bias is None:
+        return rows
+    else:
+        d = tl.arange(0, BD)
+        return (rows + tl.load(bias + h * D + d, mask=d < D, other=0.0)[None, :]).to(rows.dtype)
+
+
+@triton.jit
+def load_segment(embed, h, heads, kind: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """The embedding (BD,) of "same segment" (kind 0) or "different" (1) in float32."""
+    d = tl.arange(0, BD)
+    return tl.load(embed + (kind * heads + h) * D + d, mask=d < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_segments(
+    query_tile,
+    segment_embed,
+    segment_bias,
+    query_ids,
+    row,
+    inside,
+    h,
+    heads,
+    scale,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Of a tile's rows: the id, and the score of a key in the same segment and of one in another."""
+    ids = load_or(query_ids, row, inside, 0)
+    same = tl.zeros(row.shape, tl.float32)
+    different = same
+    if segment_embed is not None:
+        biased = add_bias(query_tile, segment_bias, h, D, BD)
+        kind = tl.arange(0, 16)  # two of them: the least that a matrix product takes
+        embed = load_rows(segment_embed + h * D, kind, heads * D, kind < 2, D, BD)
+        both = tl.dot(biased, tl.trans(embed), input_precision=PRECISION) * scale
+        same = tl.sum(tl.where((kind == 0)[None, :], both, 0.0), 1)
+        different = tl.sum(tl.where((kind == 1)[None, :], both, 0.0), 1)
+    return ids, same, different
+
+
+@triton.jit
+def is_same_segment(ids, key_ids, j0, BN: tl.constexpr):
+    return ids[:, None] == tl.load((key_ids + j0) + tl.arange(0, BN))[None, :]
+
+
+@triton.jit
+def add_content(
+    score, content_query, key_tile, scale, ids, same, different, key_ids, j0, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores (BM, BN) from position scores: plus the content term, scaled, plus the segment term."""
+    score = tl.dot(content_query, tl.trans(key_tile), acc=score, input_precision=PRECISION) * scale
+    if key_ids is not None:
+        score += tl.where(is_same_segment(ids, key_ids, j0, BN), same[:, None], different[:, None])
+    return score
+
+
+@triton.jit
+def load_or(pointer, index, inside, other):
+    """`pointer`'s elements where `inside`, `other` elsewhere and where there is no pointer."""
+    if pointer is None:
+        return tl.full(index.shape, other, tl.int32)
+    else:  # code after a return would be compiled
+        return tl.load(pointer + index, mask=inside, other=other)
+
+
+@triton.jit
+def load_row_masks(query_rank, query_floor, sees_self, row, inside):
+    """The rank, floor and own-key flag of a tile's rows; rows out of range see nothing."""
+    rank = load_or(query_rank, row, inside, LOWEST)
+    floor = load_or(query_floor, row, inside, HIGHEST)
+    return rank, floor, load_or(sees_self, row, inside, 0) != 0
+
+
+@triton.jit
+def visible(
+    row, inside, position, j0, keys, mem_len, rank, floor, own, key_rank, query_floor, sees_self, mask, mask_l, mask_k,
+    BN: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Which of its keys each row of a tile (BM, BN) sees. `key_rank` and `mask` point at the batch's first element."""
+    column = tl.arange(0, BN)
+    own_column = position + (mem_len - j0)
+    if key_rank is not None:  # rows and keys that do not exist have ranks that hide them
+        keys_rank = tl.load((key_rank + j0) + column)[None, :]
+        seen = keys_rank < rank[:, None]
+        if query_floor is not None:
+            seen = seen & (keys_rank >= floor[:, None])
+        if sees_self is not None:
+            seen = seen | (column[None, :] == tl.where(own, own_column, -1)[:, None])
+    else:
+        seen = inside[:, None] & (column < keys - j0)[None, :]
+    if CAUSAL:
+        seen = seen & (column[None, :] <= own_column[:, None])
+    if mask is not None:
+        offset = row[:, None].to(tl.int64) * mask_l + column[None, :] * mask_k
+        seen = seen & (tl.load((mask + tl.cast(j0, tl.int64) * mask_k) + offset, mask=seen, other=0) != 0)
+    return seen
+
+
+@triton.jit
+def kept(state, row, head, j0, threshold, BM: tl.constexpr, BN: tl.constexpr):
+    """Which probabilities of a tile (BM, BN) at keys j0 .. j0+BN-1 dropout keeps; see xlnet_kernels/dropout.py."""
+    seed = tl.load(state)
+    offset = tl.load(state + 1)
+    low = (offset & 0xFFFFFFFF).to(tl.uint32)
+    philox_key = seed ^ (offset >> 32 << 32)
+    WORDS: tl.constexpr = 16 if BN < 64 else BN // 4
+    first = j0 // 64 * 16 + tl.arange(0, WORDS)[None, :] + tl.zeros((BM, 1), tl.int32)
+    zeros = tl.zeros_like(first)
+    w0, w1, w2, w3 = tl.philox(
+        philox_key, first, zeros + row[:, None], zeros + head, (zeros.to(tl.uint32) + low).to(tl.int32, bitcast=True)
+    )
+    if BN == 32:  # two words of the four
+        upper = (j0 % 64) != 0
+        pair = tl.join(tl.where(upper, w2, w0), tl.where(upper, w3, w1))
+        words = tl.reshape(tl.permute(pair, (0, 2, 1)), (BM, BN))
+    else:
+        four = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (BM, WORDS, 2, 2), words in order
+        four = tl.reshape(four, (BM, WORDS // 16, 16, 4))
+        words = tl.reshape(tl.permute(four, (0, 1, 3, 2)), (BM, BN))
+    return words >= threshold.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def span_of_keys(
+    rank, floor, first, last, key_rank, query_floor, sees_self, keys, mem_len, BN: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """The range [begin, end) of keys outside of which no row of the tile sees any; `begin` is a multiple of BN."""
+    begin = 0
+    end = keys
+    if key_rank is not None:
+        CHUNK: tl.constexpr = 256
+        highest = tl.max(rank, 0)
+        begin = keys
+        end = 0
+        for chunk in range(0, keys, CHUNK):
+            j = chunk + tl.arange(0, CHUNK)
+            ranks = tl.load(key_rank + j, mask=j < keys, other=HIGHEST)
+            some = ranks < highest
+            if query_floor is not None:
+                some = some & (ranks >= tl.min(floor, 0))
+            begin = tl.minimum(begin, tl.min(tl.where(some, j, keys), 0))
+            end = tl.maximum(end, tl.max(tl.where(some, j + 1, 0), 0))
+        if sees_self is not None:
+            begin = tl.minimum(begin, first + mem_len)
+            end = tl.maximum(end, last + mem_len + 1)
+    if CAUSAL:
+        end = tl.minimum(end, last + mem_len + 1)
+    return begin // BN * BN, end
+
+
+@triton.jit
+def span_of_rows(
+    query_rank, query_floor, sees_self, positions, order, key_rank, j0, rows, keys, mem_len,
+    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """The range [begin, end) of rows (sorted by position) outside of which none sees a key of the tile at j0."""
+    begin = 0
+    end = rows
+    if query_rank is not None or CAUSAL:
+        CHUNK: tl.constexpr = 256
+        begin = rows
+        end = 0
+        if query_rank is not None:
+            j = j0 + tl.arange(0, BN)
+            lowest = tl.min(tl.load(key_rank + j, mask=j < keys, other=HIGHEST), 0)
+            highest = tl.max(tl.load(key_rank + j, mask=j < keys, other=LOWEST), 0)
+        for chunk in range(0, rows, CHUNK):
+            n = chunk + tl.arange(0, CHUNK)
+            some = n < rows
+            row = n
+            position = n + mem_len
+            if positions is not None:
+                row = tl.load(order + n, mask=some, other=0)
+                position = tl.load(positions + n, mask=some, other=0) + mem_len
+            if query_rank is not None:
+                ranked = tl.load(query_rank + row, mask=some, other=LOWEST) > lowest
+                if query_floor is not None:
+                    ranked = ranked & (tl.load(query_floor + row, mask=some, other=HIGHEST) <= highest)
+                if sees_self is not None:
+                    own = tl.load(sees_self + row, mask=some, other=0) != 0
+                    ranked = ranked | (own & (position >= j0) & (position < j0 + BN))
+                some = some & ranked
+            if CAUSAL:
+                some = some & (position >= j0)
+            begin = tl.minimum(begin, tl.min(tl.where(some, n, rows), 0))
+            end = tl.maximum(end, tl.max(tl.where(some, n + 1, 0), 0))
+    return begin // BM * BM, end
+
+
+@triton.jit
+def score_gradients(
+    score, seen, lse, delta, grad_out, value_tile, scale, kept_scale, state, row, head, j0, threshold,
+    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(P with dropout, dS) of one tile, both (BM, BN)."""
+    # a row that sees nothing has lse = -inf: exp2 of +inf, which `seen` hides
+    probability = tl.where(seen, tl.exp2(score - lse[:, None]), 0.0)
+    grad = tl.dot(grad_out, tl.trans(value_tile), input_precision=PRECISION)
+    dropped = probability
+    if state is not None:
+        keep = kept(state, row, head, j0, threshold, BM, BN)
+        grad = tl.where(keep, grad * kept_scale, 0.0)
+        dropped = tl.where(keep, probability * kept_scale, 0.0)
+    # `seen` again: delta of a row that sees a NaN is NaN, also where the row sees nothing
+    grad = tl.where(seen, probability * (grad - delta[:, None]) * scale, 0.0)
+    return dropped, grad

@@ -10,7 +10,19 @@ import torch
 
 import xlnet_kernels as xk
 
-MODULES = ["attention", "backends", "functional", "masks", "positions", "segments"]
+MODULES = [
+    "attention",
+    "backends",
+    "functional",
+    "masks",
+    "model.config",
+    "model.encoder",
+    "model.generation",
+    "model.heads",
+    "model.sampling",
+    "positions",
+    "segments",
+]
 
 
 @pytest.mark.parametrize("name", MODULES)

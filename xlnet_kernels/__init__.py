@@ -5,15 +5,35 @@ from .attention import TwoStreamAttention
 from .backends import Available, Unavailable, backends
 from .functional import rel_attention
 from .masks import RankMask
+from .model import (
+    ProjectedMemory,
+    XLNetConfig,
+    XLNetForMultipleChoice,
+    XLNetForQuestionAnswering,
+    XLNetForQuestionAnsweringSimple,
+    XLNetForSequenceClassification,
+    XLNetForTokenClassification,
+    XLNetLMHeadModel,
+    XLNetModel,
+)
 from .positions import relative_positions
 from .segments import Segments
 
 __all__ = [
     "Available",
+    "ProjectedMemory",
     "RankMask",
     "Segments",
     "TwoStreamAttention",
     "Unavailable",
+    "XLNetConfig",
+    "XLNetForMultipleChoice",
+    "XLNetForQuestionAnswering",
+    "XLNetForQuestionAnsweringSimple",
+    "XLNetForSequenceClassification",
+    "XLNetForTokenClassification",
+    "XLNetLMHeadModel",
+    "XLNetModel",
     "__version__",
     "backends",
     "rel_attention",

@@ -1,0 +1,186 @@
+"""XLNetConfig: the hyperparameters under the names of public config.json files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+
+from .files import write_whole
+
+ACTIVATIONS = {
+    "gelu": F.gelu,  # exact, with erf
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),  # the original XLNet's
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "tanh": F.tanh,
+}
+_ALIASES = {
+    "n_token": "vocab_size",
+    "hidden_size": "d_model",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+
+
+@dataclass
+class XLNetConfig:
+    """Hyperparameters of XLNet, of a Transformer-XL (``attn_type="uni"``), or of a plain encoder.
+
+    Args:
+        vocab_size, d_model, n_layer, n_head, d_inner: sizes. d_head: width of a head, default d_model / n_head.
+        ff_activation: "gelu" (erf), "gelu_new" (tanh, the original's), "relu", "silu", "swish" or "tanh".
+        attn_type: "bi", or "uni" where no position sees what lies ahead.
+        dropout: everywhere but in the summary. layer_norm_eps, initializer_range: as the names say.
+        mem_len: memory positions kept; None or 0 keeps everything. reuse_len: only the first so many tokens of a
+            segment enter the memory; None or 0 for all. use_mems_eval, use_mems_train: whether memory is returned.
+        bi_data: the second half of each batch is reversed text.
+        clamp_len: longest distance that is told apart, -1 for no limit.
+        same_length: with "uni", every position sees as many keys as there are memory positions, and itself.
+        summary_*: how a sequence becomes a vector (`XLNetForSequenceClassification`, `XLNetForMultipleChoice`).
+        start_n_top, end_n_top: beam of `XLNetForQuestionAnswering`.
+        num_labels, problem_type: of the classification heads; problem_type None goes by num_labels and label dtype.
+        tie_word_embeddings: whether the language model's output weight is the embedding.
+        output_attentions, output_hidden_states: defaults of the model's arguments.
+        extra: entries of a config.json that mean nothing here; they are written back.
+
+    Raises:
+        ValueError: a value is impossible; the text names it.
+
+    >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
+    >>> config.d_head, XLNetConfig.from_dict(config.to_dict()) == config
+    (8, True)
+    """
+
+    vocab_size: int = 32000
+    d_model: int = 1024
+    n_layer: int = 24
+    n_head: int = 16
+    d_inner: int = 4096
+    d_head: int | None = None
+    ff_activation: str = "gelu"
+    attn_type: str = "bi"
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    dropout: float = 0.1
+    mem_len: int | None = 512
+    reuse_len: int | None = None
+    use_mems_eval: bool = True
+    use_mems_train: bool = False
+    bi_data: bool = False
+    clamp_len: int = -1
+    same_length: bool = False
+    summary_type: str = "last"
+    summary_use_proj: bool = True
+    summary_activation: str | None = "tanh"
+    summary_proj_to_labels: bool = False
+    summary_first_dropout: float = 0.0
+    summary_last_dropout: float = 0.1
+    start_n_top: int = 5
+    end_n_top: int = 5
+    num_labels: int = 2
+    problem_type: str | None = None
+    pad_token_id: int | None = 5
+    bos_token_id: int | None = 1
+    eos_token_id: int | None = 2
+    tie_word_embeddings: bool = True
+    output_attentions: bool = False
+    output_hidden_states: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "n_layer", "n_head", "d_inner", "start_n_top", "end_n_top", "num_labels"):
+            self._check_integer(name, 1)
+        for name in ("mem_len", "reuse_len"):
+            if getattr(self, name) is not None:
+                self._check_integer(name, 0)
+        if self.d_head is None:
+            if self.d_model % self.n_head:
+                raise ValueError(
+                    f"d_head must be given where d_model ({self.d_model}) is no multiple of n_head ({self.n_head})"
+                )
+            self.d_head = self.d_model // self.n_head
+        self._check_integer("d_head", 1)
+        if self.d_model % 2:
+            raise ValueError(f"d_model must be even for sinusoidal positions, got {self.d_model}")
+        for name in ("dropout", "summary_first_dropout", "summary_last_dropout"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not 0 <= value < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+        self._check_choice("attn_type", ("bi", "uni"))
+        self._check_choice("ff_activation", tuple(ACTIVATIONS))
+        self._check_choice("summary_activation", (None, *ACTIVATIONS))
+        self._check_choice("summary_type", ("last", "first", "mean"))
+        problems = (None, "regression", "single_label_classification", "multi_label_classification")
+        self._check_choice("problem_type", problems)
+        if self.extra.get("untie_r", True) is not True:
+            raise ValueError("untie_r must be true: biases shared by all layers are not supported")
+
+    def _check_integer(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+    def _check_choice(self, name: str, choices: tuple) -> None:
+        if getattr(self, name) not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}")
+
+    @classmethod
+    def from_dict(cls, entries: dict[str, Any]) -> XLNetConfig:
+        """The configuration of a config.json's content; what means nothing here goes to `extra`.
+
+        Raises:
+            ValueError: another model's configuration, or an impossible value.
+        """
+        if not isinstance(entries, dict) or entries.get("model_type", "xlnet") != "xlnet":
+            got = entries.get("model_type") if isinstance(entries, dict) else type(entries).__name__
+            raise ValueError(f'config must be a dictionary with model_type "xlnet", got {got!r}')
+        entries = {_ALIASES.get(name, name): value for name, value in entries.items() if name != "model_type"}
+        labels = entries.get("id2label")
+        if isinstance(labels, dict):
+            entries.setdefault("num_labels", len(labels))
+            if list(labels.values()) == _default_labels(len(labels)):
+                entries = {name: value for name, value in entries.items() if name not in ("id2label", "label2id")}
+        names = {f.name for f in dataclasses.fields(cls)} - {"extra"}
+        known = {name: value for name, value in entries.items() if name in names}
+        return cls(**known, extra={name: value for name, value in entries.items() if name not in names})
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> XLNetConfig:
+        """The configuration in a config.json, or in the config.json of a folder.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is no JSON, another model's, or has an impossible value; the text names the file.
+        """
+        path = Path(path)
+        path = path if path.is_file() else path / "config.json"
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """What config.json holds; transformers reads it too."""
+        entries = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
+        entries = {**self.extra, "model_type": "xlnet", **entries}
+        # transformers takes the number of labels from their names.
+        if len(entries.get("id2label") or ()) != entries.pop("num_labels"):
+            labels = _default_labels(self.num_labels)
+            entries["id2label"] = {str(i): label for i, label in enumerate(labels)}
+            entries["label2id"] = {label: i for i, label in enumerate(labels)}
+        return entries
+
+    def save(self, folder: str | Path, **entries: Any) -> None:
+        """Writes config.json, with `entries` besides, into `folder`, made if need be; it is whole at any moment."""
+        text = json.dumps(self.to_dict() | entries, indent=2, sort_keys=True) + "\n"
+        write_whole(Path(folder) / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _default_labels(count: int) -> list[str]:
+    return [f"LABEL_{i}" for i in range(count)]

@@ -1,0 +1,330 @@
+"""XLNetModel: embeddings, layers of two-stream attention, memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..attention import TwoStreamAttention
+from ..masks import RankMask
+from ..positions import kept_positions
+from ..streams import stack_mask, stack_segments
+from .checkpoint import PretrainedModel
+from .config import ACTIVATIONS, XLNetConfig
+from .inputs import (
+    check_length,
+    check_mems,
+    check_tensor,
+    check_words,
+    find_mask,
+    find_padding,
+    find_targets,
+    hide_from_rows,
+)
+from .memory import ProjectedMemory, keep
+from .outputs import XLNetOutput
+
+
+class XLNetFeedForward(nn.Module):
+    """The position-wise half of a layer."""
+
+    def __init__(self, config: XLNetConfig) -> None:
+        super().__init__()
+        self.layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
+        self.layer_1 = nn.Linear(config.d_model, config.d_inner)
+        self.layer_2 = nn.Linear(config.d_inner, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.activation = ACTIVATIONS[config.ff_activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.dropout(self.activation(self.layer_1(x)))
+        return self.layer_norm(self.dropout(self.layer_2(inner)) + x)
+
+
+@dataclass(eq=False)
+class Shared:
+    """What all layers of one call share; rows are the L content rows and then the query rows.
+
+    rel_pos: positions to project, (P, d_model), or (2, P, d_model) with bi_data; None where the memory's tables serve.
+    rel_rows: which of the projected positions the call needs, first and number.
+    """
+
+    length: int
+    rel_pos: Tensor | None
+    rel_rows: tuple[int, int]
+    mask: RankMask | Tensor | None
+    segment_rows: tuple[Tensor, Tensor] | None
+    positions: Tensor | None
+    mapping: Tensor | None
+    need_weights: bool
+
+
+class XLNetLayer(nn.Module):
+    """Attention and feed-forward, on content rows and query rows stacked."""
+
+    def __init__(self, config: XLNetConfig, backend: str | None) -> None:
+        super().__init__()
+        self.rel_attn = TwoStreamAttention(
+            config.d_model, config.n_head, config.d_head, config.dropout, config.layer_norm_eps, backend
+        )
+        self.ff = XLNetFeedForward(config)
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None  # positions, a row of their table, the table
+
+    def train(self, mode: bool = True) -> XLNetLayer:
+        self._kept = None
+        return super().train(mode)
+
+    def forward(
+        self,
+        rows: Tensor,
+        shared: Shared,
+        mems: Tensor | None = None,
+        projected: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor] | None]:
+        """Rows (B, R, d_model); memory as layer inputs (M, B, d_model), or projected: key, value and rel_key table.
+
+        Returns:
+            The rows, the attention map or None, and, where memory is projected, the segment's key, value and table.
+        """
+        attn, batch = self.rel_attn, rows.shape[0]
+        table = projected[2] if shared.rel_pos is None else self._project_positions(shared.rel_pos)
+        rel_key = table.narrow(-2, *shared.rel_rows)
+        if rel_key.dim() == 4:  # forward text and reversed text
+            rel_key = rel_key.repeat_interleave(batch // 2, 0)
+        key, value = attn.project(rows[:, : shared.length])
+        memory = None
+        if projected is not None:
+            memory = projected[:2]
+        elif mems is not None:
+            memory = attn.project(mems.transpose(0, 1))
+        rows, weights = attn.attend(
+            rows,
+            (key, value),
+            rel_key,
+            memory=memory,
+            mask=shared.mask,
+            segment_rows=shared.segment_rows,
+            positions=shared.positions,
+            mapping=shared.mapping,
+            need_weights=shared.need_weights,
+        )
+        return self.ff(rows), weights, None if projected is None else (key, value, table)
+
+    def _project_positions(self, rel_pos: Tensor) -> Tensor:
+        """The rel_key table, kept from call to call at inference on a CPU, where it is a tenth of a batch of one."""
+        project = self.rel_attn.project_positions
+        if (
+            self.training
+            or torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or type(rel_pos) is not Tensor
+            or rel_pos.device.type != "cpu"
+        ):
+            return project(rel_pos)
+        # Weights may change in ways that leave no trace (x.data): one row, computed again, tells.
+        row = project(rel_pos[..., :1, :])
+        if self._kept is not None and self._kept[0] is rel_pos and self._kept[1].dtype == row.dtype:
+            if torch.equal(self._kept[1], row):
+                return self._kept[2]
+        self._kept = (rel_pos, row, project(rel_pos))
+        return self._kept[2]
+
+
+class XLNetModel(PretrainedModel):
+    """XLNet without a head (Yang et al. 2019); with ``attn_type="uni"`` Transformer-XL (Dai et al. 2019).
+
+    Parameter names are those of public checkpoints. Without targets and masks it is a plain encoder with relative
+    positions; a `RankMask` makes it a language model in forward, backward or any other order.
+
+    Args:
+        config: the hyperparameters. `config.mem_len` and its like may be changed later: each call reads them.
+        backend: of the attention, None for the best available, or "reference", "cpu", "triton", "cuda".
+
+    >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
+    >>> model = XLNetModel(config).eval()
+    >>> ids = torch.randint(100, (2, 7))
+    >>> model(ids).last_hidden_state.shape
+    torch.Size([2, 7, 32])
+    >>> targets = torch.tensor([[3, 5], [0, 6]])
+    >>> model(ids, mask=RankMask.causal(2, 7), target_positions=targets).last_hidden_state.shape
+    torch.Size([2, 2, 32])
+    """
+
+    def __init__(self, config: XLNetConfig, backend: str | None = None) -> None:
+        super().__init__(config)
+        self.word_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.mask_emb = nn.Parameter(torch.empty(1, 1, config.d_model))
+        self.layer = nn.ModuleList([XLNetLayer(config, backend) for _ in range(config.n_layer)])
+        self.dropout = nn.Dropout(config.dropout)
+        self.gradient_checkpointing = False
+        self.apply(self.init_weights)
+        nn.init.normal_(self.mask_emb, std=config.initializer_range)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        mems: list[Tensor] | ProjectedMemory | None = None,
+        perm_mask: Tensor | None = None,
+        target_mapping: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        input_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        *,
+        use_mems: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        mask: RankMask | None = None,
+        target_positions: Tensor | None = None,
+        mem_len: int | None = None,
+        reuse_len: int | None = None,
+    ) -> XLNetOutput:
+        """Both streams, or the content stream alone where nothing is to be predicted.
+
+        Args:
+            input_ids: (B, L) integers; or inputs_embeds: (B, L, d_model).
+            attention_mask: (B, L), 1 or True = token; or input_mask: (B, L), 1 or True = padding.
+            mems: what an earlier call returned: per layer (M, B, d_model), or `ProjectedMemory`. Every row sees all of
+                it unless `mask` says otherwise. Used whatever `use_mems` is.
+            perm_mask: (B, L, L), 1 or True = row i may not see j; everyone sees itself in the content stream. Or mask:
+                RankMask of L rows and M + L keys (or L keys: all memory visible), linear in memory.
+            target_mapping: (B, N, L), what the query stream predicts, usually one-hot rows: those cost N rows; any
+                other mapping costs L rows, as every mapping does inside torch.compile. Or target_positions: (B, N)
+                integers, which always cost N rows.
+            token_type_ids: (B, L) integers, segments; memory is segment 0. None: no segment term.
+            use_mems: return memory; default config.use_mems_train or config.use_mems_eval.
+            output_attentions: return the attention maps, which takes the dense way through the reference backend (and
+                L query rows for any target_mapping). output_hidden_states: return every layer's input and the output.
+            mem_len, reuse_len: instead of the configuration's, for this call.
+
+        A query row that sees nothing (it comes first in its order, without memory) attends to nothing; transformers
+        averages over all keys there, the hidden ones included.
+
+        Returns:
+            `XLNetOutput`.
+
+        Raises:
+            ValueError: an argument has the wrong shape, dtype, device or value; the text names it.
+        """
+        config = self.config
+        check_words(input_ids, inputs_embeds, config, self.mask_emb)
+        h = self.word_embedding(input_ids.long()) if inputs_embeds is None else inputs_embeds
+        batch, length = h.shape[:2]
+        past = check_mems(mems, config, batch, self.mask_emb, self.training)
+        if use_mems is None:
+            use_mems = config.use_mems_train if self.training else config.use_mems_eval
+        if output_attentions is None:
+            output_attentions = config.output_attentions
+        if output_hidden_states is None:
+            output_hidden_states = config.output_hidden_states
+        mem_len = check_length("mem_len", mem_len, config.mem_len)
+        reuse_len = check_length("reuse_len", reuse_len, config.reuse_len)
+
+        padding = find_padding(attention_mask, input_mask, h)
+        same_length = config.same_length and config.attn_type == "uni"
+        mask = find_mask(mask, perm_mask, padding, same_length, h, past)
+        positions, mapping, empty = find_targets(target_mapping, target_positions, h, output_attentions)
+        g = None
+        if positions is not None:
+            count = positions.shape[1] - length if mapping is None else mapping.shape[1]
+            g = self.mask_emb.expand(batch, count, -1)
+        mask = stack_mask(mask, positions, h, config.n_head, past)
+        if empty is not None:
+            mask = hide_from_rows(mask, F.pad(empty, (length, 0)), past + length)
+        segment_rows = None
+        if token_type_ids is not None:
+            check_tensor("token_type_ids", token_type_ids, (batch, length), h, integers=True)
+            segment_rows = stack_segments(token_type_ids, positions, past)
+
+        rel_pos, reach, behind = self._find_positions(h, past, mems, mem_len)
+        rel_rows = (reach - past - length, past + length + (length if config.attn_type == "bi" else 1))
+        shared = Shared(length, rel_pos, rel_rows, mask, segment_rows, positions, mapping, output_attentions)
+        rows = self.dropout(h if g is None else torch.cat([h, g], 1))
+        recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        hidden_states, attentions, new_mems = [rows], [], []
+        for index, layer in enumerate(self.layer):
+            plain = projected = None
+            if isinstance(mems, ProjectedMemory):
+                projected = mems.of_layer(index)
+            elif mems is not None:
+                plain = mems[index]
+            if use_mems and projected is None:
+                new_mems.append(keep(plain, rows[:, :length].transpose(0, 1), mem_len, reuse_len, 0))
+            if recompute:
+                rows, weights, made = checkpoint(layer, rows, shared, plain, projected, use_reentrant=False)
+            else:
+                rows, weights, made = layer(rows, shared, plain, projected)
+            if use_mems and projected is not None:
+                kept = (keep(old, new, mem_len, reuse_len, 2) for old, new in zip(projected, made[:2], strict=False))
+                new_mems.append((*kept, made[2].detach()))
+            if output_hidden_states:
+                hidden_states.append(rows)
+            if output_attentions:
+                attentions.append(weights)
+
+        if not use_mems:
+            new_mems = None
+        elif isinstance(mems, ProjectedMemory):
+            new_mems = ProjectedMemory(*map(list, zip(*new_mems, strict=True)), reach, behind)
+        if g is not None:
+            hidden_states = [stream for both in hidden_states for stream in (both[:, :length], both[:, length:])]
+            attentions = [(both[:, :, :length], both[:, :, length:]) for both in attentions]
+        return XLNetOutput(
+            self.dropout(rows if g is None else rows[:, length:]),
+            new_mems,
+            tuple(hidden_states) if output_hidden_states else None,
+            tuple(attentions) if output_attentions else None,
+        )
+
+    @torch.no_grad()
+    def project_mems(self, mems: list[Tensor] | None = None, batch: int = 1) -> ProjectedMemory:
+        """Memory as keys and values, projected once, for stepping through a text at inference.
+
+        Args:
+            mems: what a call returned, or None for no memory yet.
+            batch: number of sequences, where mems is None.
+
+        >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64, attn_type="uni")
+        >>> model = XLNetModel(config).eval()
+        >>> memory = model.project_mems(batch=3)
+        >>> for ids in torch.randint(100, (3, 8)).split(1, dim=1):
+        ...     memory = model(ids, mems=memory).mems
+        >>> memory.length
+        8
+        """
+        if mems is None:
+            mems = [self.mask_emb.new_empty(0, batch, self.config.d_model)] * len(self.layer)
+        check_mems(mems, self.config, None, self.mask_emb, training=False)
+        projected = (layer.rel_attn.project(kept.transpose(0, 1)) for layer, kept in zip(self.layer, mems, strict=True))
+        return ProjectedMemory(*map(list, zip(*projected, strict=True)))
+
+    def _find_positions(
+        self, h: Tensor, past: int, mems: list[Tensor] | ProjectedMemory | None, mem_len: int | None
+    ) -> tuple[Tensor | None, int, int]:
+        """Positions to project, or None where the memory's tables serve, and their `reach` and `behind`."""
+        config, (batch, length) = self.config, h.shape[:2]
+        if config.bi_data and batch % 2 and batch > 1:
+            raise ValueError(
+                f"bi_data needs an even batch (half forward, half reversed) or a single forward sequence, got {batch}"
+            )
+        reach, behind = past + length, length
+        if isinstance(mems, ProjectedMemory):
+            if mems.reach >= reach and mems.behind >= behind:
+                return None, mems.reach, mems.behind
+            # Room for the steps to come, so that tables are made a few times and not at every step.
+            room = max(64, 2 * reach)
+            reach, behind = max(reach, min(room, mem_len + length) if mem_len else room), max(behind, mems.behind)
+        rel_pos = kept_positions(
+            h,
+            reach,
+            behind,
+            config.d_model,
+            attn_type=config.attn_type,
+            clamp_len=config.clamp_len,
+            bi_data_batch=2 if config.bi_data and batch > 1 else None,
+        )
+        return self.dropout(rel_pos), reach, behind

@@ -1,0 +1,185 @@
+"""XLNetLMHeadModel, the classifiers, multiple choice and question answering: a head on an XLNetModel each.
+
+Every `forward` passes what is not its own to the encoder: arguments have the names and meanings of `XLNetModel`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._checks import check_range
+from .checkpoint import PretrainedModel
+from .config import ACTIVATIONS, XLNetConfig
+from .encoder import XLNetModel
+from .generation import Generation
+from .inputs import check_labels, check_tensor
+from .outputs import HeadOutput, SpanOutput
+
+
+class HeadedModel(PretrainedModel):
+    """An encoder and what `make_head` adds."""
+
+    def __init__(self, config: XLNetConfig, backend: str | None = None) -> None:
+        super().__init__(config)
+        self.transformer = XLNetModel(config, backend)
+        self.make_head(config)
+        self.init_head()
+        self.tie_weights()
+
+    def make_head(self, config: XLNetConfig) -> None:
+        raise NotImplementedError
+
+
+class XLNetLMHeadModel(Generation, HeadedModel):
+    """The language model: scores of every token at every target, or at every position where there are no targets.
+
+    forward(..., labels=None): labels (B, N) for N targets, else (B, L); -100 does not count.
+
+    >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
+    >>> lm = XLNetLMHeadModel(config)
+    >>> ids, targets = torch.randint(100, (2, 7)), torch.tensor([[3, 5], [0, 6]])
+    >>> order = torch.stack([torch.randperm(7) for _ in range(2)])
+    >>> mask = RankMask.from_order(order, torch.zeros(2, 7, dtype=torch.bool).scatter(1, targets, True))
+    >>> output = lm(ids, mask=mask, target_positions=targets, labels=ids.gather(1, targets))
+    >>> output.logits.shape, output.loss.shape
+    (torch.Size([2, 2, 100]), torch.Size([]))
+    """
+
+    def make_head(self, config: XLNetConfig) -> None:
+        self.lm_loss = nn.Linear(config.d_model, config.vocab_size)
+
+    def tie_weights(self) -> None:
+        if self.config.tie_word_embeddings:
+            self.lm_loss.weight = self.transformer.word_embedding.weight
+
+    def forward(self, *inputs, labels: Tensor | None = None, **options) -> HeadOutput:
+        output = self.transformer(*inputs, **options)
+        logits = self.lm_loss(output.last_hidden_state)
+        return HeadOutput(_token_loss(logits, labels), logits, *output[1:])
+
+
+class XLNetForTokenClassification(HeadedModel):
+    """One of num_labels classes for each token.
+
+    forward(..., labels=None): labels (B, L), -100 does not count.
+    """
+
+    def make_head(self, config: XLNetConfig) -> None:
+        self.classifier = nn.Linear(config.d_model, config.num_labels)
+
+    def forward(self, *inputs, labels: Tensor | None = None, **options) -> HeadOutput:
+        output = self.transformer(*inputs, **options)
+        logits = self.classifier(output.last_hidden_state)
+        return HeadOutput(_token_loss(logits, labels), logits, *output[1:])
+
+
+class SequenceSummary(nn.Module):
+    """A sequence as one vector: its last (XLNet's CLS), first or mean state, projected."""
+
+    def __init__(self, config: XLNetConfig) -> None:
+        super().__init__()
+        self.kind = config.summary_type
+        self.summary = nn.Identity()
+        if config.summary_use_proj:
+            width = config.num_labels if config.summary_proj_to_labels else config.d_model
+            self.summary = nn.Linear(config.d_model, width)
+        self.activation = ACTIVATIONS[config.summary_activation] if config.summary_activation else nn.Identity()
+        self.first_dropout = nn.Dropout(config.summary_first_dropout)
+        self.last_dropout = nn.Dropout(config.summary_last_dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        state = hidden.mean(1) if self.kind == "mean" else hidden[:, -1 if self.kind == "last" else 0]
+        return self.last_dropout(self.activation(self.summary(self.first_dropout(state))))
+
+
+class XLNetForSequenceClassification(HeadedModel):
+    """One of num_labels classes, several of them, or a number, for each sequence.
+
+    forward(..., labels=None): what labels are goes by config.problem_type; None: a number (B,) where num_labels is 1,
+    classes (B,) where labels are integers, else probabilities (B, num_labels) of independent classes.
+    """
+
+    def make_head(self, config: XLNetConfig) -> None:
+        self.sequence_summary = SequenceSummary(config)
+        self.logits_proj = nn.Linear(config.d_model, config.num_labels)
+
+    def forward(self, *inputs, labels: Tensor | None = None, **options) -> HeadOutput:
+        output = self.transformer(*inputs, **options)
+        logits = self.logits_proj(self.sequence_summary(output.last_hidden_state))
+        return HeadOutput(None if labels is None else self._loss(logits, labels), logits, *output[1:])
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        problem = self.config.problem_type
+        if problem is None and self.config.num_labels == 1:
+            problem = "regression"
+        elif problem is None:
+            problem = "multi" if labels.is_floating_point() else "single_label_classification"
+        if problem == "single_label_classification":
+            return _token_loss(logits, labels.reshape(-1))
+        if self.config.num_labels == 1:
+            labels = labels.reshape(-1, 1)
+        check_tensor("labels", labels, logits.shape, logits)
+        loss = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+        return loss(logits, labels.to(logits.dtype))
+
+
+class XLNetForMultipleChoice(HeadedModel):
+    """The best of C sequences: inputs (B, C, L), logits (B, C).
+
+    forward(..., labels=None): labels (B,), the right choice. All tensors have the dimension C; mems and mask are of a
+    batch of B * C.
+    """
+
+    def make_head(self, config: XLNetConfig) -> None:
+        self.sequence_summary = SequenceSummary(config)
+        self.logits_proj = nn.Linear(config.d_model, 1)
+
+    def forward(self, input_ids: Tensor | None = None, *, labels: Tensor | None = None, **options) -> HeadOutput:
+        given = input_ids if input_ids is not None else options.get("inputs_embeds")
+        if not isinstance(given, Tensor) or given.dim() < 3:
+            got = f"shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+            raise ValueError(f"input_ids must be (B, C, L), or inputs_embeds (B, C, L, d_model), got {got}")
+        batch, choices = given.shape[:2]
+        for name, x in options.items():
+            if isinstance(x, Tensor):
+                if tuple(x.shape[:2]) != (batch, choices):
+                    raise ValueError(f"{name} must start with (B, C) = {(batch, choices)}, got shape {tuple(x.shape)}")
+                options[name] = x.flatten(0, 1)
+        output = self.transformer(None if input_ids is None else input_ids.flatten(0, 1), **options)
+        logits = self.logits_proj(self.sequence_summary(output.last_hidden_state)).view(batch, choices)
+        return HeadOutput(_token_loss(logits, labels), logits, *output[1:])
+
+
+class XLNetForQuestionAnsweringSimple(HeadedModel):
+    """Where the answer starts and ends, each by itself.
+
+    forward(..., start_positions=None, end_positions=None): (B,) integers; positions past the sequence do not count.
+    """
+
+    def make_head(self, config: XLNetConfig) -> None:
+        self.qa_outputs = nn.Linear(config.d_model, 2)
+
+    def forward(
+        self, *inputs, start_positions: Tensor | None = None, end_positions: Tensor | None = None, **options
+    ) -> SpanOutput:
+        output = self.transformer(*inputs, **options)
+        start, end = (x.squeeze(-1) for x in self.qa_outputs(output.last_hidden_state).split(1, -1))
+        losses = []
+        for name, logits, x in (("start_positions", start, start_positions), ("end_positions", end, end_positions)):
+            if x is not None:
+                length = logits.shape[1]
+                x = x.reshape(-1)
+                check_range(name, x, 0, torch.iinfo(torch.int64).max)
+                losses.append(F.cross_entropy(logits, x.long().clamp(max=length), ignore_index=length))
+        loss = sum(losses) / 2 if len(losses) == 2 else None
+        return SpanOutput(loss, start, end, *output[1:])
+
+
+def _token_loss(logits: Tensor, labels: Tensor | None) -> Tensor | None:
+    """Mean cross-entropy over the labels that count."""
+    if labels is None:
+        return None
+    check_labels("labels", labels, logits)
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten().long())

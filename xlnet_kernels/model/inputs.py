@@ -1,0 +1,190 @@
+"""What the model is given, checked, and the masks that come of it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._checks import check_range
+from ..functional import autocasts
+from ..masks import HIGHEST, LOWEST, RankMask
+from ..streams import check_rank_mask
+from .config import XLNetConfig
+from .memory import ProjectedMemory
+
+
+def check_tensor(
+    name: str, x: Tensor, shape: tuple, like: Tensor, integers: bool = False, floats: bool = False
+) -> None:
+    """A tensor of that shape (None: any size) on like's device; of integers, or of like's dtype, if so asked."""
+    fits = isinstance(x, Tensor) and x.dim() == len(shape)
+    if not fits or any(want is not None and want != size for size, want in zip(x.shape, shape, strict=True)):
+        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} must be a tensor of shape ({wanted}), got {got}")
+    if x.device != like.device:
+        raise ValueError(f"{name} must be on the model's device {like.device}, got {x.device}")
+    if integers and (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool):
+        raise ValueError(f"{name} must hold integers, got {x.dtype}")
+    if floats and x.dtype != like.dtype and not (x.is_floating_point() and autocasts(x.device.type)):
+        raise ValueError(f"{name} must be {like.dtype} like the parameters, got {x.dtype}")
+
+
+def check_words(input_ids: Tensor | None, inputs_embeds: Tensor | None, config: XLNetConfig, like: Tensor) -> None:
+    """One of the two: ids of the vocabulary (B, L), or embeddings (B, L, d_model)."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError(f"give either input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}")
+    if inputs_embeds is not None:
+        check_tensor("inputs_embeds", inputs_embeds, (None, None, config.d_model), like, floats=True)
+    else:
+        check_tensor("input_ids", input_ids, (None, None), like, integers=True)
+        check_range("input_ids", input_ids, 0, config.vocab_size)
+
+
+def check_labels(name: str, labels: Tensor, logits: Tensor) -> None:
+    """Integers in [0, classes), or -100 for what does not count."""
+    check_tensor(name, labels, logits.shape[:-1], logits, integers=True)
+    check_range(f"{name} (-100 aside)", labels.masked_fill(labels == -100, 0), 0, logits.shape[-1])
+
+
+def check_length(name: str, value: int | None, default: int | None) -> int | None:
+    """`value`, or the configuration's."""
+    if value is None:
+        return default
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be an integer of at least 0, or None for the configuration's, got {value!r}")
+    return value
+
+
+def check_mems(
+    mems: list[Tensor] | ProjectedMemory | None, config: XLNetConfig, batch: int | None, like: Tensor, training: bool
+) -> int:
+    """Memory that this configuration has made (of any batch size for None); returns M."""
+    if mems is None:
+        return 0
+    if isinstance(mems, ProjectedMemory):
+        if training:
+            raise ValueError("mems must be those of a training call, since ProjectedMemory is for inference")
+        tensors, layers = [*mems.keys, *mems.values], len(mems.keys)
+        shape = (batch, config.n_head, mems.length, config.d_head)
+    elif isinstance(mems, (list, tuple)) and all(isinstance(x, Tensor) and x.dim() == 3 for x in mems):
+        tensors, layers = mems, len(mems)
+        shape = (mems[0].shape[0] if mems else None, batch, config.d_model)
+    else:
+        raise ValueError("mems must be a list of tensors (M, batch, d_model), one per layer, or ProjectedMemory")
+    if layers != config.n_layer:
+        raise ValueError(f"mems must hold one memory for each of the {config.n_layer} layers, got {layers}")
+    for index, x in enumerate(tensors):
+        check_tensor(f"mems[{index % layers}]", x, shape, like, floats=True)
+    return mems.length if isinstance(mems, ProjectedMemory) else mems[0].shape[0]
+
+
+def find_padding(attention_mask: Tensor | None, input_mask: Tensor | None, h: Tensor) -> Tensor | None:
+    """(B, L) bool, True where there is no token."""
+    if attention_mask is not None and input_mask is not None:
+        raise ValueError("attention_mask (1 = token) and input_mask (1 = padding) are one thing: give one of them")
+    if attention_mask is not None:
+        check_tensor("attention_mask", attention_mask, h.shape[:2], h)
+        return ~attention_mask if attention_mask.dtype == torch.bool else attention_mask < 1
+    if input_mask is not None:
+        check_tensor("input_mask", input_mask, h.shape[:2], h)
+        return input_mask > 0
+    return None
+
+
+def find_mask(
+    mask: RankMask | None, perm_mask: Tensor | None, padding: Tensor | None, same_length: bool, h: Tensor, mem_len: int
+) -> RankMask | Tensor | None:
+    """What the query stream sees: a RankMask wherever one can say it, else bool (B, L, M + L), or None for all."""
+    batch, length = h.shape[:2]
+    if mask is not None and perm_mask is not None:
+        raise ValueError("mask and perm_mask are one thing: give one of them")
+    if mask is not None:
+        if not isinstance(mask, RankMask):
+            raise ValueError(f"mask must be a RankMask (perm_mask takes tensors), got {type(mask).__name__}")
+        mask = _with_memory(mask, length, mem_len)
+        check_rank_mask(mask, batch, length, mem_len + length)
+    elif perm_mask is not None:
+        check_tensor("perm_mask", perm_mask, (batch, length, length), h)
+        seen = ~perm_mask if perm_mask.dtype == torch.bool else perm_mask <= 0
+        mask = F.pad(seen, (mem_len, 0), value=True)
+    if same_length:
+        window = _same_length(length, mem_len, h.device)
+        if mask is not None:
+            dense = mask if isinstance(mask, Tensor) else mask.to_bool("query")
+            window = dense & window.to_bool()
+        mask = window
+    if padding is None:
+        return mask
+    if mask is None:
+        return RankMask.padding(padding, mem_len)
+    hidden = F.pad(padding, (mem_len, 0))
+    if isinstance(mask, Tensor):
+        return mask & ~hidden[:, None]
+    mask = mask.expand(batch)
+    return RankMask(mask.query_rank, mask.key_rank.masked_fill(hidden, HIGHEST), mask.query_floor)
+
+
+def _with_memory(mask: RankMask, length: int, mem_len: int) -> RankMask:
+    """A mask of the segment's keys alone leaves all memory visible, as perm_mask does."""
+    if not mem_len or mask.key_rank.shape[1] != length:
+        return mask
+    if mask.query_floor is not None:
+        raise ValueError(
+            f"mask has a query_floor: with memory it must have M + L = {mem_len + length} key ranks, got {length}"
+        )
+    return RankMask(mask.query_rank, F.pad(mask.key_rank, (mem_len, 0), value=LOWEST))
+
+
+def _same_length(length: int, mem_len: int, device: torch.device) -> RankMask:
+    """Every position sees itself and the M keys before it, in both streams."""
+    row = torch.arange(length, dtype=torch.int32, device=device)[None]
+    key = torch.arange(mem_len + length, dtype=torch.int32, device=device)[None]
+    return RankMask(row + mem_len + 1, key, query_floor=row)
+
+
+def find_targets(
+    target_mapping: Tensor | None, target_positions: Tensor | None, h: Tensor, as_given: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Positions of content and query rows (B, L + N) or None; the mapping, if it is dense; which targets are empty."""
+    if target_mapping is None and target_positions is None:
+        return None, None, None
+    if target_mapping is not None and target_positions is not None:
+        raise ValueError("target_mapping and target_positions are one thing: give one of them")
+    batch, length = h.shape[:2]
+    content = torch.arange(length, device=h.device).expand(batch, -1)
+    if target_positions is not None:
+        check_tensor("target_positions", target_positions, (batch, None), h, integers=True)
+        check_range("target_positions", target_positions, 0, length)
+        return torch.cat([content, target_positions.long()], 1), None, None
+    check_tensor("target_mapping", target_mapping, (batch, None, length), h)
+    found = None if as_given else _one_hot_positions(target_mapping)
+    if found is None:
+        return torch.cat([content, content], 1), target_mapping.to(h.dtype), None
+    return torch.cat([content, found[0]], 1), None, found[1]
+
+
+def _one_hot_positions(mapping: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    """Positions (B, N) if every row is one-hot or zero and no position comes twice; which rows are zero, if any.
+
+    None for any other mapping, and where the values cannot be read (in a compiler, under a fake mode).
+    """
+    if type(mapping) is not Tensor or torch.compiler.is_compiling():
+        return None
+    ones = mapping == 1
+    plain = (ones | (mapping == 0)).all() & (ones.sum(-1) <= 1).all() & (ones.sum(-2) <= 1).all()
+    empty = ~ones.any(-1)
+    plain, some_empty = torch.stack([plain, empty.any()]).tolist()  # one synchronisation
+    return (ones.int().argmax(-1), empty if some_empty else None) if plain else None
+
+
+def hide_from_rows(mask: RankMask | Tensor | None, rows: Tensor, keys: int) -> RankMask | Tensor:
+    """The mask of all rows, where `rows` (B, rows) see nothing: they give zeros, as rows of zeros in a mapping do."""
+    if isinstance(mask, Tensor):
+        return mask & ~rows[:, None, :, None]
+    if mask is None:
+        key_rank = torch.full((rows.shape[0], keys), LOWEST, dtype=torch.int32, device=rows.device)
+        mask = RankMask(torch.zeros_like(rows, dtype=torch.int32), key_rank)
+    # sees_self is False in query rows already
+    return RankMask(mask.query_rank.masked_fill(rows, LOWEST), mask.key_rank, mask.query_floor, mask.sees_self)

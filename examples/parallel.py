@@ -1,0 +1,97 @@
+"""One process or several: started by torchrun, replicated (DDP) or sharded (FSDP2), or alone."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import xlnet_kernels as xk
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among `world_size`; everything works without a process group too."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def mean(self, *values: float) -> list[float]:
+        """Each value's mean over the processes, the same in all of them."""
+        if not dist.is_initialized():
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return (total / self.world_size).tolist()
+
+    def share(self, value: Any) -> Any:
+        """The first process's value."""
+        if not dist.is_initialized():
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, device=self.device)
+        return values[0]
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if dist.is_initialized():
+            dist.barrier()
+
+
+def check_place(device: str, backend: str | None) -> None:
+    """Raises ValueError where the device or the backend of the attention is not there."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device")
+    state = backend and xk.backends()[backend]
+    if state and not state.available:
+        raise ValueError(f"--backend {backend}: {state.reason}")
+
+
+@contextmanager
+def processes(device: str) -> Iterator[Processes]:
+    """The processes torchrun started, joined in a group for as long as this lasts, or this one alone."""
+    place = torch.device(device)
+    if "RANK" not in os.environ:
+        yield Processes(0, 1, place)
+        return
+    if device == "cuda":
+        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(place)
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield Processes(dist.get_rank(), dist.get_world_size(), place)
+    finally:
+        if ours:
+            dist.destroy_process_group()
+
+
+def distribute(model: xk.XLNetLMHeadModel, kind: str, device: torch.device) -> nn.Module:
+    """The model for training in all processes: as it is, under DDP, or sharded layer by layer (FSDP2)."""
+    if not dist.is_initialized():
+        return model
+    if kind == "ddp":
+        return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    # mems are views, and nothing changes them in place.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in model.transformer.layer:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)

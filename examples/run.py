@@ -1,0 +1,169 @@
+"""A pre-training run: model, optimiser, batches and memory, made new or as a checkpoint holds them."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+import checkpoint
+import xlnet_kernels as xk
+from corpus import Corpus, prepare
+from parallel import Processes, distribute
+from training import make_optimizer
+from xlnet_kernels.pretraining import AutoregressiveLM, Batch, MaskedLM, PermutationLM, PretrainingBatches, batch_loader
+
+# What a resumed run may choose anew: it changes no number, or only how they are rounded.
+FREE = {"output", "resume", "overwrite", "save_every", "keep", "eval_every", "eval_batches", "stop_at", "workers"}
+FREE |= {"device", "backend", "threads", "compile", "parallel"}
+
+
+@dataclass
+class Run:
+    """A training run as it stands before its next step."""
+
+    options: argparse.Namespace
+    processes: Processes
+    corpus: Corpus
+    config: xk.XLNetConfig
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    training: PretrainingBatches
+    validation: PretrainingBatches
+    mems: list[Tensor] | None
+    step: int
+
+    def loss(self, batch: Batch, mems: list[Tensor] | None) -> tuple[Tensor, list[Tensor] | None]:
+        """The loss of a batch, and the memory after it."""
+        batch = batch.to(self.processes.device)
+        with torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=self.options.dtype == "bfloat16"):
+            output = self.model(**batch.inputs(mems))
+        return output.loss, output.mems
+
+    def new_mems(self) -> list[Tensor] | None:
+        """Memory before the first batch: empty places, which `Batch.inputs` hides, so that shapes never change."""
+        if not self.options.mem_len:
+            return None
+        shape = (self.config.mem_len, self.training.batch_size, self.config.d_model)
+        return [torch.zeros(shape, device=self.processes.device) for _ in range(self.config.n_layer)]
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Nats per target in the held-out text, on the same batches each time."""
+        self.model.eval()
+        mems, losses = self.new_mems(), []
+        count = min(self.options.eval_batches, self.validation.steps_per_epoch)
+        for batch in batch_loader(self.validation, stop=count):
+            loss, mems = self.loss(batch, mems)
+            losses.append(loss.item())
+        self.model.train()
+        return self.processes.mean(sum(losses) / count)[0]
+
+    def save(self) -> None:
+        options = {name: value for name, value in vars(self.options).items() if name not in FREE}
+        world = self.processes.world_size
+        settings = {"step": self.step, "world_size": world, "options": options, "text": self.corpus.facts}
+        checkpoint.save(
+            self.options.output,
+            self.step,
+            self.model,
+            self.config,
+            self.optimizer,
+            self.scheduler,
+            self.mems,
+            settings,
+            self.processes,
+            self.options.keep,
+        )
+
+
+def make_run(options: argparse.Namespace, last: Path | None, ours: Processes) -> Run:
+    """Everything ready for the next step.
+
+    Raises:
+        ValueError: something does not fit.
+    """
+    settings = checkpoint.read_settings(last) if last else {"world_size": ours.world_size}
+    if settings["world_size"] != ours.world_size:
+        raise ValueError(f"--resume: {last} was written by {settings['world_size']} processes, not {ours.world_size}")
+    if options.batch_size % ours.world_size:
+        raise ValueError(f"--batch-size {options.batch_size} cannot be shared by {ours.world_size} processes")
+    corpus = _prepare_once(options, settings.get("text"), ours)
+    batches = [make_batches(options, corpus, part, ours) for part in corpus.split(options.held_out)]
+
+    torch.manual_seed(options.seed)  # all processes begin with the same weights
+    if last:
+        model = checkpoint.load_model(last, options.backend, ours.device)
+    else:
+        model = xk.XLNetLMHeadModel(make_config(options, corpus), options.backend).to(ours.device)
+    config = model.config
+    # Only the query stream begins with it.
+    model.transformer.mask_emb.requires_grad_(options.objective == "permutation")
+    if options.compile:
+        model.compile()
+    torch.manual_seed(options.seed + ours.rank)  # dropout differs
+    wrapped = distribute(model, options.parallel, ours.device)
+    optimizer, scheduler = make_optimizer(wrapped if options.parallel == "fsdp2" else model, options)
+    run = Run(options, ours, corpus, config, wrapped, optimizer, scheduler, *batches, None, settings.get("step", 0))
+    run.mems = run.new_mems()
+    if last:
+        if ours.world_size > 1:
+            # DDP puts gradients in the order in which they came first, and sums are rounded by that order.
+            run.loss(batches[0][0], run.mems)[0].backward()
+            optimizer.zero_grad()
+        run.mems = checkpoint.load_training(last, wrapped, optimizer, scheduler, ours)
+    return run
+
+
+def make_config(options: argparse.Namespace, corpus: Corpus) -> xk.XLNetConfig:
+    """The model of the options; what is predicted from the left alone needs no positions ahead."""
+    vocabulary = corpus.vocabulary
+    return xk.XLNetConfig(
+        vocab_size=vocabulary.size,
+        d_model=options.d_model,
+        n_layer=options.layers,
+        n_head=options.heads,
+        d_inner=options.d_inner or 4 * options.d_model,
+        ff_activation="gelu_new",
+        attn_type="uni" if options.objective == "autoregressive" else "bi",
+        dropout=options.dropout,
+        mem_len=options.mem_len,
+        use_mems_train=options.mem_len > 0,
+        use_mems_eval=options.mem_len > 0,
+        bi_data=options.bi_data,
+        pad_token_id=vocabulary.pad,
+    )
+
+
+def make_batches(options: argparse.Namespace, corpus: Corpus, text, ours: Processes) -> PretrainingBatches:
+    if options.objective == "permutation":
+        objective = PermutationLM(options.num_predict, options.perm_size)
+    else:
+        objective = MaskedLM(options.num_predict) if options.objective == "masked" else AutoregressiveLM()
+    return PretrainingBatches(
+        text,
+        corpus.vocabulary,
+        objective,
+        options.batch_size // ours.world_size,
+        options.seq_len,
+        options.reuse_len,
+        pairs=options.pairs,
+        bi_data=options.bi_data,
+        seed=options.seed,
+        rank=ours.rank,
+        world_size=ours.world_size,
+    )
+
+
+def _prepare_once(options: argparse.Namespace, known: dict | None, ours: Processes) -> Corpus:
+    """The first process writes the token file; the others read what it wrote."""
+    where = (options.output / "tokens", options.text, options.tokenizer)
+    corpus = prepare(*where, known) if ours.first else None
+    facts = ours.share(corpus and corpus.facts)
+    return corpus or prepare(*where, facts)

@@ -1,0 +1,189 @@
+"""What both examples share: optimiser, schedule, metrics that survive a kill, a clean stop, the progress bar."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def number(kind: type, least: float, below: float = math.inf) -> Callable[[str], float]:
+    """An argparse type: an int or float in [least, below)."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not least <= value < below:
+            raise argparse.ArgumentTypeError(f"must be in [{least}, {below}), got {text}")
+        return value
+
+    parse.__name__ = kind.__name__  # what argparse calls it where the text is no number
+    return parse
+
+
+def add_optimizer_options(parser: argparse.ArgumentParser, *, steps: int, lr: float, layer_decay: float) -> None:
+    add = parser.add_argument_group("optimiser").add_argument
+    add("--steps", type=number(int, 1), default=steps, help="batches in all, which the schedule stretches over")
+    add("--lr", type=number(float, 0), default=lr, help="highest learning rate")
+    add("--warmup", type=number(float, 0, 1), default=0.1, help="share of the steps in which it rises")
+    add("--decay", choices=("linear", "cosine"), default="cosine", help="how it then falls to zero")
+    add("--layer-decay", type=number(float, 0), default=layer_decay, help="update of a layer relative to the next one")
+    add("--weight-decay", type=number(float, 0), default=0.01, help="of matrices")
+    add("--clip", type=number(float, 0), default=1.0, help="longest gradient; longer ones are scaled down")
+    add("--dropout", type=number(float, 0, 1), default=0.0)
+    add("--batch-size", type=number(int, 1), default=16, help="sequences per step, in all processes together")
+    add("--seed", type=number(int, 0), default=0)
+
+
+def make_optimizer(model: nn.Module, options: argparse.Namespace) -> tuple[AdamW, LambdaLR]:
+    """AdamW with one learning rate per layer, and the schedule.
+
+    A layer's rate is `layer_decay` times the next one's, and embeddings are below the first layer. It scales the
+    update; scaling the gradient, as the original does, would change little, since Adam divides by its size.
+    """
+    groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
+    top = model.config.n_layer
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decays = parameter.dim() > 1 and "_bias" not in name
+            groups.setdefault((_height(name, top), decays), []).append(parameter)
+    optimizer = AdamW(
+        [
+            {
+                "params": parameters,
+                "lr": options.lr * options.layer_decay ** (top - height),
+                "weight_decay": options.weight_decay if decays else 0.0,
+            }
+            for (height, decays), parameters in sorted(groups.items(), key=lambda group: group[0])
+        ],
+        eps=1e-6,
+    )
+    return optimizer, LambdaLR(optimizer, lambda step: learning_rate(step, options))
+
+
+def _height(name: str, top: int) -> int:
+    """0 for the embeddings, 1 for the first layer, `top` for the last one and what is above it."""
+    parts = name.split(".")
+    if "layer" in parts:
+        return int(parts[parts.index("layer") + 1]) + 1
+    return 0 if "word_embedding" in parts or "mask_emb" in parts else top
+
+
+def learning_rate(step: int, options: argparse.Namespace) -> float:
+    """The share of the highest learning rate at a step, counted from 0."""
+    rise = max(1, round(options.steps * options.warmup))
+    if step < rise:
+        return (step + 1) / (rise + 1)
+    done = (step - rise) / max(1, options.steps - rise)
+    return 1 - done if options.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+
+
+def update(model: nn.Module, optimizer: AdamW, scheduler: LambdaLR, loss: torch.Tensor, clip: float) -> float:
+    """Backward pass, clipping and one step; returns the length of the gradient before clipping."""
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()  # sharded parameters have a DTensor
+
+
+class Metrics:
+    """One line of JSON per event, each with its "step", readable while the run goes on.
+
+    Args:
+        after: lines of later steps, which a run that was killed after its last checkpoint left, are dropped.
+        write: False in all processes but one.
+    """
+
+    def __init__(self, path: Path, after: int = 0, write: bool = True) -> None:
+        self._file = None
+        if not write:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = []
+        if after and path.exists():
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= after]
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        os.replace(temporary, path)
+        self._file = open(path, "a", encoding="utf-8")
+
+    def write(self, **numbers: float) -> None:
+        if self._file:
+            self._file.write(json.dumps(numbers) + "\n")
+            self._file.flush()
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._file:
+            self._file.close()
+
+
+def _step(line: str) -> float:
+    """The step of a line; infinite where a kill cut the line short."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return math.inf
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], bool]]:
+    """A function that says whether Ctrl-C or SIGTERM came; another one, later, ends the program at once."""
+    came = []
+
+    def handle(number, frame) -> None:
+        came.append(time.monotonic())
+        if came[-1] - came[0] > 1:  # under torchrun one Ctrl-C comes twice, from the terminal and from torchrun
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def progress_bar(console: Console, disable: bool = False) -> Progress:
+    """A bar with a `status` text behind it."""
+    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
+    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=disable)
+
+
+def memory_used(device: torch.device) -> str:
+    """The highest use so far, of the device or of this process."""
+    if device.type == "cuda":
+        return f"{torch.cuda.max_memory_allocated(device) / 1e6:,.0f} MB"
+    try:
+        import resource
+        import sys
+    except ImportError:  # Windows
+        return "? MB"
+    unit = 1 if sys.platform == "darwin" else 1024
+    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6:,.0f} MB"
+
+
+def make_exact(threads: int | None) -> None:
+    """The same numbers in every run: deterministic kernels, and a fixed number of threads where one is given."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time
+    if threads:
+        torch.set_num_threads(threads)

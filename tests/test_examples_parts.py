@@ -1,0 +1,132 @@
+"""What the examples are made of: texts and tokenizers, learning rates, metrics."""
+
+from __future__ import annotations
+
+import math
+import pydoc_data.topics
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+import xlnet_kernels as xk
+
+# The examples need the [bench] extra; the package itself does not.
+pytest.importorskip("rich")
+
+
+@pytest.fixture(autouse=True)
+def room(monkeypatch):
+    """The examples' files import each other by bare name, as scripts beside each other do."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    """A folder of two documents of 3000 bytes, and a hidden file."""
+    (tmp_path / "text").mkdir()
+    for name in ("assignment", "strings"):
+        (tmp_path / "text" / name).write_bytes(pydoc_data.topics.topics[name].encode()[:3000])
+    (tmp_path / "text" / ".hidden").write_text("not text")
+    return tmp_path / "text"
+
+
+def test_a_tokenizer_file(text, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    names = ["[UNK]", "[SEP]", "[CLS]"]
+    trainer = tokenizers.trainers.WordPieceTrainer(vocab_size=200, special_tokens=names, show_progress=False)
+    tokenizer.train([str(text / "assignment"), str(text / "strings")], trainer)
+    file = tmp_path / "tokenizer.json"
+    tokenizer.save(str(file))
+
+    from corpus import load_tokenizer, prepare
+    from pretrain import main
+
+    vocabulary = load_tokenizer(str(file)).vocabulary
+    size = tokenizer.get_vocab_size()
+    assert (vocabulary.sep, vocabulary.cls) == (tokenizer.token_to_id("[SEP]"), tokenizer.token_to_id("[CLS]"))
+    assert (vocabulary.pad, vocabulary.mask, vocabulary.size) == (size, size + 1, size + 2)  # it has none
+    assert vocabulary.special[tokenizer.token_to_id("[UNK]")]
+    pieces = tokenizer.get_vocab()
+    assert all(vocabulary.word_starts[token] != name.startswith("##") for name, token in pieces.items())
+
+    corpus = prepare(tmp_path / "tokens", str(text), str(file))
+    first = (text / "assignment").read_text()
+    assert corpus.bytes == 2 * 3000 and len(corpus.text.bounds) == 3
+    assert corpus.text.read(0, 100).tolist() == tokenizer.encode(first, add_special_tokens=False).ids[:100]
+    sizes = "--seq-len 32 --batch-size 4 --layers 1 --d-model 16 --heads 2 --steps 2 --threads 1".split()
+    assert main([*sizes, "--text", str(text), "--tokenizer", str(file), "--output", str(tmp_path / "run")]) == 0
+
+    (tmp_path / "latin").write_bytes("é".encode("latin-1"))
+    with pytest.raises(ValueError, match="latin is not UTF-8"):
+        prepare(tmp_path / "tokens", str(tmp_path / "latin"), str(file))
+
+
+def test_unigram_entropy_and_bits_per_byte(tmp_path):
+    from corpus import prepare, unigram_entropy
+
+    (tmp_path / "text").write_text("aabb" * 10)
+    corpus = prepare(tmp_path / "tokens", str(tmp_path / "text"), None)
+    assert unigram_entropy(corpus.text) == pytest.approx(math.log(2))
+    assert unigram_entropy(corpus.text.part(0, 2)) == 0
+    assert corpus.describe(math.log(2)) == "0.693 nats per token, 1.000 bits per byte"
+
+
+def test_layer_decay_scales_the_update():
+    from training import make_optimizer, update
+
+    config = xk.XLNetConfig(vocab_size=20, d_model=16, n_layer=3, n_head=2, d_inner=32)
+    model = xk.XLNetLMHeadModel(config)
+    options = Namespace(lr=1e-3, layer_decay=0.5, weight_decay=0.0, steps=100, warmup=0.0, decay="linear")
+    optimizer, scheduler = make_optimizer(model, options)
+    before = {name: x.detach().clone() for name, x in model.named_parameters()}
+    ids = torch.randint(20, (4, 12))
+    rate = scheduler.get_last_lr()[-1]
+    norm = update(model, optimizer, scheduler, model(ids, labels=ids).loss, clip=1e9)
+    # Adam's first step is the learning rate in every element whose gradient is far from 0
+    moved = {name: (x.detach() - before[name]).abs().max().item() for name, x in model.named_parameters()}
+    for layer, factor in ((0, 0.25), (1, 0.5), (2, 1.0)):
+        assert moved[f"transformer.layer.{layer}.ff.layer_1.weight"] == pytest.approx(rate * factor, rel=1e-2)
+    assert moved["transformer.word_embedding.weight"] == pytest.approx(rate * 0.125, rel=1e-2)
+    assert moved["lm_loss.bias"] == pytest.approx(rate, rel=1e-2)
+    assert norm > 0 and model.lm_loss.bias.grad is None
+
+
+def test_weight_decay_is_of_matrices():
+    from training import make_optimizer
+
+    model = xk.XLNetLMHeadModel(xk.XLNetConfig(vocab_size=20, d_model=16, n_layer=1, n_head=2, d_inner=32))
+    options = Namespace(lr=1e-3, layer_decay=1.0, weight_decay=0.1, steps=100, warmup=0.1, decay="cosine")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = make_optimizer(model, options)[0].param_groups
+    decays = {names[parameter]: group["weight_decay"] for group in groups for parameter in group["params"]}
+    assert len(decays) == len(names)
+    for name, decay in decays.items():
+        assert decay == (0.0 if "bias" in name or "layer_norm" in name else 0.1)
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+def test_schedule(decay):
+    from training import learning_rate
+
+    options = Namespace(steps=100, warmup=0.1, decay=decay)
+    rates = [learning_rate(step, options) for step in range(101)]
+    assert rates[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
+    assert rates[10] == 1 and rates[55] == pytest.approx(0.5) and rates[100] == pytest.approx(0)
+    assert all(late < early for early, late in zip(rates[10:], rates[11:], strict=False))
+
+
+def test_metrics_lose_what_the_checkpoint_does_not_know(tmp_path):
+    from training import Metrics
+
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    with Metrics(path, after=2) as metrics:
+        metrics.write(step=3, loss=0.5)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "loss": 0.5}\n'

@@ -5,24 +5,31 @@
 #   make test ARGS="-m 'not slow'"            arguments for pytest
 #   make test TORCH="torch==2.8.0"            another torch
 #   make test PYTHON=python3.12               another interpreter
+#
+# `make gpu-check` tests and measures on this machine's GPU with the torch, Triton and pytest that PYTHON has, without
+# network and without an environment of its own, in less than eight minutes. OUT=FOLDER: where its results go.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
+OUT ?= benchmarks/results
 
 VENV := .venv
 RUN := $(VENV)/bin/python
 # Folders as well as files, so that a removed file counts as a change. Python sources are used in place.
 SOURCES := $(wildcard csrc csrc/* csrc/*/* build_backend/*.py) setup.py pyproject.toml xlnet_kernels/_version.py
 
-.PHONY: test bench clean FORCE
+.PHONY: test bench gpu-check clean FORCE
 
 test: $(VENV)/installed
 	$(VENV)/bin/ruff check .
-	$(RUN) -u -m pytest $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(RUN) -u -m pytest -n auto --dist loadfile $(ARGS)
 
 bench: $(VENV)/installed
 	$(RUN) -u benchmarks/attn.py $(ARGS)
+
+gpu-check:
+	@$(PYTHON) -u benchmarks/gpu_check.py '$(OUT)'
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info xlnet_kernels/_C.*.so xlnet_kernels/_build_info.json

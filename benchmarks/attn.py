@@ -10,83 +10,67 @@ Prints tables, writes every number to a JSON file. Ctrl-C keeps what has been me
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import time
-import warnings
-from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import sections
+import session
 import xlnet_kernels as xk
-from harness import environment, write_json
 from implementations import Implementation, registry
 from measure import DIRECTIONS, Bench
 from problem import Case
-from report import notes, tables
+from session import positive
 
 SECTIONS = ("core", "streams", "module", "precision", "long")
 RESERVED = {"streams": 12, "module": 15, "precision": 12, "long": 25}  # seconds of the budget that core leaves them
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-# per device: lengths, tokens
-SIZES = {"cpu": ((128, 512, 1024, 2048), 2048), "cuda": ((512, 1024, 2048, 4096, 8192), 16384)}
+# defaults per device
+SIZES = {
+    "cpu": dict(lengths=(128, 512, 1024, 2048), tokens=2048, heads=12, dtype="float32"),
+    "cuda": dict(lengths=(128, 512, 1024, 2048, 8192), tokens=16384, heads=16, dtype="bfloat16"),
+}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=DTYPES, default="float32")
-    add("--lengths", type=_positive, nargs="+", help="default 128 512 1024 2048 on the CPU")
-    add("--tokens", type=_positive, help="tokens per call, B = tokens / length (at least 1); default 2048 on the CPU")
-    add("--batch", type=_positive, help="one batch size for all lengths, instead of --tokens")
-    add("--heads", type=_positive, default=12)
-    add("--head-dim", type=_positive, default=64)
+    session.common_options(parser, DTYPES)
+    parser.set_defaults(dtype=None)
+    add("--lengths", type=positive, nargs="+", help="default 128 512 1024 2048, on a GPU also 8192")
+    add("--tokens", type=positive, help="tokens per call, B = tokens / length (at least 1); default 2048, GPU 16384")
+    add("--batch", type=positive, help="one batch size for all lengths, instead of --tokens")
+    add("--heads", type=positive, help="default 12, on a GPU 16")
+    add("--head-dim", type=positive, default=64)
     add("--mem-len", type=int, default=0, help="positions of memory before each sequence")
     add("--direction", choices=("forward", "backward", "both"), default="both", help="backward: forward and backward")
     add("--implementations", nargs="+", metavar="NAME", help='only names that contain one, e.g. "cpu" "SDPA"')
+    add("--compiled-lengths", type=positive, nargs="+", help="where compiled peers run; default wherever they fit")
     add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     add("--seconds", type=float, help="of samples per implementation and direction; default 1, with --full 4")
     add("--budget", type=float, default=240, help="seconds in all; compiled peers that do not fit are left out")
     add("--full", action="store_true", help="no budget, more samples")
-    add("--output", type=Path, help="default benchmarks/results/attn-DEVICE-DTYPE.json")
-    add("--plot", type=Path, nargs="?", const=Path(), metavar="PNG", help="also a picture; default beside the JSON")
     options = parser.parse_args(arguments)
-    lengths, tokens = SIZES[options.device]
-    options.lengths = sorted(set(options.lengths or lengths))
-    options.tokens = options.tokens or tokens
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no CUDA device")
+    for name, default in SIZES[options.device].items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+    options.lengths = sorted(set(options.lengths))
+    session.check_common(parser, options, "attn")
     if options.mem_len < 0 or (options.heads * options.head_dim) % 2:
         parser.error("--mem-len must not be negative, --heads x --head-dim must be even (sines and cosines)")
-    if options.implementations and not chosen(options.implementations):
-        parser.error(
-            f"--implementations: none has a name with {options.implementations} in it; {', '.join(registry())}"
-        )
+    if options.implementations and not chosen(options.implementations, options.device):
+        names = ", ".join(registry(options.device))
+        parser.error(f"--implementations: none has a name with {options.implementations} in it; {names}")
     if options.lengths[0] < 16:
         parser.error("--lengths: a sequence needs at least 16 tokens for two segments")
     options.seconds = options.seconds or (4 if options.full else 1)
-    here = Path(__file__).parent / "results"
-    options.output = options.output or here / f"attn-{options.device}-{options.dtype}.json"
-    if options.plot == Path():
-        options.plot = options.output.with_suffix(".png")
     return options
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def chosen(words: list[str] | None) -> dict[str, Implementation]:
+def chosen(words: list[str] | None, device: str) -> dict[str, Implementation]:
     """The implementations whose name contains one of `words`, whatever the case; all for None."""
     words = [word.lower() for word in words or [""]]
-    return {name: one for name, one in registry().items() if any(word in name.lower() for word in words)}
+    return {name: one for name, one in registry(device).items() if any(word in name.lower() for word in words)}
 
 
 def case(options: argparse.Namespace, length: int) -> Case:
@@ -97,7 +81,7 @@ def case(options: argparse.Namespace, length: int) -> Case:
 
 def measure(options: argparse.Namespace, bench: Bench) -> None:
     """The chosen sections, one after the other."""
-    implementations = chosen(options.implementations)
+    implementations = chosen(options.implementations, options.device)
     cases = [case(options, length) for length in options.lengths]
     own = _best_own_backend(implementations, options.device)
     # The extra sections are about two lengths: one that is batched and the longest.
@@ -108,13 +92,14 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
     if "core" in options.sections:
         reserved = sum(RESERVED.get(section, 0) for section in options.sections)
         bench.budget -= reserved
-        sections.core(bench, implementations, cases)
+        sections.core(bench, implementations, cases, options.compiled_lengths)
         bench.budget += reserved
     if own is None:
         return
     absent = {f"xlnet_kernels {name}" for name, state in xk.backends().items() if not state.available}
     present = {name: one for name, one in implementations.items() if name not in absent}
-    layer, long = case(options, 512 if options.device == "cpu" else 1024), case(options, sections.LONG_LENGTH)
+    layer = case(options, 512 if options.device == "cpu" else 1024)
+    long = case(options, sections.LONG_LENGTHS[options.device])
     others = {
         "streams": (extra, lambda: sections.streams(bench, own, extra)),
         "module": ([layer], lambda: sections.module(bench, own, layer)),
@@ -144,78 +129,17 @@ def _best_own_backend(implementations: dict, device: str) -> str | None:
 def main(arguments: list[str] | None = None) -> int:
     """Exit status 0; 1 where a backend of this package computes something wrong; 130 where interrupted."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
-    signal.signal(signal.SIGTERM, _interrupt)
-    warnings.filterwarnings("ignore", module="torch")
-    torch.manual_seed(0)
-    directions = DIRECTIONS if options.direction == "both" else (options.direction,)
     settings = {name: getattr(options, name) for name in ("device", "dtype", "lengths", "heads", "head_dim", "mem_len")}
-    results = {
-        "benchmark": "attn",
-        "environment": environment(options.device),
-        "settings": settings | {"seconds": options.seconds, "full": options.full, "sections": list(options.sections)},
-        "complete": False,
-        "rows": [],
-    }
-    console, terminal = Console(), sys.stdout.isatty()
-    if not terminal:
-        console = Console(width=150)
-    # Drawn between calls, not by a thread of its own that would share the cores with what is measured.
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
-    bench = Bench(
-        options.device,
-        directions,
-        seconds=options.seconds,
+    return session.run(
+        "attn",
+        options,
+        settings | {"seconds": options.seconds, "full": options.full, "sections": list(options.sections)},
+        lambda bench: measure(options, bench),
+        directions=DIRECTIONS if options.direction == "both" else (options.direction,),
         rounds=(5, 100) if options.full else (3, 50),
+        seconds=options.seconds,
         budget=float("inf") if options.full else options.budget,
-        rows=results["rows"],
-        save=lambda: write_json(options.output, results),
     )
-    began = time.perf_counter()
-    with progress:
-        task = progress.add_task("preparing", total=None)
-
-        def show(text: str, done: int, total: int) -> None:
-            progress.update(task, description=f"{text:60.60}", completed=done, total=total, refresh=True)
-
-        bench.on_step = show
-        try:
-            measure(options, bench)
-            results["complete"] = True
-        except KeyboardInterrupt:
-            progress.console.print("interrupted: keeping what was measured")
-    results["seconds"] = round(time.perf_counter() - began, 1)
-    bench.save()
-    for table in tables(results["rows"]):
-        console.print(table)
-    for line in notes(results):
-        console.print(line, markup=False, highlight=False)
-    console.print(f"{results['seconds']:.0f} s; every number: {_shown(options.output)}", highlight=False)
-    if options.plot:
-        _plot(results, options.plot, console)
-    if not results["complete"]:
-        return 130
-    wrong = [row for row in results["rows"] if not row.get("check", {"passed": True})["passed"]]
-    return 1 if any(row["implementation"].startswith(("xlnet_kernels", "TwoStream")) for row in wrong) else 0
-
-
-def _plot(results: dict, path: Path, console: Console) -> None:
-    from plot import plot
-
-    try:
-        plot(results, path)
-    except (ImportError, ValueError) as error:
-        console.print(f"no picture: {error}", markup=False)
-    else:
-        console.print(f"picture: {_shown(path)}", highlight=False)
-
-
-def _shown(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

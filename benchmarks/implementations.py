@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import xlnet_kernels as xk
 from harness import CannotRun, Run, tidy
@@ -19,6 +20,7 @@ from problem import Problem
 from xlnet_kernels.backends import choose
 
 FLOOR = "plain SDPA, no positions"
+SDPA_KERNELS = {"flash": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 TRANSFORMERS = "transformers eager"
 TRANSFORMERS_NAMES = {
     "content_bias": "r_w_bias",
@@ -45,7 +47,7 @@ def package_backend(name: str) -> Callable[[Problem], Run]:
 
     def prepare(problem: Problem) -> Run:
         try:
-            choose(name, problem.query.device.type)
+            choose(name, problem.query.device.type, problem.query.dtype, problem.query.shape[-1])
         except RuntimeError as error:
             raise CannotRun(error) from error
         leaves = {field: _leaf(getattr(problem, field)) for field in Problem.INPUTS}
@@ -187,11 +189,21 @@ def _flex_core(query, key, value, by_row, by_kind, query_ids, key_ids, block_mas
     return flex_attention(query, key, value, score_mod=score_mod, block_mask=block_mask)
 
 
-def plain_sdpa(problem: Problem) -> Run:
-    """Attention without positions, segments or mask: what no fused kernel can be faster than by much."""
+def plain_sdpa(problem: Problem, kernel: str | None = None) -> Run:
+    """Attention without positions, segments or mask: what no fused kernel can be faster than by much.
+
+    `kernel` is one of SDPA_KERNELS; None leaves the choice to torch.
+    """
     key, value = _all_keys(problem)
     leaves = {"query": _leaf(problem.query), "key": _leaf(key), "value": _leaf(value)}
-    return Run(lambda: F.scaled_dot_product_attention(*leaves.values()), leaves, problem.grad_out)
+
+    def forward() -> Tensor:
+        if kernel is None:
+            return F.scaled_dot_product_attention(*leaves.values())
+        with sdpa_kernel(getattr(SDPBackend, SDPA_KERNELS[kernel])):
+            return F.scaled_dot_product_attention(*leaves.values())
+
+    return Run(forward, leaves, problem.grad_out)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -223,8 +235,8 @@ def _compile(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)
 
 
-def registry() -> dict[str, Implementation]:
-    """All implementations by name, the package's own first."""
+def registry(device: str = "cpu") -> dict[str, Implementation]:
+    """All implementations by name, the package's own first. On a GPU, plain SDPA is there once for each kernel."""
     own = [
         Implementation(
             f"xlnet_kernels {name}",
@@ -240,6 +252,11 @@ def registry() -> dict[str, Implementation]:
         Implementation("SDPA + bias", sdpa_with_bias, maps=(5.5, 6.5)),
         Implementation("SDPA + bias compiled", functools.partial(sdpa_with_bias, compiled=True), (3.5, 4.5), True),
         Implementation("FlexAttention", flex_attention, maps=(4, 7), compiled=True),
-        Implementation(FLOOR, plain_sdpa, checked=False),
     ]
-    return {implementation.name: implementation for implementation in own + peers}
+    floors = [Implementation(FLOOR, plain_sdpa, checked=False)]
+    if device == "cuda":
+        floors = [
+            Implementation(f"{FLOOR}, {kernel}", functools.partial(plain_sdpa, kernel=kernel), checked=False)
+            for kernel in SDPA_KERNELS
+        ]
+    return {implementation.name: implementation for implementation in own + peers + floors}

@@ -68,7 +68,8 @@ class Bench:
     ) -> list[dict]:
         """Measure `jobs` side by side; `floor` and `base` name the jobs that ratio and speed-up refer to.
 
-        With `single_pass`, each runs once, for its peak memory; nothing is checked.
+        The floor is the fastest of those jobs whose names begin with `floor`. With `single_pass`, each runs once, for
+        its peak memory; nothing is checked.
         """
         rows: list[dict] = []
         ready: dict[str, dict[str, tuple[Run, dict]]] = {direction: {} for direction in self.directions}
@@ -183,11 +184,12 @@ def _check_memory(need: int, limit: int | None, device: str) -> None:
 
 def _relate(rows: list[dict], floor: str | None, base: str | None) -> None:
     medians = {row["implementation"]: row["median_ms"] for row in rows if "median_ms" in row}
+    fastest = min((ms for name, ms in medians.items() if floor is not None and name.startswith(floor)), default=None)
     for row in rows:
         if "median_ms" not in row:
             continue
-        if floor in medians:
-            row["ratio_to_floor"] = round(row["median_ms"] / medians[floor], 3)
+        if fastest is not None:
+            row["ratio_to_floor"] = round(row["median_ms"] / fastest, 3)
         if base in medians:
             row["speedup"] = round(medians[base] / row["median_ms"], 3)
 

@@ -1,16 +1,29 @@
-"""Time and memory over length as a picture: `python benchmarks/plot.py RESULTS.json [PICTURE.png]`."""
+"""Results as a picture: `python benchmarks/plot.py RESULTS.json [PICTURE.png]`."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from report import DIRECTION_NAMES
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 INK = "#7a7a7a"  # text and axes: readable on white and on GitHub's dark page alike, as are the colours below
-OWN = {"xlnet_kernels cpu": "#d9480f", "xlnet_kernels cuda": "#d9480f", "xlnet_kernels triton": "#e8890c"}
+OWN = {
+    "xlnet_kernels cpu": "#d9480f",
+    "xlnet_kernels cuda": "#d9480f",
+    "xlnet_kernels triton": "#e8890c",
+    "memory, segments": "#d9480f",
+    "memory, single tokens": "#e8890c",
+}
 PEERS = {
+    "sliding window": ("#3b82c4", "-"),
     "transformers eager": ("#3b82c4", "-"),
     "transformers compiled": ("#3b82c4", "--"),
     "SDPA + bias": ("#2f9e6e", "-"),
@@ -18,10 +31,17 @@ PEERS = {
     "FlexAttention": ("#a463c9", "-"),
     "plain SDPA, no positions": (INK, ":"),
 }
+BARS = {
+    "xlnet_kernels": "#d9480f",
+    "xlnet_kernels compiled": "#e8890c",
+    "xlnet_kernels projected": "#f2b35e",
+    "transformers eager": "#3b82c4",
+    "transformers compiled": "#8fb8de",
+}
 
 
 def plot(results: dict, path: Path) -> None:
-    """Writes the picture of a run's "core" section: one column per direction, time above, peak memory below.
+    """Writes the picture of a run.
 
     Raises:
         ValueError: nothing was timed.
@@ -31,44 +51,113 @@ def plot(results: dict, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in results["rows"] if row["section"] == "core" and "median_ms" in row]
+    draw, section, bottom = PICTURES[results.get("benchmark", "attn")]
+    rows = [row for row in results["rows"] if row["section"] == section and "median_ms" in row]
     if not rows:
         raise ValueError("there is nothing to plot: no implementation has times")
-    directions = [name for name in DIRECTION_NAMES if any(row["direction"] == name for row in rows)]
-    names = list(dict.fromkeys(row["implementation"] for row in rows))
-    lengths = sorted({row["length"] for row in rows})
     style = {"text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK}
     with plt.rc_context(style | {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        size = (5.2 * len(directions), 7)
-        figure, grid = plt.subplots(2, len(directions), figsize=size, squeeze=False, sharex=True, sharey="row")
-        for column, direction in enumerate(directions):
-            for (key, unit), axes in zip((("median_ms", 1), ("peak_bytes", 1e6)), grid[:, column], strict=True):
-                for name in names:
-                    points = [row for row in rows if row["implementation"] == name and row["direction"] == direction]
-                    points = sorted((row["length"], row[key] / unit) for row in points if row.get(key))
-                    if points:
-                        axes.plot(*zip(*points, strict=True), label=name, **_line(name))
-                axes.set_yscale("log")
-                axes.set_xscale("log", base=2)
-                axes.set_xticks(lengths, [str(length) for length in lengths])
-                axes.minorticks_off()
-                axes.grid(True, color=INK, alpha=0.25, linewidth=0.6)
-            grid[0][column].set_title(DIRECTION_NAMES[direction], color=INK)
-        grid[0][0].set_ylabel("milliseconds per call")
-        grid[1][0].set_ylabel("peak MB above inputs and outputs")
-        for axes in grid[1]:
-            axes.set_xlabel("length (tokens; batch x length constant)" if _constant_tokens(rows) else "length (tokens)")
-        handles, labels = grid[0][0].get_legend_handles_labels()
+        figure, first = draw(plt, rows)
+        handles, labels = first.get_legend_handles_labels()
         figure.legend(handles, labels, loc="lower center", ncols=3, frameon=False, labelcolor=INK)
         figure.suptitle(_title(results), color=INK)
-        figure.tight_layout(rect=(0, 0.11, 1, 1))
+        figure.tight_layout(rect=(0, bottom, 1, 1))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, transparent=True)
         plt.close(figure)
 
 
+def _over_length(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
+    """One column per direction, time above, peak memory below."""
+    directions = [name for name in DIRECTION_NAMES if any(row["direction"] == name for row in rows)]
+    size = (5.2 * len(directions), 7)
+    figure, grid = plt.subplots(2, len(directions), figsize=size, squeeze=False, sharex=True, sharey="row")
+    for column, direction in enumerate(directions):
+        here = [row for row in rows if row["direction"] == direction]
+        for (key, unit), axes in zip((("median_ms", 1), ("peak_bytes", 1e6)), grid[:, column], strict=True):
+            for name in _names(rows):
+                _draw_line(axes, [row for row in here if row["implementation"] == name], name, key, unit)
+            _log_axes(axes, rows)
+        grid[0][column].set_title(DIRECTION_NAMES[direction], color=INK)
+    grid[0][0].set_ylabel("milliseconds per call")
+    grid[1][0].set_ylabel("peak MB above inputs and outputs")
+    for axes in grid[1]:
+        axes.set_xlabel("length (tokens; batch x length constant)" if _constant_tokens(rows) else "length (tokens)")
+    return figure, grid[0][0]
+
+
+def _tokens_per_second(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
+    """Evaluation speed over attention length, and how many times the sliding window's it is."""
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for name in _names(rows):
+        points = [row for row in rows if row["implementation"] == name]
+        _draw_line(axes, points, name, "tokens_per_s", 1)
+        for row in points:
+            if row.get("speedup", 1) != 1:
+                place = (row["length"], row["tokens_per_s"])
+                text = f"{row['speedup']:,.0f}x"
+                axes.annotate(text, place, (0, 7), textcoords="offset points", ha="center", fontsize=8, color=INK)
+    _log_axes(axes, rows)
+    axes.set_ylabel("tokens evaluated per second")
+    axes.set_xlabel("attention length (tokens)")
+    return figure, axes
+
+
+def _bars(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
+    """One group of bars per model and input: time above, peak memory below, one column per direction."""
+    directions = [name for name in DIRECTION_NAMES if any(row["direction"] == name for row in rows)]
+    names, cases = _names(rows), list(dict.fromkeys(row["case"] for row in rows))
+    width = 0.8 / len(names)
+    size = (2 + 1.6 * len(cases) * len(directions), 7)
+    figure, grid = plt.subplots(2, len(directions), figsize=size, squeeze=False, sharex=True)
+    for column, direction in enumerate(directions):
+        for (key, unit), axes in zip((("median_ms", 1), ("peak_bytes", 1e6)), grid[:, column], strict=True):
+            for index, name in enumerate(names):
+                found = {
+                    row["case"]: row for row in rows if (row["implementation"], row["direction"]) == (name, direction)
+                }
+                places = [cases.index(case) + width * (index - (len(names) - 1) / 2) for case in found]
+                heights = [(row.get(key) or 0) / unit for row in found.values()]
+                axes.bar(places, heights, width, label=name, color=BARS.get(name, INK))
+            axes.set_xticks(range(len(cases)), [case.replace(", ", "\n") for case in cases])
+            axes.grid(True, axis="y", color=INK, alpha=0.25, linewidth=0.6)
+            axes.set_axisbelow(True)
+        title = "forward (inference)" if direction == "forward" else "training step"
+        grid[0][column].set_title(title, color=INK)
+    grid[0][0].set_ylabel("milliseconds")
+    grid[1][0].set_ylabel("peak MB above weights and inputs")
+    return figure, grid[0][0]
+
+
+# per benchmark: how to draw, which section, and the share of the height that the legend takes
+PICTURES = {
+    "attn": (_over_length, "core", 0.11),
+    "model": (_bars, "model", 0.1),
+    "recurrence": (_tokens_per_second, "recurrence", 0.07),
+}
+
+
+def _names(rows: list[dict]) -> list[str]:
+    return list(dict.fromkeys(row["implementation"] for row in rows))
+
+
+def _draw_line(axes: Axes, rows: list[dict], name: str, key: str, unit: float) -> None:
+    points = sorted((row["length"], row[key] / unit) for row in rows if row.get(key))
+    if points:
+        axes.plot(*zip(*points, strict=True), label=name, **_line(name))
+
+
+def _log_axes(axes: Axes, rows: list[dict]) -> None:
+    lengths = sorted({row["length"] for row in rows})
+    axes.set_yscale("log")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.minorticks_off()
+    axes.grid(True, color=INK, alpha=0.25, linewidth=0.6)
+
+
 def _line(name: str) -> dict:
-    if name.startswith("xlnet_kernels") and name != "xlnet_kernels reference":
+    if name in OWN or (name.startswith("xlnet_kernels") and name != "xlnet_kernels reference"):
         return {"color": OWN.get(name, "#d9480f"), "linewidth": 3, "marker": "o", "zorder": 3}
     colour, dashes = PEERS.get(name, (INK, "-."))
     return {"color": colour, "linestyle": dashes, "linewidth": 1.5, "marker": "o", "markersize": 3.5}
@@ -81,8 +170,11 @@ def _constant_tokens(rows: list[dict]) -> bool:
 def _title(results: dict) -> str:
     facts, settings = results["environment"], results["settings"]
     where = facts.get("gpu") or f"{facts['cpu']}, {facts['threads']} threads"
-    shape = f"{settings['heads']} heads of {settings['head_dim']}, {settings['dtype']}"
-    return f"Transformer-XL attention, {shape}\n{where}, torch {facts['torch']}"
+    about = {
+        "model": "Whole XLNet, {layers} layers, {d_model} wide, {heads} heads, {dtype}",
+        "recurrence": "Transformer-XL evaluation, {layers} layers, {d_model} wide, {heads} heads, {dtype}",
+    }.get(results.get("benchmark"), "Transformer-XL attention, {heads} heads of {head_dim}, {dtype}")
+    return f"{about.format(**settings)}\n{where}, torch {facts['torch']}"
 
 
 def main(arguments: list[str]) -> int:

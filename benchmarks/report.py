@@ -12,9 +12,12 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+try:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+except ImportError:  # then there is plain text alone
+    box = Console = Table = None
 
 TITLES = {
     "core": "Attention core: operator against operator",
@@ -22,21 +25,61 @@ TITLES = {
     "module": "Whole layer, both streams",
     "precision": "float32 and bfloat16",
     "long": "Long sequences: one forward and backward pass",
+    "model": "Whole model against transformers'",
+    "recurrence": "Evaluation with memory against a sliding window recomputed for every token",
 }
 RATIOS = {"core": "x floor", "streams": "x content", "precision": "x float32", "long": "x floor"}
 DIRECTION_NAMES = {"forward": "forward", "backward": "fwd + bwd"}
+DIRECTIONS = tuple(DIRECTION_NAMES)
+PUBLISHED = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}  # speed-ups with memory, Dai et al. 2019, table 9
 
 
 def tables(rows: list[dict]) -> list[Table]:
     """One table per section that was measured."""
     by_section = {section: [row for row in rows if row["section"] == section] for section in TITLES}
-    return [_table(section, found) for section, found in by_section.items() if found]
+    special = {"recurrence": _recurrence}
+    return [special.get(section, _table)(section, found) for section, found in by_section.items() if found]
+
+
+def lines(rows: list[dict]) -> list[str]:
+    """The rows one by one, for where rich is missing."""
+    found = []
+    for row in rows:
+        what = f"{row['section']} L {row['length']} x {row['batch']} {row['direction']} {row['implementation']}"
+        found.append(" ".join([f"{what}:", *_numbers(row), _times(row.get("ratio_to_floor")), row["status"]]))
+    return found
+
+
+def _recurrence(section: str, rows: list[dict]) -> Table:
+    """Per token, whatever a call holds."""
+    table = Table(title=TITLES[section], title_justify="left", title_style="bold", header_style="bold")
+    for header in ("attention length", "evaluated by"):
+        table.add_column(header, no_wrap=True)
+    table.add_column("result", justify="center")
+    for header in ("tokens/s", "ms per token", "quartiles", "peak MB", "vs window", "published"):
+        table.add_column(header, justify="right", no_wrap=True)
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    for length, group in groupby(sorted(rows, key=lambda row: row["length"]), key=lambda row: row["length"]):
+        for index, row in enumerate(sorted(group, key=lambda row: names.index(row["implementation"]))):
+            tokens = row["tokens_per_call"]
+            name = row["implementation"] + (f" of {tokens}" if tokens > 1 else "")
+            head = (str(length) if index == 0 else "", name)
+            if row["status"] != "ok":
+                table.add_row(*head, f"[dim]{row['status']}[/dim]", *[""] * 6)
+                continue
+            per_token = {key: row[key] / tokens for key in ("median_ms", "q1_ms", "q3_ms") if key in row}
+            numbers = _numbers(row | per_token)
+            published = f"{PUBLISHED[length]:,}x" if length in PUBLISHED and tokens > 1 else "-"
+            speed = f"{row['tokens_per_s']:,.{1 if row['tokens_per_s'] < 100 else 0}f}"
+            table.add_row(*head, _result(row, rows), speed, *numbers, _times(row.get("speedup")), published)
+        table.add_section()
+    return table
 
 
 def _table(section: str, rows: list[dict]) -> Table:
-    speedups = section in ("core", "module")
+    speedups = section in ("core", "module", "model")
     table = Table(title=TITLES[section], title_justify="left", title_style="bold", header_style="bold")
-    for header in ("L x B", "direction", "implementation"):
+    for header in ("task, L x B + memory" if section == "model" else "L x B", "direction", "implementation"):
         table.add_column(header, no_wrap=True)
     table.add_column("result", justify="center")
     for header in ("median ms", "quartiles", "peak MB"):
@@ -45,19 +88,23 @@ def _table(section: str, rows: list[dict]) -> Table:
         table.add_column(RATIOS[section], justify="right", no_wrap=True)
     if speedups:
         table.add_column("vs transformers", justify="right", no_wrap=True)
+    if section == "model":
+        table.add_column("vs its compiled", justify="right", no_wrap=True)
 
     columns = len(table.columns)
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     order = sorted(rows, key=lambda row: (_block(row), names.index(row["implementation"])))
     blocks = groupby(order, key=_block)
-    for (length, batch, backward), group in blocks:
-        head = (f"{length} x {batch}", DIRECTION_NAMES["backward" if backward else "forward"])
+    for (length, batch, case, backward), group in blocks:
+        head = (case or f"{length} x {batch}", _direction({"section": section, "direction": DIRECTIONS[backward]}))
         for row in group:
             cells = [*head, row["implementation"], _result(row, rows), *_numbers(row)]
             if section in RATIOS:
                 cells.append(_times(row.get("ratio_to_floor")))
             if speedups:
                 cells.append(_times(row.get("speedup")))
+            if section == "model":
+                cells.append(_times(row.get("speedup_compiled")))
             if row["status"] != "ok":  # the reason takes the place of the numbers
                 table.add_row(*cells[:3], f"[dim]{row['status']}[/dim]", *[""] * (columns - 4))
             else:
@@ -67,14 +114,20 @@ def _table(section: str, rows: list[dict]) -> Table:
     return table
 
 
-def _block(row: dict) -> tuple[int, int, bool]:
-    return row["length"], row["batch"], row["direction"] == "backward"
+def _block(row: dict) -> tuple[int, int, str, bool]:
+    return row["length"], row["batch"], row.get("case", ""), row["direction"] == "backward"
+
+
+def _direction(row: dict) -> str:
+    """What a direction is called: a model's includes the optimizer."""
+    training_step = row["section"] == "model" and row["direction"] == "backward"
+    return "training step" if training_step else DIRECTION_NAMES[row["direction"]]
 
 
 def _result(row: dict, rows: list[dict]) -> str:
     """A tick or a cross: of this row's check, or of the same implementation's at the length that was checked."""
-    keys = ("implementation", "direction", "dtype")
-    same = [one["check"] for one in rows if "check" in one and all(one[key] == row[key] for key in keys)]
+    keys = ("implementation", "direction", "dtype", "case")
+    same = [one["check"] for one in rows if "check" in one and all(one.get(key) == row.get(key) for key in keys)]
     if not same:
         return "-"
     check = row.get("check", same[0])
@@ -107,13 +160,15 @@ def notes(results: dict) -> list[str]:
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row["status"] != "ok":
-            place = f"L {row['length']} {DIRECTION_NAMES[row['direction']]}"
+            place = f"{row.get('case') or 'L ' + str(row['length'])} {_direction(row)}"
             reasons.setdefault((row["implementation"], row["reason"]), []).append(place)
     for (name, reason), places in reasons.items():
         shown = ", ".join(dict.fromkeys(places)) if len(set(places)) < 4 else f"{len(places)} rows"
         lines.append(f"{name} ({shown}): {reason}")
     checked = sorted({row["length"] for row in rows if "check" in row})
-    if checked:
+    if checked and results.get("benchmark") == "recurrence":
+        lines.append("Memory and window give the same log-probabilities where their contexts are the same: ✓.")
+    elif checked:
         lines.append(f"Results checked against float64 at L {', '.join(map(str, checked))}; - is other maths.")
     for row in rows:
         if not row.get("check", {"passed": True})["passed"]:
@@ -128,7 +183,7 @@ def _wrong(row: dict) -> str:
     tolerance = row["check"]["tolerance"]
     too_large = {name: error for name, error in row["check"]["errors"].items() if not error <= tolerance}
     return (
-        f"WRONG {row['implementation']}, {DIRECTION_NAMES[row['direction']]}, L {row['length']}: "
+        f"WRONG {row['implementation']}, {_direction(row)}, {row.get('case') or 'L ' + str(row['length'])}: "
         + ", ".join(f"{name} by {error:.2g}" for name, error in too_large.items())
         + f" of its largest value, {tolerance:.0e} is allowed"
     )
@@ -145,7 +200,8 @@ def markdown(results: dict) -> str:
     # rich draws the line between sections as a row of dashes, which only belongs under the header
     found: list[str] = []
     for line in lines:
-        if set(line) <= set("|-: ") and "-" in line and (len(found) < 1 or not found[-1].startswith("| L x B")):
+        below_header = found and found[-1].startswith("|") and (len(found) < 2 or not found[-2].startswith("|"))
+        if set(line) <= set("|-: ") and "-" in line and not below_header:
             continue
         found.append(line)
     notes_list = "\n".join(f"* {line}" for line in notes(results))

@@ -16,16 +16,23 @@ from modules import MODULE, TRANSFORMERS_MODULE, module_reference, our_module, t
 from problem import Case, Problem, build_problem
 
 CHECKED_LENGTH = 512  # the longest sequence that is also computed in float64, every map in memory
-LONG_LENGTH = 8192
+LONG_LENGTHS = {"cpu": 8192, "cuda": 65536}
 USED_UP = "left out: the time budget is used up (--budget, --full)"
-LONG_LIMIT = 4_000_000_000  # bytes; what needs more at LONG_LENGTH is left out with that as its reason
+LONG_LIMIT = 4_000_000_000  # bytes; what needs more at that length is left out with that as its reason
 
 Reference = Callable[[str], dict[str, Tensor]]
 
 
-def core(bench: Bench, implementations: dict[str, Implementation], cases: list[Case]) -> None:
-    """Every implementation at every length, each checked at one of them."""
-    short = [case for case in cases if case.length <= CHECKED_LENGTH]
+def core(
+    bench: Bench,
+    implementations: dict[str, Implementation],
+    cases: list[Case],
+    compiled_lengths: list[int] | None = None,
+) -> None:
+    """Every implementation at every length, each checked at one of them; compiled peers where they are asked for."""
+    lengths = compiled_lengths or [case.length for case in cases]
+    # A length at which everything is to run: what does not run at the first is dropped.
+    short = [case for case in cases if case.length <= CHECKED_LENGTH and case.length in lengths]
     if short:
         checked = max(short, key=lambda case: case.length)
     else:
@@ -42,14 +49,16 @@ def core(bench: Bench, implementations: dict[str, Implementation], cases: list[C
         for name, rows in estimates.items()
     }
     optional = [name for name, implementation in implementations.items() if implementation.compiled]
-    left_out = plan(costs, optional, bench.remaining())
+    not_asked = {pair for pair in costs if pair[0] in optional and pair[1] not in lengths}
+    left_out = plan({pair: cost for pair, cost in costs.items() if pair not in not_asked}, optional, bench.remaining())
     for case in rest:
         if bench.remaining() < 0:
             bench.skip("core", "all", labels(case), USED_UP)
             continue
-        chosen = {name: one for name, one in implementations.items() if (name, case.length) not in left_out}
+        dropped = not_asked | left_out
+        chosen = {name: one for name, one in implementations.items() if (name, case.length) not in dropped}
         for name in implementations:
-            if name not in chosen:
+            if (name, case.length) in left_out:
                 bench.skip("core", name, labels(case), "left out to stay within the time budget (--budget, --full)")
         _core_group(bench, chosen, case, check=False)
 

@@ -232,7 +232,7 @@ def test_interruption_keeps_what_was_measured(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(attn, "measure", interrupted)
-    monkeypatch.setattr(attn.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     output = tmp_path / "results.json"
     output.write_text("old")
     assert attn.main(["--device", "cpu", "--output", str(output)]) == 130
@@ -247,6 +247,34 @@ def test_plan_drops_peers_that_do_not_fit():
     assert plan(costs, ["peer", "other"], math.inf) == set()
     assert plan(costs, ["peer", "other"], 7.0) == {("other", 8)}
     assert plan(costs, ["peer", "other"], 0.0) == {("peer", 8), ("peer", 4), ("other", 8)}
+
+
+def test_compiled_peers_run_where_they_are_asked_for(bench, small_case):
+    from implementations import FLOOR, registry
+    from sections import core
+
+    # "own" is not compiled and runs everywhere; nothing is dropped for running at one length only
+    both = {name: replace(registry()[FLOOR], name=name, compiled=name == "peer") for name in ("own", "peer")}
+    cases = [replace(small_case, length=length, batch=1) for length in (32, 48, 64)]
+    core(bench, both, cases, compiled_lengths=[32, 64])
+    assert {(row["implementation"], row["length"]) for row in bench.rows if row["status"] == "ok"} == {
+        ("own", 32), ("own", 48), ("own", 64), ("peer", 32), ("peer", 64),
+    }  # fmt: skip
+    assert all(row["status"] == "ok" for row in bench.rows)
+
+
+def test_floor_is_the_fastest_kernel_of_plain_sdpa(bench, small_case):
+    from implementations import FLOOR, registry
+    from measure import _relate
+    from sections import core
+
+    names = [f"{FLOOR}, {kernel}" for kernel in ("flash", "cuDNN", "efficient")]
+    assert [name for name in registry("cuda") if name.startswith(FLOOR)] == names and FLOOR in registry("cpu")
+    core(bench, {names[0]: registry("cuda")[names[0]]}, [small_case])
+    assert [(row["status"], row["ratio_to_floor"]) for row in bench.rows] == [("ok", 1), ("ok", 1)]
+    rows = [{"implementation": name, "median_ms": ms} for name, ms in zip([*names, "own"], (4, 2, 8, 3), strict=True)]
+    _relate(rows, FLOOR, None)
+    assert [row["ratio_to_floor"] for row in rows] == [2, 1, 4, 1.5]
 
 
 def test_memory_is_seen():

@@ -1,0 +1,301 @@
+"""Whole models, measured: this package's XLNet against transformers', same weights, eager and compiled.
+
+    python benchmarks/model.py --plot       base size, forward and training step; compiling takes most of the time
+    python benchmarks/model.py --implementations xlnet_kernels eager --mem-lens 0 --seconds 1
+    python benchmarks/model.py --quick      a tiny model, to see that everything runs
+
+Pre-training: both streams, one target for six tokens (85 of 512), language-model loss. Fine-tuning: the content stream
+alone, classification loss. A training step is forward, backward and AdamW's update (fused, learning rate 0 so that
+every step is the same). Outputs and gradients are checked against transformers' model in float64 before they are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import session
+import xlnet_kernels as xk
+from harness import CannotRun, Run
+from measure import DIRECTIONS, Bench, Job
+from session import positive
+from text import CLS, Batch, build_batch
+
+OWN, OWN_COMPILED, OWN_PROJECTED = "xlnet_kernels", "xlnet_kernels compiled", "xlnet_kernels projected"
+THEIRS, THEIRS_COMPILED = "transformers eager", "transformers compiled"
+NAMES = (OWN, OWN_COMPILED, OWN_PROJECTED, THEIRS, THEIRS_COMPILED)
+TASKS = {"pre-training": "XLNetLMHeadModel", "fine-tuning": "XLNetForSequenceClassification"}
+QUICK = dict(layers=2, d_model=64, heads=4, d_inner=96, vocab=CLS + 1, length=48, mem_lens=[0, 24], seconds=0.01)
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """One model on one batch."""
+
+    task: str
+    length: int
+    batch: int
+    mem_len: int
+    layers: int
+    d_model: int
+    heads: int
+    d_inner: int
+    vocab: int
+    dropout: float
+    dtype: torch.dtype
+    device: str
+
+    @property
+    def labels(self) -> dict[str, object]:
+        """What a row says about its problem."""
+        targets = f"{self.length // 6} targets" if self.task == "pre-training" else "no targets"
+        memory = f" + {self.mem_len}" if self.mem_len else ""
+        names = ("task", "length", "batch", "mem_len")
+        return {name: getattr(self, name) for name in names} | {
+            "case": f"{targets}, {self.length} x {self.batch}{memory}",
+            "dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+    def precision(self) -> contextlib.AbstractContextManager:
+        """Weights are float32; half precision is autocast (with weights of it, transformers' two streams fail)."""
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device, self.dtype)
+
+
+class ModelRun(Run):
+    """`forward` gives the logits; step("backward") is a training step of the loss, and gives its gradients."""
+
+    def __init__(self, call: Callable[[], tuple[Tensor, Tensor]], model: nn.Module) -> None:
+        """`call` gives loss and logits; the optimizer is the model's own, shared by all of its runs."""
+        super().__init__(lambda: call()[1], dict(model.named_parameters()), ())
+        self.call, self.model = call, model
+
+    def step(self, direction: str) -> tuple[Tensor, ...]:
+        if direction == "forward":
+            self.model.eval()
+            return super().step(direction)
+        gradients = self.gradients()
+        optimizer = _optimizer(self.model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return gradients
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """Of the loss by every parameter."""
+        self.model.train()
+        self.call()[0].backward()
+        # A parameter that is not part of this task has no gradient.
+        return tuple(x.new_zeros(()).expand(x.shape) if x.grad is None else x.grad for x in self.leaves.values())
+
+
+@functools.lru_cache(maxsize=2)
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+
+
+@functools.lru_cache(maxsize=1)
+def _models(case: ModelCase) -> tuple[nn.Module, nn.Module]:
+    """transformers' model and ours with the same random weights."""
+    try:
+        from transformers.models.xlnet import configuration_xlnet, modeling_xlnet
+    except ImportError as error:
+        raise CannotRun("transformers is not installed") from error
+
+    sizes = dict(vocab_size=case.vocab, d_model=case.d_model, n_layer=case.layers, n_head=case.heads)
+    sizes |= dict(d_inner=case.d_inner, dropout=case.dropout, mem_len=case.mem_len, summary_last_dropout=case.dropout)
+    torch.manual_seed(0)
+    theirs = getattr(modeling_xlnet, TASKS[case.task])(configuration_xlnet.XLNetConfig(**sizes))
+    for name, parameter in theirs.named_parameters():
+        if name.endswith(("r_w_bias", "r_r_bias", "r_s_bias")):  # of some size, so that they count
+            nn.init.normal_(parameter, std=0.3)
+    ours = getattr(xk, TASKS[case.task])(xk.XLNetConfig(**sizes))
+    ours.load_state_dict(theirs.state_dict())
+    return theirs.to(case.device), ours.to(case.device)
+
+
+@functools.lru_cache(maxsize=1)
+def _batch(case: ModelCase) -> Batch:
+    return build_batch(case.batch, case.length, case.mem_len)
+
+
+@functools.lru_cache(maxsize=1)
+def _mems(case: ModelCase) -> list[Tensor] | None:
+    """What a pass over the text before leaves, as layer inputs."""
+    if not case.mem_len:
+        return None
+    model = _models(case)[1].eval()
+    with torch.no_grad():
+        return model.transformer(_batch(case).memory_tokens.to(case.device), use_mems=True).mems
+
+
+def _common(case: ModelCase) -> dict[str, object]:
+    """Arguments that both models take."""
+    batch, device = _batch(case), case.device
+    if case.task == "pre-training":
+        labels = batch.tokens.gather(1, batch.target_positions)
+    else:
+        labels = torch.arange(case.batch) % 2
+    arguments = {"input_ids": batch.tokens, "token_type_ids": batch.segment_ids, "labels": labels}
+    return {name: x.to(device) for name, x in arguments.items()} | {"use_mems": case.mem_len > 0}
+
+
+def our_run(case: ModelCase, compiled: bool = False, projected: bool = False) -> Run:
+    """The query stream at the targets only, ranks for masks."""
+    model, batch, mems = _models(case)[1], _batch(case), _mems(case)
+    arguments = _common(case)
+    if case.task == "pre-training":
+        positions = batch.target_positions.to(case.device)
+        arguments |= {"mask": batch.mask().to(case.device), "target_positions": positions}
+    if projected and mems is None:
+        raise CannotRun("there is no memory")
+    return _run(case, model, arguments | {"mems": mems}, compiled, projected)
+
+
+def transformers_run(case: ModelCase, compiled: bool = False, double: bool = False) -> Run:
+    """Dense perm_mask and one-hot target_mapping, as its data collator makes them."""
+    model, batch, mems = _models(case)[0], _batch(case), _mems(case)
+    dtype = torch.float64 if double else torch.float32
+    if double:
+        model = copy.deepcopy(model).double()
+        model.transformer.relative_positional_encoding = functools.partial(_exact_positions, case.d_model)
+    arguments = _common(case)
+    if case.task == "pre-training":
+        seen = batch.mask().to_bool("query")[:, :, case.mem_len :]
+        mapping = F.one_hot(batch.target_positions, case.length)
+        arguments |= {"perm_mask": (~seen).to(case.device, dtype), "target_mapping": mapping.to(case.device, dtype)}
+    mems = None if mems is None else [x.to(dtype) for x in mems]
+    return _run(case, model, arguments | {"mems": mems}, compiled)
+
+
+def _exact_positions(d_model: int, query_len: int, key_len: int, bsz: int, device: torch.device) -> Tensor:
+    """In place of transformers' own, which are float32 whatever the model is."""
+    positions = xk.relative_positions(key_len, query_len, d_model, dtype=torch.float64, device=device)
+    return positions[:, None].expand(-1, bsz, -1)
+
+
+def _run(case: ModelCase, model: nn.Module, arguments: dict, compiled: bool, projected: bool = False) -> Run:
+    if compiled:
+        torch.compiler.reset()
+    module = torch.compile(model) if compiled else model
+    memory: list = []
+
+    def call() -> tuple[Tensor, Tensor]:
+        given = arguments
+        with case.precision():
+            if projected:
+                if model.training:
+                    raise CannotRun("for inference only")
+                # Projected once, with the table of positions that the first call adds; every call sees the same.
+                if not memory:
+                    first = model.transformer.project_mems(arguments["mems"])
+                    memory.append(first)
+                given = arguments | {"mems": memory[0]}
+            output = module(**given)
+        return output.loss.float(), output.logits.float()
+
+    return ModelRun(call, model)
+
+
+def reference(case: ModelCase, direction: str) -> dict[str, Tensor]:
+    """transformers' model in float64."""
+    run = transformers_run(case, double=True)
+    if direction == "forward":
+        return {"out": run.step(direction)[0]}
+    return dict(zip(run.leaves, run.gradients(), strict=True))
+
+
+def measure(options: argparse.Namespace, bench: Bench) -> None:
+    """Every task with and without memory."""
+    prepare = {
+        OWN: our_run,
+        OWN_COMPILED: functools.partial(our_run, compiled=True),
+        OWN_PROJECTED: functools.partial(our_run, projected=True),
+        THEIRS: transformers_run,
+        THEIRS_COMPILED: functools.partial(transformers_run, compiled=True),
+    }
+    for task in options.tasks:
+        for mem_len in options.mem_lens:
+            sizes = {name: getattr(options, name) for name in ("layers", "d_model", "heads", "d_inner", "vocab")}
+            case = ModelCase(
+                task, options.length, options.batch, mem_len, dropout=options.dropout,
+                dtype=getattr(torch, options.dtype), device=options.device, **sizes,
+            )  # fmt: skip
+            _optimizer.cache_clear()  # the last case's models
+            # Dropout differs between implementations: nothing to compare then.
+            known = None if case.dropout else functools.cache(functools.partial(reference, case))
+            names = [name for name in options.implementations if mem_len or name != OWN_PROJECTED]
+            jobs = [Job(name, functools.partial(prepare[name], case), known, dtype=case.dtype) for name in names]
+            rows = bench.group("model", jobs, case.labels, base=THEIRS)
+            _relate_to_compiled(rows)
+            bench.save()
+
+
+def _relate_to_compiled(rows: list[dict]) -> None:
+    medians = {(row["implementation"], row["direction"]): row.get("median_ms") for row in rows}
+    for row in rows:
+        base = medians.get((THEIRS_COMPILED, row["direction"]))
+        if base and row.get("median_ms"):
+            row["speedup_compiled"] = round(base / row["median_ms"], 3)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    session.common_options(parser, ("float32", "bfloat16", "float16"))
+    add = parser.add_argument
+    for name, default in (("layers", 12), ("d-model", 768), ("heads", 12), ("d-inner", 3072), ("vocab", 32000)):
+        add(f"--{name}", type=positive, default=default)
+    add("--length", type=positive, default=512)
+    add("--batch", type=positive, default=1)
+    add("--mem-lens", type=int, nargs="+", default=[0, 384], help="memory positions, one run of everything for each")
+    add("--tasks", nargs="+", choices=tuple(TASKS), default=tuple(TASKS))
+    add("--direction", choices=("forward", "backward", "both"), default="both", help="backward: training step")
+    add("--dropout", type=float, default=0.0, help="with dropout nothing can be checked")
+    add("--implementations", nargs="+", metavar="WORD", help="only these, or names with these in them")
+    add("--seconds", type=float, default=20.0, help="of samples per implementation and direction")
+    add("--quick", action="store_true", help="a tiny model and few samples")
+    if "--quick" in arguments:
+        parser.set_defaults(**QUICK)
+    options = parser.parse_args(arguments)
+    session.check_common(parser, options, "model")
+    if min(options.mem_lens) < 0:
+        parser.error("--mem-lens must not be negative")
+    if options.vocab <= CLS:
+        parser.error(f"--vocab must be above {CLS}: the text has that many tokens")
+    if options.d_model % (2 * options.heads):
+        parser.error("--d-model must be an even multiple of --heads")
+    if not 0 <= options.dropout < 1:
+        parser.error("--dropout must be in [0, 1)")
+    words = options.implementations or [""]
+    # A whole name means that one alone, not all that begin like it.
+    options.implementations = [n for n in NAMES if any(word == n if word in NAMES else word in n for word in words)]
+    if not options.implementations:
+        parser.error(f"--implementations: none has a name with {words} in it; {', '.join(NAMES)}")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    left_out = ("output", "plot", "quick", "direction")
+    return session.run(
+        "model",
+        options,
+        {name: value for name, value in vars(options).items() if name not in left_out} | {"optimizer": "AdamW, fused"},
+        functools.partial(measure, options),
+        directions=DIRECTIONS if options.direction == "both" else (options.direction,),
+        rounds=(3, 5) if options.quick else (5, 50),
+        seconds=options.seconds,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

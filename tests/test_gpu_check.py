@@ -1,0 +1,193 @@
+"""`make gpu-check` as far as a machine without a GPU can show it: its refusal, its limits, what it keeps and prints."""
+
+from __future__ import annotations
+
+import _thread
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def room(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def test_says_that_there_is_no_gpu(monkeypatch, capsys, tmp_path):
+    import gpu_check
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gpu_check.main([str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.strip().endswith("no CUDA device on this machine, so there is nothing to check")
+    assert not (tmp_path / "out").exists()
+
+
+TESTS = """
+import pytest
+
+def test_good(): pass
+
+@pytest.mark.skip(reason="no such thing here")
+def test_absent(): pass
+
+@pytest.mark.parametrize("x", [1, 2])
+def test_bad(x): assert x > 2, "too small"
+
+def test_no_end():
+    import time
+    time.sleep({seconds})
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 600], ids=["to-the-end", "stopped"])
+def test_outcomes_are_kept_even_if_the_run_is_stopped(tmp_path, seconds):
+    import gpu_check
+
+    file, lines = tmp_path / "test_it.py", tmp_path / "lines"
+    file.write_text(TESTS.format(seconds=seconds))
+    command = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "outcomes", "--rootdir", str(tmp_path), str(file)]
+
+    def run() -> int:
+        return gpu_check.run(command, 300, tmp_path / "log", {"OUTCOMES": str(lines)})
+
+    def stop_after_four() -> None:
+        while not lines.exists() or lines.read_text().count("\n") < 4:
+            time.sleep(0.05)
+        _thread.interrupt_main()
+
+    if seconds:
+        threading.Thread(target=stop_after_four, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    else:
+        assert run() == 1
+    found = gpu_check.count(lines)
+    assert (found["passed"], found["failed"], found["skipped"]) == (1 if seconds else 2, 2, 1)
+    assert found["skipped_because"] == {"no such thing here": 1}
+    assert [one["test"].rpartition("::")[2] for one in found["failures"]] == ["test_bad[1]", "test_bad[2]"]
+    assert all(one["reason"].startswith("AssertionError: too small") for one in found["failures"])
+
+
+def test_a_step_is_stopped_at_its_limit(capsys):
+    import gpu_check
+
+    assert gpu_check.run(["-c", "import time; time.sleep(600)"], 0) == -1
+    assert "stopped after 0 s: -c" in capsys.readouterr().out
+
+
+def test_a_test_that_failed_once_has_failed(tmp_path):
+    from gpu_check import count
+
+    lines = tmp_path / "lines"
+    outcomes = ("passed", "failed", "passed")  # the last: run again by a new worker
+    rows = [{"test": "a", "outcome": outcome, "seconds": 1, "reason": ""} for outcome in outcomes]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"test": "b", "outc')
+    assert {name: count(lines)[name] for name in ("passed", "failed")} == {"passed": 0, "failed": 1}
+    assert count(tmp_path / "none")["passed"] == 0
+
+
+def steps_of(monkeypatch, tmp_path, **replaced):
+    """A run whose steps do what they are told here, and the record that it leaves."""
+    import gpu_check
+
+    tests = {"passed": 3, "failed": 0, "skipped": 1, "failures": [], "finished": True}
+
+    def build(self):
+        self.record["build"] = "pip"
+
+    def test(self):
+        self.record["tests"] = tests
+
+    def measure(self):
+        self.file("-attn.json").write_text(json.dumps({"rows": rows()}))
+        self.record["benchmark"] = {"finished": True}
+
+    steps = {"build": build, "test": test, "measure": measure} | replaced
+    for name, step in steps.items():
+        step.__name__ = name
+        monkeypatch.setattr(gpu_check.Check, name, step)
+    monkeypatch.setattr("harness.environment", lambda device: {})
+    status = gpu_check.Check(tmp_path, "NVIDIA H200 (test)").run()
+    return status, json.loads((tmp_path / "gpu-check-nvidia-h200-test.json").read_text())
+
+
+def rows() -> list[dict]:
+    """A content stream that takes 1.5 times the faster floor forward, and 2 times backward."""
+    times = {
+        "xlnet_kernels triton": (3.0, 9.0),
+        "plain SDPA, no positions, flash": (2.0, 5.0),
+        "plain SDPA, no positions, cuDNN": (4.0, 7.0),
+        "transformers eager": (40.0, 90.0),
+    }
+    found = [
+        {"section": "core", "implementation": name, "length": 512, "direction": direction, "median_ms": ms}
+        for name, both in times.items()
+        for direction, ms in zip(("forward", "backward"), both, strict=True)
+    ]
+    streams = {"section": "streams", "length": 512, "direction": "forward", "median_ms": 1.0}
+    found.append(streams | {"implementation": "content stream", "ratio_to_floor": 1.0})
+    found.append(streams | {"implementation": "both streams, N = L/6", "ratio_to_floor": 1.21})
+    long = {"section": "long", "length": 65536, "direction": "backward", "median_ms": 1.0, "peak_bytes": 2.5e9}
+    return [*found, long | {"implementation": "xlnet_kernels triton"}]
+
+
+def test_the_table_comes_last(monkeypatch, tmp_path, capsys):
+    status, record = steps_of(monkeypatch, tmp_path)
+    assert status == 0 and record["complete"]
+    shown = capsys.readouterr().out
+    (line,) = (line for line in shown.splitlines() if line.split()[:1] == ["512"])
+    assert line.split() == ["512", "1.50", "2.00", "10.00", "-", "-", "-"]
+    assert "1.21 x the content stream" in shown and "xlnet_kernels triton needs 2.50 GB" in shown
+    assert shown.splitlines()[-2:][0] == "tests: 3 passed, 0 failed, 1 skipped"
+    assert "build: pip" in shown.splitlines()[-1]
+
+
+def failing_tests(self):
+    failure = {"test": "tests/test_gpu.py::test_it", "outcome": "failed", "reason": "off by one"}
+    self.record["tests"] = {"passed": 3, "failed": 1, "skipped": 0, "failures": [failure], "finished": True}
+
+
+def stopped(self):
+    raise KeyboardInterrupt
+
+
+def failing_build(self):
+    self.record["build"] = "failed"
+
+
+@pytest.mark.parametrize(
+    "step, replacement, status, text",
+    [
+        ("test", failing_tests, 1, "FAILED tests/test_gpu.py::test_it: off by one"),
+        ("build", failing_build, 1, "build: failed"),
+        ("build", stopped, 130, "build: not reached"),
+        ("measure", stopped, 130, "tests: 3 passed"),
+    ],
+)
+def test_what_went_wrong_shows_in_status_and_table(monkeypatch, tmp_path, capsys, step, replacement, status, text):
+    found, record = steps_of(monkeypatch, tmp_path, **{step: replacement})
+    assert found == status and text in capsys.readouterr().out
+    assert record["complete"] == (status == 1)
+
+
+def test_the_benchmark_needs_no_rich(tmp_path):
+    for name in ("rich", "transformers"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not here')")
+    output = tmp_path / "results.json"
+    command = [sys.executable, "benchmarks/attn.py", "--device", "cpu", "--lengths", "16", "32", "--heads", "1"]
+    command += ["--head-dim", "8", "--batch", "1", "--implementations", "reference", "plain", "eager", "--seconds"]
+    command += ["0.01", "--sections", "core", "--direction", "forward", "--output", str(output)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "core L 32 x 1 forward xlnet_kernels reference: " in done.stdout
+    assert "transformers eager (L 32 forward): transformers is not installed" in done.stdout
+    assert json.loads(output.read_text())["complete"]

@@ -46,3 +46,8 @@ def seed():
 def backend(request) -> str:
     """Each backend that can be used on this machine."""
     return request.param
+
+
+def pytest_collection_modifyitems(items):
+    """What takes minutes comes first, so that workers end at about the same time."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

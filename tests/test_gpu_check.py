@@ -48,9 +48,10 @@ def test_no_end():
 
 
 @pytest.mark.parametrize("seconds", [0, 600], ids=["to-the-end", "stopped"])
-def test_outcomes_are_kept_even_if_the_run_is_stopped(tmp_path, seconds):
+def test_outcomes_are_kept_even_if_the_run_is_stopped(tmp_path, seconds, monkeypatch):
     import gpu_check
 
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # the run that is watched is no worker of this one
     file, lines = tmp_path / "test_it.py", tmp_path / "lines"
     file.write_text(TESTS.format(seconds=seconds))
     command = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "outcomes", "--rootdir", str(tmp_path), str(file)]

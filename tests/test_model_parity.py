@@ -131,7 +131,22 @@ def test_one_hot_mappings_cost_their_rows(kind, rows, monkeypatch):
     monkeypatch.setattr(attention, "rel_attention", counted)
     model = ours()
     model(make_inputs()["input_ids"], target_mapping=_mapping(kind))
-    assert calls == [(L + rows, L)] * 2  # a call for each layer
+    last = rows if rows == N else L + rows  # the last layer's content stream serves nobody
+    assert calls == [(L + rows, L), (last, L)]
+
+
+@pytest.mark.parametrize("mask", ["RankMask", "perm_mask", "none"])
+def test_last_layer_without_content_rows_changes_nothing(mask):
+    lm, inputs = ours("XLNetLMHeadModel"), make_inputs()
+    if mask != "perm_mask":
+        del inputs["perm_mask"]
+    if mask == "RankMask":
+        inputs["mask"] = xk.RankMask.from_order(torch.stack([torch.randperm(L) for _ in range(B)]))
+        del inputs["attention_mask"]
+    mapping = inputs.pop("target_mapping")
+    short = lm(**inputs, target_positions=mapping.argmax(-1))
+    full = lm(**inputs, target_positions=mapping.argmax(-1), output_hidden_states=True)
+    assert_same_outputs(short, full, ("logits", "mems"))
 
 
 def test_target_positions_equal_target_mapping():

@@ -21,6 +21,15 @@ def test_drop_in_example_runs():
     assert names["h"].shape == (2, 100, 512) and names["g"].shape == (2, 15, 512)
 
 
+def test_model_example_runs():
+    names: dict = {}
+    exec(block("XLNetLMHeadModel("), names)
+    assert names["filled"].shape == (2, 50) and torch.equal(
+        names["filled"][~names["targets"]], names["ids"][~names["targets"]]
+    )
+    assert [len(text) for text in names["texts"]] == [7, 8]
+
+
 def test_equivalent_code_is_equivalent(backend):
     torch.manual_seed(0)
     batch, heads, length, mem_len, width = 2, 3, 7, 4, 8

@@ -21,6 +21,7 @@ SHARED_MEMORY = 99 * 1024
 SPILLS = {("forward", 64): 20, ("rows", 64): 700, ("keys", 64): 700}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_compiles_for_gpus_that_are_not_here(architecture, tmp_path):
     environment = {

@@ -61,6 +61,25 @@ class Shared:
     positions: Tensor | None
     mapping: Tensor | None
     need_weights: bool
+    first_row: int = 0  # rows before it are keys and values alone
+
+    def of_query_rows(self) -> Shared:
+        """For a last layer of which only the query rows are wanted: attention and feed-forward of N rows, not L + N."""
+        length, mask, segment_rows = self.length, self.mask, self.segment_rows
+        if isinstance(mask, RankMask):
+            floor, sees_self = mask.query_floor, mask.sees_self
+            mask = RankMask(
+                mask.query_rank[:, length:],
+                mask.key_rank,
+                None if floor is None else floor[:, length:],
+                sees_self if isinstance(sees_self, bool) else sees_self[:, length:],
+            )
+        elif mask is not None:
+            mask = mask[:, :, length:]
+        if segment_rows is not None:
+            segment_rows = (segment_rows[0][:, length:], segment_rows[1])
+        positions = self.positions[:, length:]
+        return Shared(length, self.rel_pos, self.rel_rows, mask, segment_rows, positions, None, False, length)
 
 
 class XLNetLayer(nn.Module):
@@ -102,7 +121,7 @@ class XLNetLayer(nn.Module):
         elif mems is not None:
             memory = attn.project(mems.transpose(0, 1))
         rows, weights = attn.attend(
-            rows,
+            rows[:, shared.first_row :],
             (key, value),
             rel_key,
             memory=memory,
@@ -245,8 +264,11 @@ class XLNetModel(PretrainedModel):
         shared = Shared(length, rel_pos, rel_rows, mask, segment_rows, positions, mapping, output_attentions)
         rows = self.dropout(h if g is None else torch.cat([h, g], 1))
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        only_g = g is not None and mapping is None and not (output_hidden_states or output_attentions)
         hidden_states, attentions, new_mems = [rows], [], []
         for index, layer in enumerate(self.layer):
+            if only_g and index == len(self.layer) - 1:
+                shared = shared.of_query_rows()
             plain = projected = None
             if isinstance(mems, ProjectedMemory):
                 projected = mems.of_layer(index)
@@ -274,7 +296,7 @@ class XLNetModel(PretrainedModel):
             hidden_states = [stream for both in hidden_states for stream in (both[:, :length], both[:, length:])]
             attentions = [(both[:, :, :length], both[:, :, length:]) for both in attentions]
         return XLNetOutput(
-            self.dropout(rows if g is None else rows[:, length:]),
+            self.dropout(rows if g is None or only_g else rows[:, length:]),
             new_mems,
             tuple(hidden_states) if output_hidden_states else None,
             tuple(attentions) if output_attentions else None,

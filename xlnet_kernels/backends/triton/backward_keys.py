@@ -30,9 +30,9 @@ from .tiles import (
 @triton.jit
 def _walk_rows(
     query, rel_key, grad_out, tile_k, tile_v, content_bias, position_bias, segment_embed, segment_bias, query_ids,
-    key_ids, query_rank, key_rank, query_floor, sees_self, mask, positions, order, dropout_state, lse, delta,
-    query_l, rel_key_p, grad_out_l, mask_l, mask_k, head, h, heads, j0, begin, end, rows, mem_len, keys, rel_rows,
-    max_distance, threshold, scale, kept_scale, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    key_ids, query_rank, key_rank, query_floor, sees_self, mask, positions, order, dropout_state, lse, delta, query_l,
+    rel_key_p, grad_out_l, mask_l, mask_k, head, h, heads, j0, begin, end, rows, mem_len, keys, rel_rows, max_distance,
+    threshold, scale, kept_scale, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a tile of keys, and colsum(dS)."""
@@ -47,8 +47,7 @@ def _walk_rows(
         position_query = add_bias(query_tile, position_bias, h, D, BD)
         score = shift_blocks(
             position_query, rel_key, rel_key_p, max_distance - mem_len - last + j0, rel_rows, shift, last - first, BM,
-            BN,
-            D, BD, PRECISION, NARROW,
+            BN, D, BD, PRECISION, NARROW,
         )  # fmt: skip
         ids, same, different = load_segments(
             query_tile, segment_embed, segment_bias, query_ids, row, inside, h, heads, scale * LOG2_E, D, BD, PRECISION
@@ -132,22 +131,16 @@ def keys_kernel(
         narrow = True
     else:
         narrow = widest_tile(positions, begin, end, rows, BM) < tl.maximum(BM, BN)
+    arguments = (
+        query, rel_key, grad_out, tile_k, tile_v, content_bias, position_bias, segment_embed, segment_bias, query_ids,
+        key_ids, query_rank, key_rank, query_floor, sees_self, mask, positions, order, dropout_state, lse, delta,
+        query_l, rel_key_p, grad_out_l, mask_l, mask_k, head, h, heads, j0, begin, end, rows, mem_len, keys, rel_rows,
+        max_distance, threshold, scale, kept_scale,
+    )  # fmt: skip
     if narrow:
-        acc_k, acc_v, column_sum = _walk_rows(
-            query, rel_key, grad_out, tile_k, tile_v, content_bias, position_bias, segment_embed, segment_bias,
-            query_ids, key_ids, query_rank, key_rank, query_floor, sees_self, mask, positions, order, dropout_state,
-            lse, delta, query_l, rel_key_p, grad_out_l, mask_l, mask_k, head, h, heads, j0, begin, end, rows, mem_len,
-            keys,
-            rel_rows, max_distance, threshold, scale, kept_scale, D, BD, BM, BN, CAUSAL, PRECISION, True,
-        )  # fmt: skip
+        acc_k, acc_v, column_sum = _walk_rows(*arguments, D, BD, BM, BN, CAUSAL, PRECISION, True)
     else:
-        acc_k, acc_v, column_sum = _walk_rows(
-            query, rel_key, grad_out, tile_k, tile_v, content_bias, position_bias, segment_embed, segment_bias,
-            query_ids, key_ids, query_rank, key_rank, query_floor, sees_self, mask, positions, order, dropout_state,
-            lse, delta, query_l, rel_key_p, grad_out_l, mask_l, mask_k, head, h, heads, j0, begin, end, rows, mem_len,
-            keys,
-            rel_rows, max_distance, threshold, scale, kept_scale, D, BD, BM, BN, CAUSAL, PRECISION, False,
-        )  # fmt: skip
+        acc_k, acc_v, column_sum = _walk_rows(*arguments, D, BD, BM, BN, CAUSAL, PRECISION, False)
 
     current_offset = b * (keys - mem_len) * heads * D + h * D
     stride = heads * D

@@ -31,9 +31,8 @@ from .tiles import (
 
 @triton.jit
 def _add_rel_gradient(
-    grad_rel, rel_key, rel_key_p, start, rel_rows, band, position_query, grad_query,
-    BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, NEEDS_REL: tl.constexpr, ATOMIC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    grad_rel, rel_key, rel_key_p, start, rel_rows, band, position_query, grad_query, BN: tl.constexpr, D: tl.constexpr,
+    BD: tl.constexpr, NEEDS_REL: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Takes one complete block of the band of dS into grad_rel (float32, contiguous) and grad_query."""
     band = band.to(position_query.dtype)
@@ -53,11 +52,10 @@ def _add_rel_gradient(
 
 @triton.jit
 def _walk_keys(
-    content_query, position_query, key, value, rel_key, memory_key, memory_value, key_l, value_l, rel_key_p,
-    memory_key_l,
-    memory_value_l, ids, same, different, key_ids, row, inside, position, rank, floor, own, key_rank, query_floor,
-    sees_self, mask, mask_l, mask_k, dropout_state, head, shift, origin, begin, end, spread, mem_len, keys, rel_rows,
-    threshold, scale, kept_scale, lse_row, delta_row, grad_tile, grad_rel, D: tl.constexpr, BD: tl.constexpr,
+    content_query, position_query, key, value, rel_key, key_l, value_l, rel_key_p, memory_key_l, memory_value_l, ids,
+    same, different, row, inside, position, rank, floor, own, query_floor, sees_self, mask_l, mask_k, dropout_state,
+    head, shift, origin, begin, end, spread, mem_len, keys, rel_rows, threshold, scale, kept_scale, lse_row, delta_row,
+    grad_tile, grad_rel, memory_key, memory_value, key_ids, key_rank, mask, D: tl.constexpr, BD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, NEEDS_REL: tl.constexpr,
     ATOMIC: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
@@ -77,20 +75,9 @@ def _walk_keys(
             score, first, middle = shift_in(first, middle, new, in_loop(shift, j0), BM, BN)
         else:
             score = shift_blocks(
-                position_query,
-                rel_key,
-                rel_key_p,
-                origin + j0,
-                rel_rows,
-                shift,
-                spread,
-                BM,
-                BN,
-                D,
-                BD,
-                PRECISION,
+                position_query, rel_key, rel_key_p, origin + j0, rel_rows, shift, spread, BM, BN, D, BD, PRECISION,
                 False,
-            )
+            )  # fmt: skip
         tile_k = load_keys(memory_key, memory_key_l, key, key_l, j0, mem_len, keys, BN, D, BD)
         score = add_content(
             score, content_query, tile_k, scale * LOG2_E, ids, same, different, key_ids, j0, BN, PRECISION
@@ -126,14 +113,12 @@ def _walk_keys(
         start = origin + begin + tl.cdiv(tl.maximum(end - begin, 0), BN) * BN
         acc = _add_rel_gradient(
             grad_rel, rel_key, rel_key_p, start, rel_rows, first_grad, position_query, acc, BN, D, BD, NEEDS_REL,
-            ATOMIC,
-            PRECISION,
+            ATOMIC, PRECISION,
         )  # fmt: skip
         if BM > BN:
             acc = _add_rel_gradient(
                 grad_rel, rel_key, rel_key_p, start + BN, rel_rows, middle_grad, position_query, acc, BN, D, BD,
-                NEEDS_REL,
-                ATOMIC, PRECISION,
+                NEEDS_REL, ATOMIC, PRECISION,
             )  # fmt: skip
     return acc, grad_different
 
@@ -203,19 +188,9 @@ def rows_kernel(
 
         query_tile = load_rows(query + b * query_b + h * query_h, row, query_l, inside, D, BD)
         ids, same, different = load_segments(
-            query_tile,
-            segment_embed,
-            segment_bias,
-            query_ids,
-            b * rows + row,
-            inside,
-            h,
-            heads,
-            score_scale,
-            D,
-            BD,
+            query_tile, segment_embed, segment_bias, query_ids, b * rows + row, inside, h, heads, score_scale, D, BD,
             PRECISION,
-        )
+        )  # fmt: skip
         content_query = add_bias(query_tile, content_bias, h, D, BD)
         position_query = add_bias(query_tile, position_bias, h, D, BD)
         grad_tile = load_rows(grad_out + b * grad_out_b + h * grad_out_h, row, grad_out_l, inside, D, BD)
@@ -235,21 +210,21 @@ def rows_kernel(
             narrow = True
         else:
             narrow = last - first < tl.maximum(BM, BN)
+        arguments = (
+            content_query, position_query, key_of, value_of, rel_of, key_l, value_l, rel_key_p, memory_key_l,
+            memory_value_l, ids, same, different, row, inside, position, rank, floor, own, query_floor, sees_self,
+            mask_l, mask_k, dropout_state, head, shift, origin, begin, end, last - first, mem_len, keys, rel_rows,
+            threshold, scale, kept_scale, lse_row, delta_row, grad_tile, grad_rel,
+        )  # fmt: skip
         if narrow:
             acc, grad_different = _walk_keys(
-                content_query, position_query, key_of, value_of, rel_of, memory_key_of, memory_value_of, key_l, value_l,
-                rel_key_p, memory_key_l, memory_value_l, ids, same, different, key_ids_of, row, inside, position, rank,
-                floor, own, key_rank_of, query_floor, sees_self, mask_of, mask_l, mask_k, dropout_state, head, shift,
-                origin, begin, end, last - first, mem_len, keys, rel_rows, threshold, scale, kept_scale, lse_row,
-                delta_row, grad_tile, grad_rel, D, BD, BM, BN, CAUSAL, PRECISION, NEEDS_REL, ATOMIC, True,
+                *arguments, memory_key_of, memory_value_of, key_ids_of, key_rank_of, mask_of, D, BD, BM, BN, CAUSAL,
+                PRECISION, NEEDS_REL, ATOMIC, True,
             )  # fmt: skip
         else:
             acc, grad_different = _walk_keys(
-                content_query, position_query, key_of, value_of, rel_of, memory_key_of, memory_value_of, key_l, value_l,
-                rel_key_p, memory_key_l, memory_value_l, ids, same, different, key_ids_of, row, inside, position, rank,
-                floor, own, key_rank_of, query_floor, sees_self, mask_of, mask_l, mask_k, dropout_state, head, shift,
-                origin, begin, end, last - first, mem_len, keys, rel_rows, threshold, scale, kept_scale, lse_row,
-                delta_row, grad_tile, grad_rel, D, BD, BM, BN, CAUSAL, PRECISION, NEEDS_REL, ATOMIC, False,
+                *arguments, memory_key_of, memory_value_of, key_ids_of, key_rank_of, mask_of, D, BD, BM, BN, CAUSAL,
+                PRECISION, NEEDS_REL, ATOMIC, False,
             )  # fmt: skip
 
         sums_row = sums + (head.to(tl.int64) * tiles + tile) * 4 * D + d

@@ -26,11 +26,10 @@ from .tiles import (
 @triton.jit
 def _walk(
     content_query, position_query, key, value, rel_key, memory_key, memory_value, key_l, value_l, rel_key_p,
-    memory_key_l,
-    memory_value_l, ids, same, different, key_ids, row, inside, position, rank, floor, own, key_rank, query_floor,
-    sees_self, mask, mask_l, mask_k, dropout_state, head, shift, origin, begin, end, spread, mem_len, keys, rel_rows,
-    threshold, scale, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, RING: tl.constexpr,
+    memory_key_l, memory_value_l, ids, same, different, key_ids, row, inside, position, rank, floor, own, key_rank,
+    query_floor, sees_self, mask, mask_l, mask_k, dropout_state, head, shift, origin, begin, end, spread, mem_len, keys,
+    rel_rows, threshold, scale, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """All tiles of keys that a tile of rows may see: (largest score, sum of exponentials, sum of values)."""
     largest = tl.full((BM,), -float("inf"), tl.float32)
@@ -47,20 +46,9 @@ def _walk(
             score, first, middle = shift_in(first, middle, new, in_loop(shift, j0), BM, BN)
         else:
             score = shift_blocks(
-                position_query,
-                rel_key,
-                rel_key_p,
-                origin + j0,
-                rel_rows,
-                shift,
-                spread,
-                BM,
-                BN,
-                D,
-                BD,
-                PRECISION,
+                position_query, rel_key, rel_key_p, origin + j0, rel_rows, shift, spread, BM, BN, D, BD, PRECISION,
                 False,
-            )
+            )  # fmt: skip
         tile_k = load_keys(memory_key, memory_key_l, key, key_l, j0, mem_len, keys, BN, D, BD)
         score = add_content(score, content_query, tile_k, scale, ids, same, different, key_ids, j0, BN, PRECISION)
         seen = visible(
@@ -137,20 +125,16 @@ def forward_kernel(
         narrow = True
     else:
         narrow = last - first < tl.maximum(BM, BN)
+    arguments = (
+        content_query, position_query, key, value, rel_key, memory_key, memory_value, key_l, value_l, rel_key_p,
+        memory_key_l, memory_value_l, ids, same, different, key_ids, row, inside, position, rank, floor, own, key_rank,
+        query_floor, sees_self, mask, mask_l, mask_k, dropout_state, head, shift, origin, begin, end, last - first,
+        mem_len, keys, rel_rows, threshold, scale,
+    )  # fmt: skip
     if narrow:
-        largest, total, acc = _walk(
-            content_query, position_query, key, value, rel_key, memory_key, memory_value, key_l, value_l, rel_key_p,
-            memory_key_l, memory_value_l, ids, same, different, key_ids, row, inside, position, rank, floor, own,
-            key_rank, query_floor, sees_self, mask, mask_l, mask_k, dropout_state, head, shift, origin, begin, end,
-            last - first, mem_len, keys, rel_rows, threshold, scale, D, BD, BM, BN, CAUSAL, PRECISION, True,
-        )  # fmt: skip
+        largest, total, acc = _walk(*arguments, D, BD, BM, BN, CAUSAL, PRECISION, True)
     else:
-        largest, total, acc = _walk(
-            content_query, position_query, key, value, rel_key, memory_key, memory_value, key_l, value_l, rel_key_p,
-            memory_key_l, memory_value_l, ids, same, different, key_ids, row, inside, position, rank, floor, own,
-            key_rank, query_floor, sees_self, mask, mask_l, mask_k, dropout_state, head, shift, origin, begin, end,
-            last - first, mem_len, keys, rel_rows, threshold, scale, D, BD, BM, BN, CAUSAL, PRECISION, False,
-        )  # fmt: skip
+        largest, total, acc = _walk(*arguments, D, BD, BM, BN, CAUSAL, PRECISION, False)
 
     sees_any = total != 0  # NaN counts
     acc = acc * tl.where(sees_any, kept_scale / tl.where(sees_any, total, 1.0), 0.0)[:, None]

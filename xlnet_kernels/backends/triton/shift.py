@@ -106,8 +106,7 @@ def block_of(shift, BN: tl.constexpr):
 @triton.jit
 def shift_blocks(
     position_query, rel_key, rel_key_p, start, rel_rows, shift, spread, BM: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """Position scores (BM, BN) of one tile without a ring: every block that one of the rows needs.
 

@@ -124,19 +124,9 @@ def load_segment(embed, h, heads, kind: tl.constexpr, D: tl.constexpr, BD: tl.co
 
 @triton.jit
 def load_segments(
-    query_tile,
-    segment_embed,
-    segment_bias,
-    query_ids,
-    row,
-    inside,
-    h,
-    heads,
-    scale,
-    D: tl.constexpr,
-    BD: tl.constexpr,
+    query_tile, segment_embed, segment_bias, query_ids, row, inside, h, heads, scale, D: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Of a tile's rows: the id, and the score of a key in the same segment and of one in another."""
     ids = load_or(query_ids, row, inside, 0)
     same = tl.zeros(row.shape, tl.float32)
@@ -158,8 +148,7 @@ def is_same_segment(ids, key_ids, j0, BN: tl.constexpr):
 
 @triton.jit
 def add_content(
-    score, content_query, key_tile, scale, ids, same, different, key_ids, j0, BN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    score, content_query, key_tile, scale, ids, same, different, key_ids, j0, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores (BM, BN) from position scores: plus the content term, scaled, plus the segment term."""
     score = tl.dot(content_query, tl.trans(key_tile), acc=score, input_precision=PRECISION) * scale
@@ -264,8 +253,8 @@ def span_of_keys(
 
 @triton.jit
 def span_of_rows(
-    query_rank, query_floor, sees_self, positions, order, key_rank, j0, rows, keys, mem_len,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    query_rank, query_floor, sees_self, positions, order, key_rank, j0, rows, keys, mem_len, BM: tl.constexpr,
+    BN: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """The range [begin, end) of rows (sorted by position) outside of which none sees a key of the tile at j0."""
     begin = 0
@@ -303,8 +292,8 @@ def span_of_rows(
 
 @triton.jit
 def score_gradients(
-    score, seen, lse, delta, grad_out, value_tile, scale, kept_scale, state, row, head, j0, threshold,
-    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    score, seen, lse, delta, grad_out, value_tile, scale, kept_scale, state, row, head, j0, threshold, BM: tl.constexpr,
+    BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(P with dropout, dS) of one tile, both (BM, BN)."""
     # a row that sees nothing has lse = -inf: exp2 of +inf, which `seen` hides

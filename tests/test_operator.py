@@ -312,3 +312,24 @@ def test_a_row_of_nan_is_no_row_of_zeros(backend):
     problem.leaves["query"].data.fill_(torch.nan)
     found = problem.results(backend, ())
     assert found["out"].isnan().all() and found["lse"].isnan().all()
+
+
+@pytest.mark.skipif("cpu" not in READY, reason="the compiled extension is not there")
+def test_segment_gradients_do_not_keep_the_rounding_of_delta():
+    """With values and gradients far from zero, P dP and delta are large and nearly equal; so are sums over 512 rows.
+
+    5e-6 of the largest: a third of what the reference misses in float32, and of what uncorrected sums would.
+    """
+    length, width, heads = 512, 64, 2
+    problem = make(1, heads, length, width=width)
+    leaves = problem.leaves | {"value": problem.leaves["value"] + 3}
+    leaves = {name: leaf * (0.3 if name in ("query", "key", "rel_key") else 1) for name, leaf in leaves.items()}
+    grad = torch.randn(1, heads, length, width) + 2
+    found = {}
+    for backend, dtype in (("cpu", torch.float32), ("reference", torch.float64)):
+        given = replace(problem, leaves={name: leaf.to(dtype).requires_grad_() for name, leaf in leaves.items()})
+        out, _ = given.call(backend)
+        wanted = [given.leaves[name] for name in ("segment_embed", "segment_bias")]
+        found[backend] = torch.autograd.grad(out, wanted, grad.to(dtype))
+    for ours, exact in zip(found["cpu"], found["reference"], strict=True):
+        assert (ours.double() - exact).abs().max() <= 5e-6 * exact.abs().max()

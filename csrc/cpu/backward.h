@@ -58,7 +58,8 @@ struct RowStatistics {
   T lse[BLOCK_ROWS];    // of the row's scores without `same`, in powers of 2
   T delta[BLOCK_ROWS];  // dO.O - dlse
   T grad_lse[BLOCK_ROWS];
-  T different[BLOCK_ROWS];  // sum of dS over keys of another segment
+  T total[BLOCK_ROWS], different[BLOCK_ROWS];  // sums of dS: over all keys, over keys of another segment
+  T elsewhere[BLOCK_ROWS];                     // sum of P over the latter
 };
 
 template <typename T>
@@ -77,7 +78,7 @@ static void load_gradients(const RelAttention& p, const RelAttentionGradients& g
     statistics.grad_lse[r] = g.lse != nullptr && sees_any ? static_cast<const T*>(g.lse)[head_row + row] : T(0);
     statistics.delta[r] = sum<T>(products) - statistics.grad_lse[r];
     statistics.lse[r] = row_lse * static_cast<T>(LOG2E) - block.same[r];
-    statistics.different[r] = 0;
+    statistics.total[r] = statistics.different[r] = statistics.elsewhere[r] = 0;
   }
   transpose_strips(scratch.grad_out, block.count, sizes.width, p.width, scratch.grad_out_strips);
 }
@@ -89,23 +90,31 @@ static void grad_row(const RelAttention& p, const KeyLabels& keys, const Block<T
                      T* grad_probability) {
   const T lse = statistics.lse[r], delta = statistics.delta[r];
   if (lse == -static_cast<T>(INFINITY)) seen = 0;
+  const bool segments = p.query_ids != nullptr;
+  const int32_t id = segments ? p.query_ids[block.b * p.length + block.row[r]] : 0;
+  Vec<T> total{}, different{}, elsewhere{};
   for (int64_t j = 0; j < seen; j += LANES<T>) {
     const Vec<T> s = load(score + j);
     // Nothing of what a row does not see reaches its gradients, NaN and infinity included.
     const IntVec<T> hidden = s == -static_cast<T>(INFINITY);
     const Vec<T> probability = select<T>(hidden, Vec<T>{}, exp2(s - lse));
     const Vec<T> factor = factors == nullptr ? broadcast(T(1)) : load(factors + j);
-    const Vec<T> grad = probability * (factor * load(grad_probability + j) - delta);
-    store(score + j, select<T>(hidden, Vec<T>{}, grad));
+    Vec<T> grad = probability * (factor * load(grad_probability + j) - delta);
+    grad = select<T>(hidden, Vec<T>{}, grad);
+    store(score + j, grad);
     store(grad_probability + j, factor * probability);
+    if (segments) {
+      const IntVec<T> other = load_ints(keys.id + first + j, T()) != id;
+      total += grad;
+      different += select<T>(other, grad, Vec<T>{});
+      elsewhere += select<T>(other, probability, Vec<T>{});
+    }
   }
   for (int64_t j = seen; j < count + ROW_ROWS; ++j) grad_probability[j] = score[j] = 0;
-  if (p.query_ids != nullptr) {
-    const int32_t id = p.query_ids[block.b * p.length + block.row[r]];
-    Vec<T> sums{};
-    for (int64_t j = 0; j < seen; j += LANES<T>)
-      sums += select<T>(load_ints(keys.id + first + j, T()) != id, load(score + j), Vec<T>{});
-    statistics.different[r] += sum<T>(sums);
+  if (segments) {
+    statistics.total[r] += sum<T>(total);
+    statistics.different[r] += sum<T>(different);
+    statistics.elsewhere[r] += sum<T>(elsewhere);
   }
 }
 
@@ -205,7 +214,10 @@ static void finish_rows(const RelAttention& p, const RelAttentionGradients& g, c
   for (int64_t r = 0; r < block.count; ++r) {
     T *content = scratch.grad_content + r * sizes.width, *position = scratch.grad_position + r * sizes.width;
     const T* segment_query = block.segment_query + r * sizes.width;
-    const T different = statistics.different[r], total = statistics.grad_lse[r];  // of the row's dS
+    // A row's dS adds up to dlse. What it adds up to instead is the rounding of delta, which dS holds in proportion to
+    // P: a bias that the sums over rows would not average out.
+    const T total = statistics.grad_lse[r];
+    const T different = statistics.different[r] - (statistics.total[r] - total) * statistics.elsewhere[r];
     for (int64_t d = 0; d < sizes.width; ++d) {
       const T segment = different * scratch.terms.different[d] + total * scratch.terms.same[d];
       scratch.grad_content_bias[d] += scale * content[d];

@@ -6,6 +6,9 @@
 #   make test TORCH="torch==2.8.0"            another torch
 #   make test PYTHON=python3.12               another interpreter
 #
+# `make bench-suite` keeps its result as this machine's baseline; with COMPARE=1 it compares with that instead, and fails
+# where something has become slower.
+#
 # `make gpu-check` tests and measures on this machine's GPU with the torch, Triton and pytest that PYTHON has, without
 # network and without an environment of its own, in less than eight minutes. OUT=FOLDER: where its results go.
 
@@ -19,14 +22,18 @@ RUN := $(VENV)/bin/python
 # Folders as well as files, so that a removed file counts as a change. Python sources are used in place.
 SOURCES := $(wildcard csrc csrc/* csrc/*/* build_backend/*.py) setup.py pyproject.toml xlnet_kernels/_version.py
 
-.PHONY: test bench gpu-check clean FORCE
+.PHONY: test bench bench-suite gpu-check clean FORCE
 
 test: $(VENV)/installed
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
 	OMP_WAIT_POLICY=PASSIVE $(RUN) -u -m pytest -n auto --dist loadfile $(ARGS)
 
 bench: $(VENV)/installed
 	$(RUN) -u benchmarks/attn.py $(ARGS)
+
+bench-suite: $(VENV)/installed
+	$(RUN) -u benchmarks/bench_suite.py $(if $(COMPARE),--compare) $(ARGS)
 
 gpu-check:
 	@$(PYTHON) -u benchmarks/gpu_check.py '$(OUT)'

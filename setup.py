@@ -40,10 +40,10 @@ def find_nvcc(cuda_home):
 
 
 def cuda_architectures(torch):
-    """What nvcc compiles for: TORCH_CUDA_ARCH_LIST, or else the GPUs of this machine, or else a common set."""
+    """What nvcc compiles for: TORCH_CUDA_ARCH_LIST, or else the GPUs of this machine, or else every one there is."""
     if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
         seen = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-        names = [f"{major}.{minor}" for major, minor in sorted(seen)] or ["8.0", "9.0+PTX"]
+        names = [f"{major}.{minor}" for major, minor in sorted(seen)] or ["8.0", "9.0a", "10.0+PTX"]
         os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(names)
     # Semicolons: nvcc would split a macro's value at commas.
     return ";".join(os.environ["TORCH_CUDA_ARCH_LIST"].replace(";", " ").split())
@@ -52,6 +52,8 @@ def cuda_architectures(torch):
 def make_extension():
     """The extension and the command that builds it, both made by torch."""
     global cuda
+    if "CUDA_HOME" not in os.environ and "CUDA_PATH" not in os.environ and (home := decide.cuda_home()):
+        os.environ["CUDA_HOME"] = home  # torch takes nvcc's own folder for it, which may be one of links
     import torch
     from torch.utils import cpp_extension
 
@@ -77,10 +79,10 @@ def make_extension():
     module = make(
         f"{PACKAGE}._C",
         CPU_SOURCES + (CUDA_SOURCES if cuda.build else []),
-        include_dirs=[str(ROOT / "csrc")],
+        include_dirs=[str(ROOT / "csrc"), str(ROOT / "csrc" / "cuda")],
         define_macros=macros,
         depends=find("csrc/**/*.h", "csrc/**/*.cuh"),
-        extra_compile_args={"cxx": flags, "nvcc": ["-O3"]},
+        extra_compile_args={"cxx": flags, "nvcc": ["-O3", "-Xptxas", "-v", "-Xfatbin", "-compress-all"]},
     )
 
     class BuildExtension(cpp_extension.BuildExtension):

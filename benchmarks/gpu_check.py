@@ -13,15 +13,17 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TOTAL, BUILD, TESTS, BENCHMARK = 460, 150, 240, 150  # seconds; the benchmark also gets what the others leave
+TOTAL, BUILD, TESTS, SANITIZER, BENCHMARK = 460, 150, 200, 60, 150  # seconds; the benchmark gets what others leave
 GRACE = 15  # seconds to write results after being told to stop
 STARTING = 25  # seconds of the benchmark's limit that are not its budget: imports, and the last group running over
 TEST_FILES = ("test_gpu", "test_operator", "test_dropout", "test_triton")
@@ -74,13 +76,24 @@ class Check:
             command += ["-n", str(workers), "--dist", "worksteal"]
             environment["OMP_NUM_THREADS"] = str(max(1, cores // workers))
         command += ["-k", "triton or cuda or gpu", *(f"tests/{name}.py" for name in TEST_FILES)]
-        limit = min(TESTS, self.left() - BENCHMARK)
+        limit = min(TESTS, self.left() - SANITIZER - BENCHMARK)
         try:
             status = run(command, limit, self.file("-tests.log"), environment)
         finally:
             self.record["tests"] = count(lines)
         self.record["tests"]["finished"] = status in (0, 1)
         lines.unlink(missing_ok=True)
+
+    def sanitize(self) -> None:
+        """The CUDA backend under compute-sanitizer, where that is there."""
+        self.record["sanitizer"] = found = {}
+        program = shutil.which("compute-sanitizer")
+        for tool in ("memcheck", "racecheck"):
+            found[tool] = "compute-sanitizer is not there"
+            if program:
+                command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, "tests/small_calls.py"]
+                status = run(command, SANITIZER / 2, self.file(f"-{tool}.log"), program=[])
+                found[tool] = {0: "clean", 9: "errors", -1: "stopped"}.get(status, f"exit status {status}")
 
     def measure(self) -> None:
         output, limit = self.file("-attn.json"), self.left() - GRACE
@@ -101,7 +114,7 @@ class Check:
             from harness import environment
 
             self.record["environment"] = environment("cuda")
-            for step in (self.test, self.measure):
+            for step in (self.test, self.sanitize, self.measure):
                 self.save()
                 print(f"{step.__name__} ...", flush=True)
                 step()
@@ -116,6 +129,7 @@ class Check:
             return 130
         tests, benchmark = self.record.get("tests", {}), self.record.get("benchmark", {})
         good = self.record["build"] != "failed" and tests["failed"] == 0 and tests["passed"] > 0
+        good = good and "errors" not in self.record.get("sanitizer", {}).values()
         return 0 if good and tests["finished"] and benchmark["finished"] else 1
 
     def table(self) -> list[str]:
@@ -129,6 +143,8 @@ class Check:
             for failure in tests["failures"][:20]:
                 lines.append(f"FAILED {failure['test']}: {failure['reason']}"[:200])
             end = "" if tests.get("finished") else " (stopped before the end)"
+            for tool, result in self.record.get("sanitizer", {}).items():
+                lines.append(f"{tool}: {result}")
             lines.append(f"tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped{end}")
         return [
             *lines,
@@ -137,7 +153,13 @@ class Check:
         ]
 
 
-def run(command: list[str], limit: float, log: Path | None = None, environment: dict[str, str] | None = None) -> int:
+def run(
+    command: list[str],
+    limit: float,
+    log: Path | None = None,
+    environment: dict[str, str] | None = None,
+    program: Sequence[str] = (sys.executable,),
+) -> int:
     """The exit status of Python with `command`, in the repository; negative where it was stopped at `limit` seconds."""
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
@@ -145,7 +167,7 @@ def run(command: list[str], limit: float, log: Path | None = None, environment: 
     with contextlib.ExitStack() as stack:
         out = None if log is None else stack.enter_context(log.open("a"))
         child = subprocess.Popen(
-            [sys.executable, *command], cwd=ROOT, env=variables | (environment or {}), stdout=out,
+            [*program, *command], cwd=ROOT, env=variables | (environment or {}), stdout=out,
             stderr=None if log is None else subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:

@@ -27,6 +27,8 @@ TITLES = {
     "long": "Long sequences: one forward and backward pass",
     "model": "Whole model against transformers'",
     "recurrence": "Evaluation with memory against a sliding window recomputed for every token",
+    "speech": "Attention of a speech encoder against the best of transformers' own",
+    "speech-layer": "The same with the layer's projections",
 }
 RATIOS = {"core": "x floor", "streams": "x content", "precision": "x float32", "long": "x floor"}
 DIRECTION_NAMES = {"forward": "forward", "backward": "fwd + bwd"}
@@ -77,9 +79,11 @@ def _recurrence(section: str, rows: list[dict]) -> Table:
 
 
 def _table(section: str, rows: list[dict]) -> Table:
-    speedups = section in ("core", "module", "model")
+    speedups = section in ("core", "module", "model", "speech", "speech-layer")
     table = Table(title=TITLES[section], title_justify="left", title_style="bold", header_style="bold")
-    for header in ("task, L x B + memory" if section == "model" else "L x B", "direction", "implementation"):
+    heads = {"model": "task, L x B + memory", "speech": "audio, L x B", "speech-layer": "audio, L x B"}
+    head = heads.get(section, "L x B")
+    for header in (head, "direction", "implementation"):
         table.add_column(header, no_wrap=True)
     table.add_column("result", justify="center")
     for header in ("median ms", "quartiles", "peak MB"):
@@ -191,6 +195,10 @@ def _wrong(row: dict) -> str:
 
 def markdown(results: dict) -> str:
     """The tables and notes of a run as Markdown."""
+    if "triton" in results:
+        return _compiled_by_triton(results)
+    if "cuda" in results:
+        return _compiled_by_nvcc(results)
     text = io.StringIO()
     console = Console(file=text, width=240, color_system=None)
     for table in tables(results["rows"]):
@@ -206,6 +214,39 @@ def markdown(results: dict) -> str:
         found.append(line)
     notes_list = "\n".join(f"* {line}" for line in notes(results))
     return re.sub(r"[ ]{2,}", " ", "\n".join(found)) + f"\n\n{notes_list}\n"
+
+
+def _compiled_by_triton(results: dict) -> str:
+    """What tests/triton_report.py found, a line for each kernel and class of the table."""
+    by_class: dict[tuple, dict] = {}
+    for row in results["rows"]:
+        by_class.setdefault((row["kind"], row["width"], row["kernel"]), {})[row["architecture"], row["stacked"]] = row
+    architectures = sorted({row["architecture"] for row in results["rows"]})
+    names = [f"sm_{architecture}" for architecture in architectures]
+    found = [f"| kernel | dtype, head width up to | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    for (kind, width, kernel), rows in by_class.items():
+        cells = [_compiled_cell(rows[architecture, False], rows[architecture, True]) for architecture in architectures]
+        found.append(f"| {kernel} | {kind}, {width} | {' | '.join(cells)} |")
+    return "\n".join(found) + f"\n\nTriton {results['triton']}.\n"
+
+
+def _compiled_cell(plain: dict, stacked: dict) -> str:
+    tile = f"{plain['BM']} x {plain['BN']}, {plain['num_warps']} warps"
+    kilobytes = max(plain["shared_memory"], stacked["shared_memory"]) / 1024
+    return f"{tile}: {plain['spills']}, {stacked['spills']}; {kilobytes:.0f} KB"
+
+
+def _compiled_by_nvcc(results: dict) -> str:
+    """What tests/ptxas_report.py found, a line for each kernel."""
+    by_kernel: dict[tuple, dict] = {}
+    for row in results["rows"]:
+        by_kernel.setdefault((row["kernel"], row["dtype"], row["width"], row["threads"]), {})[row["architecture"]] = row
+    names = sorted({row["architecture"] for row in results["rows"]}, key=lambda name: int(re.sub(r"\D", "", name)))
+    found = [f"| kernel | dtype, head width | threads | {' | '.join(names)} |", f"|---|---|---|{'---|' * len(names)}"]
+    for (kernel, dtype, width, threads), rows in by_kernel.items():
+        cells = [f"{rows[name]['registers']}, {rows[name]['spilled']}" for name in names]
+        found.append(f"| {kernel} | {dtype}, {width} | {threads} | {' | '.join(cells)} |")
+    return "\n".join(found) + "\n"
 
 
 def main(arguments: list[str]) -> int:

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from importlib import metadata, util
 from pathlib import Path
@@ -96,6 +97,17 @@ def cuda_decision(
     if asked:
         raise ValueError(f"{asked}, but {' and '.join(missing)}; FORCE_CUDA=0 builds without CUDA")
     return Decision(False, " and ".join(missing))
+
+
+def cuda_home(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The CUDA toolkit that the nvcc on PATH belongs to, also where that is a link or a script; None if unknown."""
+    nvcc = shutil.which("nvcc", path=environ.get("PATH"))
+    if nvcc is None:
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cu") as source:  # it says where it lives before it would compile
+        said = subprocess.run([nvcc, "--dryrun", source.name], capture_output=True, text=True).stderr
+    found = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
+    return str(Path(found[1].strip()).resolve()) if found else None
 
 
 def max_jobs(cores: int, free_bytes: int | None) -> int:

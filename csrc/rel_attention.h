@@ -38,8 +38,8 @@ struct RelAttention {
   const int32_t* row_position;  // (B, L), position of row_order's rows
 
   double dropout_p;
-  uint32_t dropout_threshold;  // words below it are dropped
-  uint64_t seed, offset;
+  uint32_t dropout_threshold;    // words below it are dropped
+  const int64_t* dropout_state;  // seed and offset, where the tensors are
 
   Tensor4 out;  // storage
   void* lse;    // work, (B, H, L) contiguous

@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+import cuda_on_host
 import xlnet_kernels as xk
 
+cuda_on_host.install()
 READY = [name for name, state in xk.backends().items() if state.available]
-MODULES = {name: import_module(f"xlnet_kernels.backends.{name}") for name in READY}
-# Those that tests on CPU tensors can afford: Triton's interpreter runs in tests of the operator alone.
-BACKENDS = [name for name in READY if name != "triton" and MODULES[name].DEVICE in (None, "cpu")]
+MODULES = {name: import_module("xlnet_kernels.backends")._BACKENDS[name] for name in READY}
+INTERPRETED = [name for name in READY if getattr(MODULES[name], "INTERPRETED", False)]  # asked for less: it is slow
+# Those that tests on CPU tensors can afford: what is interpreted runs in tests of the operator alone.
+BACKENDS = [name for name in READY if name not in INTERPRETED and MODULES[name].DEVICE in (None, "cpu")]
 COMPILED = [name for name in BACKENDS if name != "reference"]  # empty: pytest skips what is parametrised over it
 GPU_BACKENDS = [name for name in READY if MODULES[name].DEVICE == "cuda"]  # best first
-INTERPRETED = [name for name in READY if name == "triton" and MODULES[name].INTERPRETED]  # asked for less: it is slow
 MASKS = (None, "order", "causal", "window", "padding", "ranks", "dense")
 
 
@@ -51,6 +53,9 @@ class Problem:
             device = MODULES[backend].DEVICE or "cpu"
             if self.dtype not in (MODULES[backend].DTYPES or (self.dtype,)):
                 pytest.skip(f"{backend} does not serve {self.dtype} here")
+            most = MODULES[backend].max_width(self.dtype)
+            if most is not None and self.leaves["query"].shape[-1] > most:
+                pytest.skip(f"{backend} serves head widths up to {most}")
         return tuple(result.cpu() for result in self.run(backend, device, **options))
 
     def run(self, backend: str | None, device: str, **options):

@@ -155,3 +155,14 @@ def test_build_record_survives_a_broken_file(tmp_path):
     assert _extension.build_record(tmp_path) == {}
     (tmp_path / "_build_info.json").write_text("{broken")
     assert _extension.build_record(tmp_path) == {}
+
+
+def test_cuda_home_is_that_of_a_compiler_behind_a_script(tmp_path):
+    home = tmp_path / "cuda"
+    (tmp_path / "nvcc").write_text(f"#!/bin/sh\necho '#$ TOP={home}/bin/..' >&2\n")
+    (tmp_path / "nvcc").chmod(0o755)
+    (home / "bin").mkdir(parents=True)
+    assert decide.cuda_home({"PATH": str(tmp_path)}) == str(home)
+    (tmp_path / "nvcc").write_text("#!/bin/sh\necho something else >&2\n")
+    assert decide.cuda_home({"PATH": str(tmp_path)}) is None
+    assert decide.cuda_home({"PATH": str(home)}) is None

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import doctest
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
 
 import xlnet_kernels as xk
 
-MODULES = [
-    "attention",
-    "backends",
-    "functional",
-    "masks",
-    "model.config",
-    "model.encoder",
-    "model.generation",
-    "model.heads",
-    "model.sampling",
-    "positions",
-    "segments",
-]
+FOLDER = Path(xk.__file__).parent
+FILES = sorted(path.relative_to(FOLDER).with_suffix("") for path in FOLDER.rglob("*.py") if ">>> " in path.read_text())
+MODULES = [".".join(path.parts).removesuffix(".__init__") for path in FILES]
 
 
 @pytest.mark.parametrize("name", MODULES)

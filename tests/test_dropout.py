@@ -86,7 +86,7 @@ def test_equals_the_formula_with_the_rebuilt_mask(backend, p):
 @pytest.mark.parametrize("backend", [name for name in READY if name != "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_backend_drops_the_same_elements(backend, dtype, monkeypatch):
-    problem = make(length=70, mem=65, mask="order", dtype=dtype).with_options(dropout_p=0.3)
+    problem = make(1, 2, 66, mem=65, mask="order", dtype=dtype).with_options(dropout_p=0.3)
     state = dropout.new_state(torch.device("cpu"))
     monkeypatch.setattr(dropout, "new_state", lambda device: state.to(device))
     results = [problem.results(name) for name in ("reference", backend)]

@@ -107,11 +107,14 @@ def steps_of(monkeypatch, tmp_path, **replaced):
     def test(self):
         self.record["tests"] = tests
 
+    def sanitize(self):
+        self.record["sanitizer"] = {"memcheck": "clean", "racecheck": "stopped"}
+
     def measure(self):
         self.file("-attn.json").write_text(json.dumps({"rows": rows()}))
         self.record["benchmark"] = {"finished": True}
 
-    steps = {"build": build, "test": test, "measure": measure} | replaced
+    steps = {"build": build, "test": test, "sanitize": sanitize, "measure": measure} | replaced
     for name, step in steps.items():
         step.__name__ = name
         monkeypatch.setattr(gpu_check.Check, name, step)
@@ -147,6 +150,7 @@ def test_the_table_comes_last(monkeypatch, tmp_path, capsys):
     (line,) = (line for line in shown.splitlines() if line.split()[:1] == ["512"])
     assert line.split() == ["512", "1.50", "2.00", "10.00", "-", "-", "-"]
     assert "1.21 x the content stream" in shown and "xlnet_kernels triton needs 2.50 GB" in shown
+    assert shown.splitlines()[-4:-2] == ["memcheck: clean", "racecheck: stopped"]
     assert shown.splitlines()[-2:][0] == "tests: 3 passed, 0 failed, 1 skipped"
     assert "build: pip" in shown.splitlines()[-1]
 
@@ -154,6 +158,10 @@ def test_the_table_comes_last(monkeypatch, tmp_path, capsys):
 def failing_tests(self):
     failure = {"test": "tests/test_gpu.py::test_it", "outcome": "failed", "reason": "off by one"}
     self.record["tests"] = {"passed": 3, "failed": 1, "skipped": 0, "failures": [failure], "finished": True}
+
+
+def errors_in_memory(self):
+    self.record["sanitizer"] = {"memcheck": "errors"}
 
 
 def stopped(self):
@@ -168,6 +176,7 @@ def failing_build(self):
     "step, replacement, status, text",
     [
         ("test", failing_tests, 1, "FAILED tests/test_gpu.py::test_it: off by one"),
+        ("sanitize", errors_in_memory, 1, "memcheck: errors"),
         ("build", failing_build, 1, "build: failed"),
         ("build", stopped, 130, "build: not reached"),
         ("measure", stopped, 130, "tests: 3 passed"),
@@ -177,6 +186,19 @@ def test_what_went_wrong_shows_in_status_and_table(monkeypatch, tmp_path, capsys
     found, record = steps_of(monkeypatch, tmp_path, **{step: replacement})
     assert found == status and text in capsys.readouterr().out
     assert record["complete"] == (status == 1)
+
+
+@pytest.mark.parametrize("exit_status, said", [(0, "clean"), (9, "errors"), (3, "exit status 3")])
+def test_what_the_sanitizer_says(monkeypatch, tmp_path, exit_status, said):
+    import gpu_check
+
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f"#!/bin/sh\nexit {exit_status}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda name: str(program))
+    check = gpu_check.Check(tmp_path, "GPU")
+    check.sanitize()
+    assert check.record["sanitizer"] == {"memcheck": said, "racecheck": said}
 
 
 def test_the_benchmark_needs_no_rich(tmp_path):

@@ -24,7 +24,14 @@ from xlnet_kernels.backends.triton import shift, tuning  # noqa: E402
 
 DEVICE = MODULES["triton"].DEVICE
 interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="asks what Triton's interpreter does; this is a GPU")
-TILES = {"BM=BN": (32, 32), "BM=2BN": (64, 32), "BM<BN": (32, 64)}
+# (BM, BN, BC, KEEP) like those of the table, with chunks that are narrower than WIDTH
+TILES = {
+    "BM=2BN-kept": (64, 32, 16, True),
+    "BM=2BN": (64, 32, 16, False),
+    "BM=BN": (32, 32, 16, False),
+    "BM<BN": (16, 32, 16, False),
+}
+WIDTH = 24
 PROBLEMS = {
     "order": dict(length=75, mask="order"),
     "memory-in-the-middle-of-a-tile": dict(length=70, mem=37, mask="ranks"),
@@ -35,15 +42,46 @@ PROBLEMS = {
 }
 
 
-def use_tiles(monkeypatch, BM: int, BN: int) -> None:
-    monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Config(BM, BN, 4, 1))
+def use_tiles(monkeypatch, BM: int, BN: int, BC: int = 16, KEEP: bool = True) -> None:
+    monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Config(BM, BN, BC, KEEP, 4, 1))
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
-@pytest.mark.parametrize("tiles", TILES)
+def test_tiles_are_those_of_the_table():
+    """Every tile shape and KEEP in it is tested here, or in test_operator.py as what the interpreter is given."""
+    tested = {(BM, BN, KEEP) for BM, BN, _, KEEP in TILES.values()} | {(64, 64, True)}
+    assert {(BM, BN, KEEP) for entry in tuning.TABLE.values() for BM, BN, _, KEEP, _, _ in entry} == tested
+
+
+@pytest.mark.parametrize(
+    "tiles, problem",
+    [(tiles, problem) for tiles in TILES for problem in (PROBLEMS if TILES[tiles][3] else list(PROBLEMS)[1::2])],
+)
 def test_any_tile_shape(monkeypatch, tiles, problem):
     use_tiles(monkeypatch, *TILES[tiles])
-    assert_right(make(1, 1, **PROBLEMS[problem]), "triton")
+    assert_right(make(1, 1, width=WIDTH, **PROBLEMS[problem]), "triton")
+
+
+@pytest.mark.parametrize(
+    "capability, family", [((8, 0), 80), ((8, 9), 80), ((9, 0), 90), ((10, 0), 90), ((12, 0), 80), ((13, 0), 80)]
+)
+def test_gpus_that_are_not_in_the_table_have_a_family(capability, family):
+    assert tuning.family(capability) == family
+
+
+def test_the_table_serves_every_width_and_dtype():
+    for capability in ((8, 6), (9, 0), (12, 0)):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            for width in (1, 16, 64, 65, 80, 129, 256):
+                for kernel in tuning.KERNELS:
+                    config = tuning.choose(kernel, dtype, width, capability)
+                    assert config.BM <= 2 * config.BN and config.BN >= 32  # what the kernels can do
+                    assert 16 <= config.BC < max(17, 2 * width)
+
+
+def test_a_family_without_an_entry_of_its_own_takes_the_lower_one():
+    assert (90, "float32", 64) not in tuning.TABLE
+    for kernel in tuning.KERNELS:
+        assert tuning.choose(kernel, torch.float32, 64, (9, 0)) == tuning.choose(kernel, torch.float32, 64, (8, 0))
 
 
 @pytest.mark.parametrize("problem", ["order", "rows-in-any-order", "rows-far-apart"])

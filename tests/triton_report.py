@@ -1,7 +1,8 @@
-"""Compiles the Triton kernels without a GPU and prints what came out, one JSON object a line.
+"""Compiles the Triton kernels without a GPU and tells what came out.
 
-    python tests/triton_report.py [--width 64] 80 90 100
+    python tests/triton_report.py 80 90 100 --output benchmarks/results/triton-compiled.json
 
+compiles every configuration of the table for these architectures; without --output it prints one JSON object a line.
 Runs in a process of its own: within the tests Triton interprets.
 """
 
@@ -30,7 +31,10 @@ TYPES = {
     torch.int32: "*i32",
     torch.uint8: "*u8",
 }
-MATRIX_INSTRUCTIONS = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+DTYPES = {"16-bit": torch.bfloat16, "float32": torch.float32}
+CLASSES = sorted({(kind, width) for _, kind, width in tuning.TABLE})
+# Tensor cores by one warp, by four (sm_90), by one thread (sm_100); and multiply-add without them.
+PRODUCTS = ("HMMA", "HGMMA", "UTCHMMA", "FFMA")
 
 
 def inputs(width: int, dtype: torch.dtype, stacked: bool) -> list:
@@ -54,12 +58,16 @@ def inputs(width: int, dtype: torch.dtype, stacked: bool) -> list:
     ]  # fmt: skip
 
 
-def launches(width: int, dtype: torch.dtype, stacked: bool) -> list[tuple]:
-    """What a forward and a backward pass launch: (kernel, configuration, arguments)."""
-    found = []
-    launch.Call.launch = lambda self, kernel, grid, config, **arguments: found.append(
-        (kernel, config, self.arguments | arguments | {"BM": config.BM, "BN": config.BN})
-    )
+def launches(width: int, dtype: torch.dtype, stacked: bool, capability: tuple[int, int]) -> dict[str, tuple]:
+    """What a forward and a backward pass launch: kernel's name in the table -> (kernel, configuration, arguments)."""
+    found = {}
+
+    def record(self, kernel, grid, config, **arguments):
+        name = kernel.__name__.removesuffix("_kernel")
+        found[name] = (kernel, config, self.arguments | arguments | config._asdict())
+
+    launch.Call.launch = record
+    launch.Call.config = lambda self, kernel: tuning.choose(kernel, dtype, width, capability)
     call = inputs(width, dtype, stacked)
     out, lse = launch.forward(*call)
     launch.backward(torch.zeros_like(out), None, out, lse, [True] * 10, *call)
@@ -89,33 +97,62 @@ def compile_for(architecture: int, kernel, config: tuning.Config, arguments: dic
     )
 
 
-def describe(compiled, architecture: int) -> dict:
+def describe(compiled) -> dict:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        sass = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+        sass, usage = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-sass", "-res-usage")
+        )
     code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z0-9_]+)", sass, re.M)
     return {
         "instructions": len(code),
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "spills": sum(name in ("LDL", "STL") for name in code),
-        "matrix_instructions": code.count(MATRIX_INSTRUCTIONS[architecture]),
         "shared_memory": compiled.metadata.shared,
+        "products": {name: code.count(name) for name in PRODUCTS if name in code},
     }
+
+
+def cases(architectures: list[int], sample: bool) -> list[tuple]:
+    """(architecture, kind, width, kernel, stacked) of everything, or of each kernel and class on one architecture."""
+    every = [
+        (architecture, kind, width, kernel, stacked)
+        for stacked in (False, True)
+        for architecture in architectures
+        for kind, width in CLASSES
+        for kernel in tuning.KERNELS
+    ]
+    if not sample:
+        return every
+    return [
+        (architectures[(index + turn) % len(architectures)], *of, kernel, False)
+        for index, of in enumerate(CLASSES)
+        for turn, kernel in enumerate(tuning.KERNELS)
+    ]
+
+
+def report(architecture: int, kind: str, width: int, kernel: str, stacked: bool) -> dict:
+    dtype = DTYPES[kind]
+    chosen = launches(width, dtype, stacked, divmod(architecture, 10))[kernel]
+    case = {"architecture": architecture, "kernel": kernel, "kind": kind, "width": width, "stacked": stacked}
+    return case | chosen[1]._asdict() | describe(compile_for(architecture, *chosen))
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", type=int, nargs="+")
-    parser.add_argument("--width", type=int, help="only this class of the table, in bfloat16; default: all")
+    parser.add_argument("--sample", action="store_true", help="each kernel and class on one of the architectures")
+    parser.add_argument("--output", type=Path, help="write all of it into this file")
     options = parser.parse_args()
-    classes = [(options.width, torch.bfloat16)] if options.width else tuning.CLASSES
-    for architecture in options.architectures:
-        for width, dtype in classes:
-            for stacked in (False, True):
-                for kernel, config, arguments in launches(width, dtype, stacked):
-                    record = describe(compile_for(architecture, kernel, config, arguments), architecture)
-                    name = kernel.__name__.removesuffix("_kernel")
-                    case = {"architecture": architecture, "kernel": name, "width": width, "dtype": str(dtype)[6:]}
-                    print(json.dumps(case | {"stacked": stacked} | record), flush=True)
+    rows = []
+    for case in cases(options.architectures, options.sample):
+        rows.append(report(*case))
+        if options.output is None:
+            print(json.dumps(rows[-1]), flush=True)
+        else:
+            lines = ",\n".join(json.dumps(row) for row in rows)
+            options.output.write_text(f'{{"triton": "{triton.__version__}", "rows": [\n{lines}\n]}}\n')

@@ -1,5 +1,6 @@
 """Fused two-stream relative attention (Transformer-XL, XLNet) for PyTorch."""
 
+from . import integrations
 from ._version import __version__
 from .attention import TwoStreamAttention
 from .backends import Available, Unavailable, backends
@@ -36,6 +37,7 @@ __all__ = [
     "XLNetModel",
     "__version__",
     "backends",
+    "integrations",
     "rel_attention",
     "relative_positions",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -109,7 +111,11 @@ class TwoStreamAttention(nn.Module):
                 f"with {sorted(state) or 'none'}"
             )
         q = state["q"]
-        copy = cls(*q.shape, module.dropout.p, module.layer_norm.eps, backend, device=q.device, dtype=q.dtype)
+        given: Any = module
+        d_model, n_head, d_head = q.shape
+        copy = cls(
+            d_model, n_head, d_head, given.dropout.p, given.layer_norm.eps, backend, device=q.device, dtype=q.dtype
+        )
         missing = copy.state_dict().keys() ^ state.keys()
         if missing:
             raise ValueError(f"module must have the parameters of XLNetRelativeAttention, differs in {sorted(missing)}")
@@ -171,7 +177,8 @@ class TwoStreamAttention(nn.Module):
         if g is None:
             return out, None
         # "unsafe" only says that both halves may be changed in place: nobody else holds `out`.
-        return tuple(torch.unsafe_split_with_sizes(out, [length, g.shape[1]], 1))
+        content, predicted = torch.unsafe_split_with_sizes(out, [length, g.shape[1]], 1)
+        return content, predicted
 
     def project(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, each (B, H, L, D), of hidden states (B, L, d_model)."""
@@ -214,27 +221,39 @@ class TwoStreamAttention(nn.Module):
         if mapping is not None:
             length = mapping.shape[2]
             query = torch.cat([query[:, :, :length], mapping.mT[:, None] @ query[:, :, length:]], 2)
-        segments = None if segment_rows is None else Segments(*segment_rows, self.seg_embed, self.r_s_bias)
-        options = dict(
+        out, weights = self._attention(
+            query,
+            *key_value,
+            rel_key,
+            memory=memory,
+            need_weights=need_weights,
             content_bias=self.r_w_bias,
             position_bias=self.r_r_bias,
-            segments=segments,
+            segments=None if segment_rows is None else Segments(*segment_rows, self.seg_embed, self.r_s_bias),
             mask=mask,
             query_positions=positions,
             dropout_p=self.dropout.p if self.training else 0.0,
         )
-        weights = None
-        if need_weights:
-            out, weights = _attention_and_map(query, *key_value, rel_key, memory=memory, **options)
-        else:
-            out = rel_attention(query, *key_value, rel_key, memory=memory, backend=self.backend, **options)
         if mapping is not None:
             out = torch.cat([out[:, :, :length], mapping[:, None] @ out[:, :, length:]], 2)
-        out = F.linear(out.transpose(1, 2).flatten(2), self.o.flatten(1))
+        # The cast is for transformers' modules (integrations/xlnet.py), whose bare parameters may have another dtype.
+        out = F.linear(out.transpose(1, 2).flatten(2), self.o.flatten(1).to(out.dtype))
         return self.layer_norm(self.dropout(out) + rows), weights
+
+    def _attention(
+        self, query: Tensor, key: Tensor, value: Tensor, rel_key: Tensor, *, need_weights: bool, **options
+    ) -> tuple[Tensor, Tensor | None]:
+        """The operator, or where the map is wanted too, the reference."""
+        if need_weights:
+            return _attention_and_map(query, key, value, rel_key, **options)
+        return rel_attention(query, key, value, rel_key, backend=self.backend, **options), None
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, n_head={self.n_head}, d_head={self.d_head}, backend={self.backend!r}"
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by torch.jit.script, for modules inside other modules too."""
+        raise RuntimeError(f"{type(self).__name__} cannot be scripted: use torch.compile or torch.export")
 
     def _heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """(..., L, d_model) -> (..., H, L, D) as one matrix product; the transposition is a view."""

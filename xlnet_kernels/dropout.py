@@ -37,8 +37,8 @@ def keep_mask(state: Tensor, batch: int, heads: int, length: int, keys: int, dro
     shape = (batch * heads, length, first.numel())
     words = philox([first.expand(shape), row.expand(shape), head.expand(shape), (offset & _LOW).expand(shape)], key)
     # (..., groups of 16 counters, 4 words, 16 columns)
-    words = torch.stack([word.unflatten(-1, (-1, 16)) for word in words], -2).flatten(-3)
-    return (words[..., :keys] >= threshold(dropout_p)).view(batch, heads, length, keys)
+    drawn = torch.stack([word.unflatten(-1, (-1, 16)) for word in words], -2).flatten(-3)
+    return (drawn[..., :keys] >= threshold(dropout_p)).view(batch, heads, length, keys)
 
 
 def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:

@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import math
+from typing import Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from . import dropout
-from ._checks import check_range
+from ._checks import check_range, is_integer
 from .backends import choose
 from .masks import RankMask
 from .segments import Segments
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
+
+
+# fmt: off
+@overload
+def rel_attention(
+    query: Tensor, key: Tensor, value: Tensor, rel_key: Tensor, *, content_bias: Tensor | None = ...,
+    position_bias: Tensor | None = ..., segments: Segments | None = ..., mask: RankMask | Tensor | None = ...,
+    query_positions: Tensor | None = ..., max_distance: int | None = ..., memory: tuple[Tensor, Tensor] | None = ...,
+    dropout_p: float = ..., scale: float | None = ..., return_lse: Literal[False] = ...,
+    deterministic: bool | None = ..., backend: str | None = ...,
+) -> Tensor: ...
+@overload
+def rel_attention(
+    query: Tensor, key: Tensor, value: Tensor, rel_key: Tensor, *, content_bias: Tensor | None = ...,
+    position_bias: Tensor | None = ..., segments: Segments | None = ..., mask: RankMask | Tensor | None = ...,
+    query_positions: Tensor | None = ..., max_distance: int | None = ..., memory: tuple[Tensor, Tensor] | None = ...,
+    dropout_p: float = ..., scale: float | None = ..., return_lse: Literal[True],
+    deterministic: bool | None = ..., backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 def rel_attention(
@@ -84,15 +106,14 @@ def rel_attention(
         raise ValueError(f"memory must be a pair (mem_key, mem_value), got {type(memory).__name__}")
     if isinstance(query, Tensor) and autocasts(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value, rel_key, content_bias, position_bias = (
-            _cast(tensor, dtype) for tensor in (query, key, value, rel_key, content_bias, position_bias)
-        )
+        query, key, value, rel_key = (_cast(tensor, dtype) for tensor in (query, key, value, rel_key))
+        content_bias, position_bias = (_cast(tensor, dtype) for tensor in (content_bias, position_bias))
         if segments is not None:
             segments = Segments(
                 segments.query_ids, segments.key_ids, _cast(segments.embed, dtype), _cast(segments.bias, dtype)
             )
         if memory is not None:
-            memory = tuple(_cast(tensor, dtype) for tensor in memory)
+            memory = (_cast(memory[0], dtype), _cast(memory[1], dtype))
 
     batch, heads, length, width = _check_rank("query", query, 4)
     if query.dtype not in _DTYPES:
@@ -107,7 +128,7 @@ def rel_attention(
         mem_len = _check_rank("memory[0]", memory[0], 4)[2]
         for index in (0, 1):
             _check(f"memory[{index}]", memory[index], query, (batch, heads, mem_len, width))
-        memory = tuple(memory)
+        memory = (memory[0], memory[1])
     max_distance = _check_positions(query, key_len, mem_len, rel_key, max_distance, query_positions)
     for name, bias in (("content_bias", content_bias), ("position_bias", position_bias)):
         if bias is not None:
@@ -152,10 +173,11 @@ def autocasts(device_type: str) -> bool:
     return device_type in ("cpu", "cuda", "mps", "xpu") and torch.is_autocast_enabled(device_type)
 
 
-def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _cast(tensor: MaybeTensor, dtype: torch.dtype) -> MaybeTensor:
     """What autocast does: floating tensors but float64 go to `dtype`."""
-    castable = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.to(dtype) if castable else tensor
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
 
 
 def _check_rank(name: str, tensor: Tensor, rank: int) -> torch.Size:
@@ -207,7 +229,7 @@ def _check_positions(
         check_range("query_positions", query_positions, 0, key_len)
     if max_distance is None:
         max_distance = mem_len + key_len
-    elif not isinstance(max_distance, int) or max_distance < mem_len + key_len - 1:
+    elif not is_integer(max_distance) or max_distance < mem_len + key_len - 1:
         raise ValueError(
             f"max_distance must be an integer of at least M + K - 1 = {mem_len + key_len - 1}, got {max_distance!r}"
         )

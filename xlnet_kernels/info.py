@@ -40,7 +40,8 @@ def cuda_devices() -> list[str]:
 def compiled() -> dict | None:
     """What the loaded extension says of its own build; None without one."""
     names = ("torch_version", "compiler", "cpp_standard", "cpu_instruction_set", "cuda_version", "cuda_architectures")
-    return _extension.module and {name: getattr(_extension.module, name) for name in names}
+    module = _extension.module
+    return None if module is None else {name: getattr(module, name) for name in names}
 
 
 def collect() -> dict:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._checks import check_matrix
+from ._checks import check_matrix, is_integer
+from ._pytree import register
 
 LOWEST = torch.iinfo(torch.int32).min  # rank of a key that every query sees
 HIGHEST = torch.iinfo(torch.int32).max  # rank of a key that no query sees
 
 
+@register
 @dataclass(frozen=True, eq=False)
 class RankMask:
     """Query i sees key j iff ``query_floor[i] <= key_rank[j] < query_rank[i]``, or j is its own key and it sees itself.
@@ -142,15 +144,33 @@ class RankMask:
     def rows(self, positions: Tensor) -> RankMask:
         """The mask of the query rows at `positions` (B, N), in that order."""
         mask, index = self.expand(positions.shape[0]), positions.long()
-        return mask._map(lambda values: values if values is mask.key_rank else values.gather(1, index))
+        return mask._map_rows(lambda values: values.gather(1, index))
+
+    def rows_from(self, first: int) -> RankMask:
+        """The mask of the query rows from number `first` on."""
+        return self._map_rows(lambda values: values[:, first:])
 
     def to(self, device: torch.device | str) -> RankMask:
         """The same mask on `device`."""
         return self._map(lambda values: values.to(device))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> RankMask:
-        fields = (self.query_rank, self.key_rank, self.query_floor, self.sees_self)
-        return RankMask(*(change(field) if isinstance(field, Tensor) else field for field in fields))
+        floor, own = self.query_floor, self.sees_self
+        return RankMask(
+            change(self.query_rank),
+            change(self.key_rank),
+            None if floor is None else change(floor),
+            change(own) if isinstance(own, Tensor) else own,
+        )
+
+    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> RankMask:
+        floor, sees_self = self.query_floor, self.sees_self
+        return RankMask(
+            change(self.query_rank),
+            self.key_rank,
+            None if floor is None else change(floor),
+            change(sees_self) if isinstance(sees_self, Tensor) else sees_self,
+        )
 
     def for_stream(self, stream: str) -> RankMask:
         """The same ranks as the "content" stream (which sees itself too) or the "query" stream (which does not)."""
@@ -207,7 +227,7 @@ def _check_flags(name: str, flags: Tensor, shape: tuple[int, ...] | None = None)
 
 
 def _check_count(name: str, count: int, least: int) -> None:
-    if not isinstance(count, int) or count < least:
+    if not is_integer(count) or count < least:
         raise ValueError(f"RankMask: {name} must be an integer of at least {least}, got {count!r}")
 
 

@@ -1,7 +1,8 @@
 """The operator as torch sees it: schema, shapes without data (fake), gradients.
 
 Every compiled backend has a pair of operators, forward and backward, with the same schema; `define` makes them.
-"rel_attention" is implemented in csrc/register.cpp for the CPU, "rel_attention_triton" in backends/triton.
+"rel_attention" is implemented in csrc/register.cpp for the CPU and csrc/cuda/register.cpp for CUDA,
+"rel_attention_triton" in backends/triton.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ def define(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     backward_op = getattr(torch.ops.xlnet_kernels, f"{name}_backward")
 
     def differentiate(ctx, grad_out, grad_lse):
+        if any(torch._C._functorch.is_legacy_batchedtensor(x) for x in (grad_out, grad_lse) if x is not None):
+            raise RuntimeError(
+                "rel_attention: its kernels take no batch of gradients (is_grads_batched, vectorize), "
+                'backend="reference" does'
+            )
         *tensors, out, lse = ctx.saved_tensors
         needs = [bool(need) for need in ctx.needs_input_grad[:DIFFERENTIABLE]]
         rest = [None] * (len(ctx.needs_input_grad) - DIFFERENTIABLE)
@@ -129,3 +135,6 @@ def _setup_context(ctx, inputs, output):
 
 def _no_second_derivatives(ctx, *_gradients):
     raise RuntimeError('rel_attention: its kernels have no second derivatives, backend="reference" has')
+
+
+rel_attention = define("rel_attention")

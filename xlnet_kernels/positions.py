@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ._checks import readable, transformed
+
 
 def relative_positions(
     key_len: int,
@@ -47,7 +49,7 @@ def relative_positions(
     if key_len < 0 or query_len < 0:
         raise ValueError(f"key_len and query_len must not be negative, got {key_len} and {query_len}")
     last = -query_len if attn_type == "bi" else -1
-    distance = torch.arange(key_len, last, -1.0, dtype=torch.float64, device=device)
+    distance = torch.arange(key_len, last, -1, device=device).double()
 
     def encode(distance: Tensor) -> Tensor:
         if clamp_len > 0:
@@ -67,8 +69,8 @@ def relative_positions(
 
 def kept_positions(h: Tensor, key_len: int, query_len: int, d_model: int, **options) -> Tensor:
     """`relative_positions` of h's dtype and device, computed once for the layers and steps that ask for the same."""
-    # Under a compiler or a fake mode the result is no tensor that later calls could use.
-    plain = type(h) is Tensor and not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
+    # Under a compiler, a fake mode or a transform the result is no tensor that later calls could use.
+    plain = readable(h) and not transformed() and _get_current_dispatch_mode() is None
     compute = _kept if plain else relative_positions
     return compute(key_len, query_len, d_model, dtype=h.dtype, device=h.device, **options)
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from ._checks import check_matrix, check_range
+from ._pytree import register
 
 
+@register
 @dataclass(frozen=True, eq=False)
 class Segments:
     """Adds ``(query_i + bias) . embed[query_ids[i] != key_ids[j]]`` to the score (Yang et al. 2019, section 2.5).
@@ -22,6 +24,12 @@ class Segments:
 
     Raises:
         ValueError: the ids are not 2-dimensional tensors of integers that fit int32, of one batch size.
+
+    >>> ids = torch.tensor([[0, 0, 1, 1, 2]])
+    >>> segments = Segments(ids, ids, embed=torch.randn(2, 4, 8), bias=torch.randn(4, 8))
+    >>> query = key = value = torch.randn(1, 4, 5, 8)
+    >>> rel_attention(query, key, value, torch.randn(4, 10, 8), segments=segments).shape
+    torch.Size([1, 4, 5, 8])
     """
 
     query_ids: Tensor

@@ -1,21 +1,23 @@
 """The implementations of the operator.
 
-Each is a module with `DEVICE`, `DTYPES` and `MAX_WIDTH` (the device type, the dtypes and the largest head width it
-serves, None for all), `unavailable()` (why it cannot be used on this machine, or None) and `rel_attention` with the
-reference's signature. To add one: write that module and name it here.
+Each is a module with `DEVICE` and `DTYPES` (the device type and the dtypes it serves, None for all), `max_width(dtype)`
+(the largest head width, None for all), `unavailable()` (why it cannot be used on this machine, or None) and
+`rel_attention` with the reference's signature. To add one: write that module and name it here.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 
 import torch
-from torch.autograd import forward_ad
 
-from . import cpu, reference, triton
+from .._checks import transformed
+from . import cpu, cuda, reference, triton
 
-_BACKENDS = {"cpu": cpu, "triton": triton, "reference": reference}  # best first
-_PLANNED = {"cuda": "not in this version"}
+_LOGGER = logging.getLogger("xlnet_kernels")
+_BACKENDS = {"cpu": cpu, "cuda": cuda, "triton": triton, "reference": reference}  # best first
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def backends() -> dict[str, Available | Unavailable]:
     for name, backend in _BACKENDS.items():
         reason = backend.unavailable()
         found[name] = Available() if reason is None else Unavailable(reason)
-    return found | {name: Unavailable(reason) for name, reason in _PLANNED.items()}
+    return found
 
 
 def choose(name: str | None, device_type: str, dtype: torch.dtype, width: int):
@@ -62,13 +64,30 @@ def choose(name: str | None, device_type: str, dtype: torch.dtype, width: int):
         RuntimeError: the backend asked for by name cannot serve the call.
     """
     if name is None:
-        return next(backend for backend in _BACKENDS.values() if _refusal(backend, device_type, dtype, width) is None)
-    if not isinstance(name, str) or name not in [*_BACKENDS, *_PLANNED]:
-        raise ValueError(f"backend must be None or one of {[*_BACKENDS, *_PLANNED]}, got {name!r}")
-    reason = _PLANNED[name] if name in _PLANNED else _refusal(_BACKENDS[name], device_type, dtype, width)
+        found = next(b for b in _BACKENDS.values() if _refusal(b, device_type, dtype, width) is None)
+        if found is reference and not torch.compiler.is_compiling() and not transformed():
+            _explain(device_type, dtype, width)
+        return found
+    if not isinstance(name, str) or name not in _BACKENDS:
+        raise ValueError(f"backend must be None or one of {[*_BACKENDS]}, got {name!r}")
+    backend = _BACKENDS[name]
+    reason = backend.unavailable() or _refusal(backend, device_type, dtype, width)
     if reason is not None:
         raise RuntimeError(f'backend="{name}" is unavailable: {reason}')
-    return _BACKENDS[name]
+    return backend
+
+
+def _explain(device_type: str, dtype: torch.dtype, width: int) -> None:
+    """Logs why an automatic choice came down to the reference, which is slow and takes memory quadratic in length."""
+    served = {name: backend for name, backend in _BACKENDS.items() if backend.DEVICE == device_type}
+    reasons = "; ".join(f"{name}: {_refusal(backend, device_type, dtype, width)}" for name, backend in served.items())
+    if reasons:
+        _log_once(logging.INFO if device_type == "cpu" else logging.WARNING, device_type, reasons)
+
+
+@functools.cache
+def _log_once(level: int, device_type: str, reasons: str) -> None:
+    _LOGGER.log(level, "the reference backend serves tensors on %s, since no fused one can (%s)", device_type, reasons)
 
 
 def _refusal(backend, device_type: str, dtype: torch.dtype, width: int) -> str | None:
@@ -79,15 +98,12 @@ def _refusal(backend, device_type: str, dtype: torch.dtype, width: int) -> str |
         return f"it serves {backend.DEVICE} tensors, query is on {device_type}"
     if dtype not in backend.DTYPES:
         return f"it serves {', '.join(str(served) for served in backend.DTYPES)}, query is {dtype}"
-    if backend.MAX_WIDTH is not None and width > backend.MAX_WIDTH:
-        return f"it serves head widths up to {backend.MAX_WIDTH}, query has {width}"
-    if _transformed():
+    if transformed():
         return "torch.func transforms and forward-mode gradients need the reference"
-    return backend.unavailable()
-
-
-def _transformed() -> bool:
-    """Whether the call is inside grad, vmap or jvp of torch.func, or a dual level: registered kernels know none."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    reason = backend.unavailable()
+    if reason is not None:
+        return reason
+    most = backend.max_width(dtype)
+    if most is not None and width > most:
+        return f"it serves head widths up to {most}, query has {width}"
+    return None

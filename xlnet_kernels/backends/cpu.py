@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 
 from .. import _extension
-from ..ops import define
+from ..ops import rel_attention
 
-__all__ = ["DEVICE", "DTYPES", "MAX_WIDTH", "rel_attention", "unavailable"]
+__all__ = ["DEVICE", "DTYPES", "max_width", "rel_attention", "unavailable"]
 
 DEVICE = "cpu"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-MAX_WIDTH = None
 
-rel_attention = define("rel_attention")
+
+def max_width(dtype: torch.dtype) -> None:
+    """Any."""
 
 
 def unavailable() -> str | None:

@@ -17,7 +17,10 @@ from ..segments import Segments
 
 DEVICE = None  # any
 DTYPES = None  # any
-MAX_WIDTH = None  # any
+
+
+def max_width(dtype: torch.dtype) -> None:
+    """Any."""
 
 
 def unavailable() -> None:
@@ -121,7 +124,7 @@ def attention_map(
     lse = score.to(torch.promote_types(score.dtype, torch.float32)).logsumexp(-1)
     lse = lse.masked_fill(~sees_any[..., 0], -torch.inf)
 
-    if dropout_p > 0:
+    if dropout_state is not None:  # there is one where dropout_p > 0
         keep = keep_mask(dropout_state, batch, heads, length, keys, dropout_p)
         probability = probability * keep / (1 - dropout_p)
     return probability, lse

@@ -6,6 +6,7 @@ import json
 import pickle
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -49,8 +50,9 @@ class PretrainedModel(nn.Module):
             module.reset_parameters()
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=std)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
+            bias = getattr(module, "bias", None)
+            if isinstance(bias, Tensor):
+                nn.init.zeros_(bias)
 
     def init_head(self, device: torch.device | str | None = None) -> None:
         """Initialises what is not the encoder; `device` makes tensors of meta tensors."""
@@ -67,7 +69,7 @@ class PretrainedModel(nn.Module):
         """Training keeps the input of each layer and computes the layer again in the backward pass."""
         for module in self.modules():
             if hasattr(module, "gradient_checkpointing"):
-                module.gradient_checkpointing = enable
+                vars(module)["gradient_checkpointing"] = enable
 
     @classmethod
     def from_pretrained(
@@ -103,7 +105,8 @@ class PretrainedModel(nn.Module):
         config = XLNetConfig.from_file(folder) if config is None else config
         path, state = read_weights(folder)
         with torch.device("meta"):
-            model = cls(config, backend)
+            make: Any = cls  # the models, unlike this base class, take a backend
+            model = make(config, backend)
         state = _match(state, model, path, new_head)
         dtype = dtype or reduce(torch.promote_types, {x.dtype for x in state.values()})
         model.load_state_dict(state, strict=False, assign=True)
@@ -132,7 +135,7 @@ def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
         if index.exists():
             path = index
             names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            state = {}
+            state: dict[str, Tensor] = {}
             for shard in sorted(set(names.values())):
                 path = folder / Path(shard).name
                 state |= safetensors.torch.load_file(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,7 +39,9 @@ class Decoder:
             attn_type="bi" if ahead and config.attn_type == "bi" else "uni",
             clamp_len=config.clamp_len,
         )
-        self.rel_keys = [layer.rel_attn.project_positions(rel_pos).contiguous() for layer in model.layer]
+        layers: Any = model.layer
+        self.layers = layers
+        self.rel_keys = [layer.rel_attn.project_positions(rel_pos).contiguous() for layer in layers]
         # Zeros: what is not yet known has the weight 0, which must not meet a NaN.
         shape = (mask.key_rank.shape[0], config.n_head, length, config.d_head)
         self.cache = [[self.rel_keys[0].new_zeros(shape) for _ in range(2)] for _ in model.layer]
@@ -64,7 +68,7 @@ class Decoder:
             segment_rows = self.token_type_ids.gather(1, places), self.token_type_ids
         sequence, row = known.nonzero(as_tuple=True)
         place = positions[sequence, row]
-        for layer, cached, rel_key in zip(model.layer, self.cache, self.rel_keys, strict=True):
+        for layer, cached, rel_key in zip(self.layers, self.cache, self.rel_keys, strict=True):
             for kept, new in zip(cached, layer.rel_attn.project(rows[:, :count]), strict=True):
                 kept[sequence, :, place] = new[sequence, :, row]
             rows, _ = layer.rel_attn.attend(

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .._checks import readable
 from ..attention import TwoStreamAttention
 from ..masks import RankMask
 from ..positions import kept_positions
-from ..streams import stack_mask, stack_segments
 from .checkpoint import PretrainedModel
 from .config import ACTIVATIONS, XLNetConfig
 from .inputs import (
     check_length,
     check_mems,
-    check_tensor,
     check_words,
     find_mask,
     find_padding,
     find_targets,
-    hide_from_rows,
+    stack_rows,
 )
 from .memory import ProjectedMemory, keep
 from .outputs import XLNetOutput
@@ -67,18 +66,12 @@ class Shared:
         """For a last layer of which only the query rows are wanted: attention and feed-forward of N rows, not L + N."""
         length, mask, segment_rows = self.length, self.mask, self.segment_rows
         if isinstance(mask, RankMask):
-            floor, sees_self = mask.query_floor, mask.sees_self
-            mask = RankMask(
-                mask.query_rank[:, length:],
-                mask.key_rank,
-                None if floor is None else floor[:, length:],
-                sees_self if isinstance(sees_self, bool) else sees_self[:, length:],
-            )
+            mask = mask.rows_from(length)
         elif mask is not None:
             mask = mask[:, :, length:]
         if segment_rows is not None:
             segment_rows = (segment_rows[0][:, length:], segment_rows[1])
-        positions = self.positions[:, length:]
+        positions = None if self.positions is None else self.positions[:, length:]
         return Shared(length, self.rel_pos, self.rel_rows, mask, segment_rows, positions, None, False, length)
 
 
@@ -110,7 +103,11 @@ class XLNetLayer(nn.Module):
             The rows, the attention map or None, and, where memory is projected, the segment's key, value and table.
         """
         attn, batch = self.rel_attn, rows.shape[0]
-        table = projected[2] if shared.rel_pos is None else self._project_positions(shared.rel_pos)
+        if shared.rel_pos is not None:
+            table = self._project_positions(shared.rel_pos)
+        else:
+            assert projected is not None, "positions are left out only where projected memory has them"
+            table = projected[2]
         rel_key = table.narrow(-2, *shared.rel_rows)
         if rel_key.dim() == 4:  # forward text and reversed text
             rel_key = rel_key.repeat_interleave(batch // 2, 0)
@@ -139,8 +136,8 @@ class XLNetLayer(nn.Module):
         if (
             self.training
             or torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or type(rel_pos) is not Tensor
+            or not readable(rel_pos)
+            or not readable(self.rel_attn.r)
             or rel_pos.device.type != "cpu"
         ):
             return project(rel_pos)
@@ -231,7 +228,8 @@ class XLNetModel(PretrainedModel):
         """
         config = self.config
         check_words(input_ids, inputs_embeds, config, self.mask_emb)
-        h = self.word_embedding(input_ids.long()) if inputs_embeds is None else inputs_embeds
+        h = inputs_embeds if input_ids is None else self.word_embedding(input_ids.long())
+        assert h is not None, "check_words asks for one of them"
         batch, length = h.shape[:2]
         past = check_mems(mems, config, batch, self.mask_emb, self.training)
         if use_mems is None:
@@ -245,27 +243,27 @@ class XLNetModel(PretrainedModel):
 
         padding = find_padding(attention_mask, input_mask, h)
         same_length = config.same_length and config.attn_type == "uni"
-        mask = find_mask(mask, perm_mask, padding, same_length, h, past)
-        positions, mapping, empty = find_targets(target_mapping, target_positions, h, output_attentions)
+        mask, segment_rows, positions, mapping, _ = stack_rows(
+            h,
+            past,
+            config.n_head,
+            mask=find_mask(mask, perm_mask, padding, same_length, h, past),
+            targets=find_targets(target_mapping, target_positions, h, output_attentions),
+            token_type_ids=token_type_ids,
+        )
         g = None
         if positions is not None:
             count = positions.shape[1] - length if mapping is None else mapping.shape[1]
             g = self.mask_emb.expand(batch, count, -1)
-        mask = stack_mask(mask, positions, h, config.n_head, past)
-        if empty is not None:
-            mask = hide_from_rows(mask, F.pad(empty, (length, 0)), past + length)
-        segment_rows = None
-        if token_type_ids is not None:
-            check_tensor("token_type_ids", token_type_ids, (batch, length), h, integers=True)
-            segment_rows = stack_segments(token_type_ids, positions, past)
-
         rel_pos, reach, behind = self._find_positions(h, past, mems, mem_len)
         rel_rows = (reach - past - length, past + length + (length if config.attn_type == "bi" else 1))
         shared = Shared(length, rel_pos, rel_rows, mask, segment_rows, positions, mapping, output_attentions)
         rows = self.dropout(h if g is None else torch.cat([h, g], 1))
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         only_g = g is not None and mapping is None and not (output_hidden_states or output_attentions)
-        hidden_states, attentions, new_mems = [rows], [], []
+        hidden_states, attentions = [rows], []
+        layer_inputs: list[Tensor] = []
+        layer_keys: list[tuple[Tensor, ...]] = []  # and values and tables
         for index, layer in enumerate(self.layer):
             if only_g and index == len(self.layer) - 1:
                 shared = shared.of_query_rows()
@@ -275,23 +273,23 @@ class XLNetModel(PretrainedModel):
             elif mems is not None:
                 plain = mems[index]
             if use_mems and projected is None:
-                new_mems.append(keep(plain, rows[:, :length].transpose(0, 1), mem_len, reuse_len, 0))
+                layer_inputs.append(keep(plain, rows[:, :length].transpose(0, 1), mem_len, reuse_len, 0))
             if recompute:
                 rows, weights, made = checkpoint(layer, rows, shared, plain, projected, use_reentrant=False)
             else:
                 rows, weights, made = layer(rows, shared, plain, projected)
             if use_mems and projected is not None:
                 kept = (keep(old, new, mem_len, reuse_len, 2) for old, new in zip(projected, made[:2], strict=False))
-                new_mems.append((*kept, made[2].detach()))
+                layer_keys.append((*kept, made[2].detach()))
             if output_hidden_states:
                 hidden_states.append(rows)
             if output_attentions:
                 attentions.append(weights)
 
-        if not use_mems:
-            new_mems = None
-        elif isinstance(mems, ProjectedMemory):
-            new_mems = ProjectedMemory(*map(list, zip(*new_mems, strict=True)), reach, behind)
+        new_mems: list[Tensor] | ProjectedMemory | None = layer_inputs if use_mems else None
+        if use_mems and isinstance(mems, ProjectedMemory):
+            keys, values, tables = map(list, zip(*layer_keys, strict=True))
+            new_mems = ProjectedMemory(keys, values, tables, reach, behind)
         if g is not None:
             hidden_states = [stream for both in hidden_states for stream in (both[:, :length], both[:, length:])]
             attentions = [(both[:, :, :length], both[:, :, length:]) for both in attentions]
@@ -321,8 +319,10 @@ class XLNetModel(PretrainedModel):
         if mems is None:
             mems = [self.mask_emb.new_empty(0, batch, self.config.d_model)] * len(self.layer)
         check_mems(mems, self.config, None, self.mask_emb, training=False)
-        projected = (layer.rel_attn.project(kept.transpose(0, 1)) for layer, kept in zip(self.layer, mems, strict=True))
-        return ProjectedMemory(*map(list, zip(*projected, strict=True)))
+        layers: Any = self.layer
+        projected = (layer.rel_attn.project(kept.transpose(0, 1)) for layer, kept in zip(layers, mems, strict=True))
+        keys, values = map(list, zip(*projected, strict=True))
+        return ProjectedMemory(keys, values)
 
     def _find_positions(
         self, h: Tensor, past: int, mems: list[Tensor] | ProjectedMemory | None, mem_len: int | None

@@ -9,13 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from ..masks import HIGHEST, RankMask
+from .config import XLNetConfig
 from .decoding import Decoder, flagged_positions, right_pad
+from .encoder import XLNetModel
 from .inputs import check_tensor
 from .sampling import Sampler
 
 
-class Generation:
+class Generation(nn.Module):
     """`generate` and `fill` of `XLNetLMHeadModel`. Dropout is off in both, and no gradient flows."""
+
+    config: XLNetConfig
+    transformer: XLNetModel
+    lm_loss: nn.Linear
 
     @torch.no_grad()
     def generate(
@@ -268,7 +274,7 @@ def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
         raise ValueError(f"{name} must lie in [0, {vocab_size}), got values from {ids.min()} to {ids.max()}")
 
 
-def _stop_tokens(given: int | Sequence[int] | None, config: object, device: torch.device) -> Tensor:
+def _stop_tokens(given: int | Sequence[int] | None, config: XLNetConfig, device: torch.device) -> Tensor:
     stop = config.eos_token_id if given is None else given
     stop = [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
     if not all(type(token) is int and (given is None or 0 <= token < config.vocab_size) for token in stop):
@@ -276,7 +282,7 @@ def _stop_tokens(given: int | Sequence[int] | None, config: object, device: torc
     return torch.tensor(stop, dtype=torch.int64, device=device)
 
 
-def _padding_id(config: object) -> int:
+def _padding_id(config: XLNetConfig) -> int:
     token = config.pad_token_id
     return token if token is not None and 0 <= token < config.vocab_size else 0
 

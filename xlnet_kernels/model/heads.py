@@ -64,6 +64,10 @@ class XLNetForTokenClassification(HeadedModel):
     """One of num_labels classes for each token.
 
     forward(..., labels=None): labels (B, L), -100 does not count.
+
+    >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64, num_labels=5)
+    >>> XLNetForTokenClassification(config)(torch.randint(100, (2, 7))).logits.shape
+    torch.Size([2, 7, 5])
     """
 
     def make_head(self, config: XLNetConfig) -> None:
@@ -81,7 +85,7 @@ class SequenceSummary(nn.Module):
     def __init__(self, config: XLNetConfig) -> None:
         super().__init__()
         self.kind = config.summary_type
-        self.summary = nn.Identity()
+        self.summary: nn.Module = nn.Identity()
         if config.summary_use_proj:
             width = config.num_labels if config.summary_proj_to_labels else config.d_model
             self.summary = nn.Linear(config.d_model, width)
@@ -99,6 +103,11 @@ class XLNetForSequenceClassification(HeadedModel):
 
     forward(..., labels=None): what labels are goes by config.problem_type; None: a number (B,) where num_labels is 1,
     classes (B,) where labels are integers, else probabilities (B, num_labels) of independent classes.
+
+    >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64, num_labels=3)
+    >>> output = XLNetForSequenceClassification(config)(torch.randint(100, (2, 7)), labels=torch.tensor([0, 2]))
+    >>> output.logits.shape, output.loss.shape
+    (torch.Size([2, 3]), torch.Size([]))
     """
 
     def make_head(self, config: XLNetConfig) -> None:
@@ -110,7 +119,7 @@ class XLNetForSequenceClassification(HeadedModel):
         logits = self.logits_proj(self.sequence_summary(output.last_hidden_state))
         return HeadOutput(None if labels is None else self._loss(logits, labels), logits, *output[1:])
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor | None:
         problem = self.config.problem_type
         if problem is None and self.config.num_labels == 1:
             problem = "regression"
@@ -130,6 +139,10 @@ class XLNetForMultipleChoice(HeadedModel):
 
     forward(..., labels=None): labels (B,), the right choice. All tensors have the dimension C; mems and mask are of a
     batch of B * C.
+
+    >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
+    >>> XLNetForMultipleChoice(config)(torch.randint(100, (2, 4, 7)), labels=torch.tensor([3, 0])).logits.shape
+    torch.Size([2, 4])
     """
 
     def make_head(self, config: XLNetConfig) -> None:
@@ -156,6 +169,11 @@ class XLNetForQuestionAnsweringSimple(HeadedModel):
     """Where the answer starts and ends, each by itself.
 
     forward(..., start_positions=None, end_positions=None): (B,) integers; positions past the sequence do not count.
+
+    >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
+    >>> output = XLNetForQuestionAnsweringSimple(config)(torch.randint(100, (2, 7)))
+    >>> output.start_logits.shape, output.end_logits.shape
+    (torch.Size([2, 7]), torch.Size([2, 7]))
     """
 
     def make_head(self, config: XLNetConfig) -> None:
@@ -173,7 +191,7 @@ class XLNetForQuestionAnsweringSimple(HeadedModel):
                 x = x.reshape(-1)
                 check_range(name, x, 0, torch.iinfo(torch.int64).max)
                 losses.append(F.cross_entropy(logits, x.long().clamp(max=length), ignore_index=length))
-        loss = sum(losses) / 2 if len(losses) == 2 else None
+        loss = (losses[0] + losses[1]) / 2 if len(losses) == 2 else None
         return SpanOutput(loss, start, end, *output[1:])
 
 

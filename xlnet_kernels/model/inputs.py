@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import check_range
+from .._checks import check_range, is_integer, readable
 from ..functional import autocasts
 from ..masks import HIGHEST, LOWEST, RankMask
-from ..streams import check_rank_mask
+from ..streams import check_rank_mask, stack_mask, stack_segments
 from .config import XLNetConfig
 from .memory import ProjectedMemory
 
@@ -37,7 +37,7 @@ def check_words(input_ids: Tensor | None, inputs_embeds: Tensor | None, config: 
         raise ValueError(f"give either input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}")
     if inputs_embeds is not None:
         check_tensor("inputs_embeds", inputs_embeds, (None, None, config.d_model), like, floats=True)
-    else:
+    elif input_ids is not None:
         check_tensor("input_ids", input_ids, (None, None), like, integers=True)
         check_range("input_ids", input_ids, 0, config.vocab_size)
 
@@ -52,7 +52,7 @@ def check_length(name: str, value: int | None, default: int | None) -> int | Non
     """`value`, or the configuration's."""
     if value is None:
         return default
-    if not isinstance(value, int) or value < 0:
+    if not is_integer(value) or value < 0:
         raise ValueError(f"{name} must be an integer of at least 0, or None for the configuration's, got {value!r}")
     return value
 
@@ -67,6 +67,7 @@ def check_mems(
         if training:
             raise ValueError("mems must be those of a training call, since ProjectedMemory is for inference")
         tensors, layers = [*mems.keys, *mems.values], len(mems.keys)
+        shape: tuple[int | None, ...]
         shape = (batch, config.n_head, mems.length, config.d_head)
     elif isinstance(mems, (list, tuple)) and all(isinstance(x, Tensor) and x.dim() == 3 for x in mems):
         tensors, layers = mems, len(mems)
@@ -94,7 +95,12 @@ def find_padding(attention_mask: Tensor | None, input_mask: Tensor | None, h: Te
 
 
 def find_mask(
-    mask: RankMask | None, perm_mask: Tensor | None, padding: Tensor | None, same_length: bool, h: Tensor, mem_len: int
+    mask: RankMask | Tensor | None,
+    perm_mask: Tensor | None,
+    padding: Tensor | None,
+    same_length: bool,
+    h: Tensor,
+    mem_len: int,
 ) -> RankMask | Tensor | None:
     """What the query stream sees: a RankMask wherever one can say it, else bool (B, L, M + L), or None for all."""
     batch, length = h.shape[:2]
@@ -111,10 +117,10 @@ def find_mask(
         mask = F.pad(seen, (mem_len, 0), value=True)
     if same_length:
         window = _same_length(length, mem_len, h.device)
-        if mask is not None:
-            dense = mask if isinstance(mask, Tensor) else mask.to_bool("query")
-            window = dense & window.to_bool()
-        mask = window
+        if mask is None:
+            mask = window
+        else:
+            mask = (mask if isinstance(mask, Tensor) else mask.to_bool("query")) & window.to_bool()
     if padding is None:
         return mask
     if mask is None:
@@ -148,8 +154,6 @@ def find_targets(
     target_mapping: Tensor | None, target_positions: Tensor | None, h: Tensor, as_given: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Positions of content and query rows (B, L + N) or None; the mapping, if it is dense; which targets are empty."""
-    if target_mapping is None and target_positions is None:
-        return None, None, None
     if target_mapping is not None and target_positions is not None:
         raise ValueError("target_mapping and target_positions are one thing: give one of them")
     batch, length = h.shape[:2]
@@ -158,6 +162,8 @@ def find_targets(
         check_tensor("target_positions", target_positions, (batch, None), h, integers=True)
         check_range("target_positions", target_positions, 0, length)
         return torch.cat([content, target_positions.long()], 1), None, None
+    if target_mapping is None:
+        return None, None, None
     check_tensor("target_mapping", target_mapping, (batch, None, length), h)
     found = None if as_given else _one_hot_positions(target_mapping)
     if found is None:
@@ -168,15 +174,45 @@ def find_targets(
 def _one_hot_positions(mapping: Tensor) -> tuple[Tensor, Tensor | None] | None:
     """Positions (B, N) if every row is one-hot or zero and no position comes twice; which rows are zero, if any.
 
-    None for any other mapping, and where the values cannot be read (in a compiler, under a fake mode).
+    None for any other mapping, and where the values cannot be read.
     """
-    if type(mapping) is not Tensor or torch.compiler.is_compiling():
+    if not readable(mapping):
         return None
     ones = mapping == 1
     plain = (ones | (mapping == 0)).all() & (ones.sum(-1) <= 1).all() & (ones.sum(-2) <= 1).all()
     empty = ~ones.any(-1)
     plain, some_empty = torch.stack([plain, empty.any()]).tolist()  # one synchronisation
     return (ones.int().argmax(-1), empty if some_empty else None) if plain else None
+
+
+def stack_rows(
+    h: Tensor,
+    mem_len: int,
+    n_head: int,
+    *,
+    mask: RankMask | Tensor | None,
+    targets: tuple[Tensor | None, Tensor | None, Tensor | None],
+    token_type_ids: Tensor | None,
+) -> tuple:
+    """What the attention of every layer needs of the L content rows and the query rows after them.
+
+    Args:
+        h: (B, L, d_model), for its shape and device.
+        mask: from `find_mask`, targets: from `find_targets`.
+
+    Returns:
+        mask, segment_rows, positions and mapping, as `TwoStreamAttention.attend` takes them, and which query rows are
+        empty targets (B, N), or None.
+    """
+    positions, mapping, empty = targets
+    mask = stack_mask(mask, positions, h, n_head, mem_len)
+    if empty is not None:
+        mask = hide_from_rows(mask, F.pad(empty, (h.shape[1], 0)), mem_len + h.shape[1])
+    segment_rows = None
+    if token_type_ids is not None:
+        check_tensor("token_type_ids", token_type_ids, h.shape[:2], h, integers=True)
+        segment_rows = stack_segments(token_type_ids, positions, mem_len)
+    return mask, segment_rows, positions, mapping, empty
 
 
 def hide_from_rows(mask: RankMask | Tensor | None, rows: Tensor, keys: int) -> RankMask | Tensor:

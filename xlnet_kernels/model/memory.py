@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .._pytree import register
 
+
+@register
 @dataclass(eq=False)
 class ProjectedMemory:
     """Memory that is projected once: stepping through a text with it projects nothing but the new tokens.

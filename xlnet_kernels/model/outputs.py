@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .._pytree import register_output
 from .memory import ProjectedMemory
 
 
+@register_output
 class XLNetOutput(NamedTuple):
     """Of `XLNetModel`; what was not asked for is None.
 
@@ -24,6 +26,7 @@ class XLNetOutput(NamedTuple):
     attentions: tuple | None = None
 
 
+@register_output
 class HeadOutput(NamedTuple):
     """Of the language model, the classifiers and multiple choice: `loss` where there were labels, `logits`, the rest
     as in `XLNetOutput`."""
@@ -35,6 +38,7 @@ class HeadOutput(NamedTuple):
     attentions: tuple | None = None
 
 
+@register_output
 class SpanOutput(NamedTuple):
     """Of `XLNetForQuestionAnsweringSimple`: start_logits and end_logits (B, L)."""
 
@@ -46,6 +50,7 @@ class SpanOutput(NamedTuple):
     attentions: tuple | None = None
 
 
+@register_output
 class BeamOutput(NamedTuple):
     """Of `XLNetForQuestionAnswering`: `loss` in training, everything else without answers.
 

@@ -58,6 +58,12 @@ class XLNetForQuestionAnswering(HeadedModel):
     start_positions, end_positions (B,) integers in [0, L): with both, `loss` alone is returned, otherwise the beam.
     is_impossible (B,), 1 or True where there is no answer: enters the loss together with cls_index. cls_index (B,),
     where CLS is, default the last position. p_mask (B, L), 1 or True where no answer can be.
+
+    >>> from xlnet_kernels import XLNetConfig
+    >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64, start_n_top=3, end_n_top=2)
+    >>> output = XLNetForQuestionAnswering(config).eval()(torch.randint(100, (2, 7)))
+    >>> output.start_top_index.shape, output.end_top_index.shape
+    (torch.Size([2, 3]), torch.Size([2, 6]))
     """
 
     def make_head(self, config: XLNetConfig) -> None:
@@ -97,7 +103,8 @@ class XLNetForQuestionAnswering(HeadedModel):
             start = _states(hidden, start_positions[:, None])
             end_logits = self.end_logits(hidden, start)[:, 0].masked_fill(impossible_at, lowest)
             spans = ((start_logits, start_positions), (end_logits, end_positions))
-            loss = sum(F.cross_entropy(logits, x.long()) for logits, x in spans) / 2
+            of_start, of_end = (F.cross_entropy(logits, x.long()) for logits, x in spans)
+            loss = (of_start + of_end) / 2
             if is_impossible is not None and cls_index is not None:
                 check_tensor("is_impossible", is_impossible.reshape(-1), (batch,), hidden)
                 scores = self.answer_class(start[:, 0], cls)

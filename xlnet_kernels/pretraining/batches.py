@@ -138,6 +138,16 @@ class PretrainingBatches(Dataset):
 
     Raises:
         ValueError: the text is too short, the lengths do not fit together, or the objective does not fit them.
+
+    >>> import tempfile
+    >>> from xlnet_kernels.pretraining import PermutationLM, TokenFile, Vocabulary, write_tokens
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_tokens(f"{folder}/tokens", [np.arange(10, 90).repeat(5)], vocab_size=100)
+    ...     vocabulary = Vocabulary(size=100, sep=4, cls=3, pad=5, mask=6)
+    ...     batches = PretrainingBatches(TokenFile(f"{folder}/tokens"), vocabulary, PermutationLM(), 2, 24)
+    ...     batch = batches[0]
+    >>> batch.input_ids.shape, batch.target_positions.shape
+    (torch.Size([2, 24]), torch.Size([2, 4]))
     """
 
     def __init__(
@@ -166,6 +176,7 @@ class PretrainingBatches(Dataset):
             raise ValueError(
                 f"text has a vocabulary of {text.vocab_size} ids, more than the {vocabulary.size} of `vocabulary`"
             )
+        self._parts: tuple[int, ...]
         if pairs:
             reuse_len = seq_len // 2 if reuse_len is None else reuse_len
             # SEP, SEP, CLS and at least one token each of A and B follow; an epoch advances by reuse_len.
@@ -202,16 +213,15 @@ class PretrainingBatches(Dataset):
         rows = [self._row(epoch, step, row) for row in range(self.batch_size)]
         examples, types, is_next, context_len = zip(*rows, strict=True)
 
-        def stacked(name: str) -> Tensor | None:
-            values = [getattr(example, name) for example in examples]
-            return None if values[0] is None else torch.from_numpy(np.stack(values))
+        def stacked(name: str) -> Tensor:
+            return torch.from_numpy(np.stack([getattr(example, name) for example in examples]))
 
         return Batch(
             stacked("input_ids"),
             torch.from_numpy(np.stack(types)),
             RankMask(stacked("query_rank"), stacked("key_rank")),
             stacked("labels"),
-            stacked("target_positions"),
+            None if examples[0].target_positions is None else stacked("target_positions"),
             torch.tensor(is_next),
             torch.tensor(context_len),
             self._advance,

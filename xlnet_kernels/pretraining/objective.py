@@ -161,7 +161,7 @@ class MaskedLM:
         return Example(np.where(targets, hidden, ids), part + 1, key_rank, np.where(targets, ids, IGNORED))
 
     def joint_inputs(self, input_ids: Tensor, targets: Tensor, vocabulary: Vocabulary) -> tuple[dict, Tensor]:
-        mask = RankMask.full(*input_ids.shape, device=input_ids.device)
+        mask = RankMask.full(input_ids.shape[0], input_ids.shape[1], device=input_ids.device)
         return {"input_ids": input_ids.scatter(1, targets, vocabulary.mask), "mask": mask}, targets
 
 

@@ -83,8 +83,8 @@ def span_targets(rng: np.random.Generator, candidates: Array, num_predict: int, 
             f"{np.count_nonzero(candidates)} of {len(candidates)}, got {num_predict}"
         )
     found = sample_spans(rng, len(candidates), **spans)
-    covered = [position for begin, end in rng.permutation(found).tolist() for position in range(begin, end)]
-    covered = np.array(covered, np.int64)
+    positions = [position for begin, end in rng.permutation(found).tolist() for position in range(begin, end)]
+    covered = np.array(positions, np.int64)
     targets = np.zeros(len(candidates), bool)
     targets[covered[candidates[covered]][:num_predict]] = True
     missing = num_predict - np.count_nonzero(targets)
@@ -137,6 +137,11 @@ def permutation_ranks(
         functional: (L,) bool, SEP and CLS: never targets, but placed in the order like them.
         parts: sizes of the parts, which add up to L.
         padding: (L,) bool or None, True where no one may see a token.
+
+    >>> targets = np.array([False, True, True])  # the last is reached first: the second sees it
+    >>> query_rank, key_rank = permutation_ranks(np.array([0, 2, 1]), targets, np.zeros(3, bool), parts=(3,))
+    >>> (key_rank < query_rank[:, None]).astype(int).tolist()
+    [[1, 0, 0], [1, 0, 1], [1, 0, 0]]
     """
     plain = ~(targets | functional)
     rev = np.where(plain, -1, order)

@@ -5,26 +5,38 @@ With TRITON_INTERPRET=1 in the environment the same kernels run on the CPU in Tr
 
 from __future__ import annotations
 
+import functools
 import os
 from importlib import metadata
 
 import torch
 
+from ..._checks import constant_for_compilers
 from ...ops import define
 
-__all__ = ["DEVICE", "DTYPES", "MAX_WIDTH", "rel_attention", "unavailable"]
+__all__ = ["DEVICE", "DTYPES", "max_width", "rel_attention", "unavailable"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # numpy, which the interpreter computes with, has no bfloat16
 DTYPES = (torch.float16, torch.float32) if INTERPRETED else (torch.float16, torch.bfloat16, torch.float32)
-MAX_WIDTH = 256
 
 rel_attention = define("rel_attention_triton")
 
 
+def max_width(dtype: torch.dtype) -> int:
+    """The largest head width."""
+    return 256
+
+
+@constant_for_compilers
 def unavailable() -> str | None:
     """Why the kernels cannot be used, or None."""
+    return _unavailable()
+
+
+@functools.cache  # asked by every call
+def _unavailable() -> str | None:
     try:
         version = metadata.version("triton")
     except metadata.PackageNotFoundError:

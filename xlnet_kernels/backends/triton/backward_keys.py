@@ -8,20 +8,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .chunks import add_product, in_loop_keys, keep_keys, keep_rows, key_chunk, row_chunk, store_keys, zeros
 from .shift import shift_blocks
 from .tiles import (
     LOG2_E,
     SIZES,
-    add_bias,
-    add_content,
-    load_keys,
+    add_segments,
     load_positions,
     load_row_masks,
-    load_rows,
     load_segments,
     score_gradients,
     span_of_rows,
-    store_keys,
     visible,
     widest_tile,
 )
@@ -32,29 +29,28 @@ def _walk_rows(
     query, rel_key, grad_out, tile_k, tile_v, content_bias, position_bias, segment_embed, segment_bias, query_ids,
     key_ids, query_rank, key_rank, query_floor, sees_self, mask, positions, order, dropout_state, lse, delta, query_l,
     rel_key_p, grad_out_l, mask_l, mask_k, head, h, heads, j0, begin, end, rows, mem_len, keys, rel_rows, max_distance,
-    threshold, scale, kept_scale, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr,
+    threshold, scale, kept_scale, D: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a tile of keys, and colsum(dS)."""
-    acc_k = tl.zeros((BN, BD), tl.float32)
-    acc_v = tl.zeros((BN, BD), tl.float32)
+    acc_k = zeros(BN, D, BC)
+    acc_v = zeros(BN, D, BC)
     column_sum = tl.zeros((BN,), tl.float32)
     for n0 in range(begin, end, BM):
         row, position, inside, first, last = load_positions(positions, order, n0 // BM, rows, BM)
         shift = tl.where(inside, last - position, 0)
-        query_tile = load_rows(query, row, query_l, inside, D, BD)
-        content_query = add_bias(query_tile, content_bias, h, D, BD)
-        position_query = add_bias(query_tile, position_bias, h, D, BD)
+        content_query = keep_rows(query, row, query_l, inside, content_bias, h, D, BC, KEEP)
+        position_query = keep_rows(query, row, query_l, inside, position_bias, h, D, BC, False)
         score = shift_blocks(
             position_query, rel_key, rel_key_p, max_distance - mem_len - last + j0, rel_rows, shift, last - first, BM,
-            BN, D, BD, PRECISION, NARROW,
+            BN, D, BC, False, PRECISION, NARROW,
         )  # fmt: skip
         ids, same, different = load_segments(
-            query_tile, segment_embed, segment_bias, query_ids, row, inside, h, heads, scale * LOG2_E, D, BD, PRECISION
-        )
-        score = add_content(
-            score, content_query, tile_k, scale * LOG2_E, ids, same, different, key_ids, j0, BN, PRECISION
-        )
+            query, query_l, segment_embed, segment_bias, query_ids, row, row, inside, h, heads, scale * LOG2_E, D, BC,
+            PRECISION,
+        )  # fmt: skip
+        score = add_product(score, content_query, in_loop_keys(tile_k, n0, KEEP), BN, D, BC, KEEP, KEEP, PRECISION)
+        score = add_segments(score, scale * LOG2_E, ids, same, different, key_ids, j0, BN)
         rank, floor, own = load_row_masks(query_rank, query_floor, sees_self, row, inside)
         seen = visible(
             row, inside, position, j0, keys, mem_len, rank, floor, own, key_rank, query_floor, sees_self, mask, mask_l,
@@ -62,13 +58,23 @@ def _walk_rows(
         )  # fmt: skip
         lse_row = tl.load(lse + row, mask=inside, other=0.0) * LOG2_E
         delta_row = tl.load(delta + row, mask=inside, other=0.0)
-        grad_tile = load_rows(grad_out, row, grad_out_l, inside, D, BD)
+        grad_rows = keep_rows(grad_out, row, grad_out_l, inside, None, h, D, BC, KEEP)
+        grad = tl.zeros((BM, BN), tl.float32)
+        grad = add_product(grad, grad_rows, in_loop_keys(tile_v, n0, KEEP), BN, D, BC, KEEP, KEEP, PRECISION)
         dropped, grad = score_gradients(
-            score, seen, lse_row, delta_row, grad_tile, tile_v, scale, kept_scale, dropout_state, row, head, j0,
-            threshold, BM, BN, PRECISION,
-        )  # fmt: skip
-        acc_v = tl.dot(tl.trans(dropped.to(grad_tile.dtype)), grad_tile, acc=acc_v, input_precision=PRECISION)
-        acc_k = tl.dot(tl.trans(grad.to(query_tile.dtype)), content_query, acc=acc_k, input_precision=PRECISION)
+            score, seen, lse_row, delta_row, grad, scale, kept_scale, dropout_state, row, head, j0, threshold, BM, BN
+        )
+        dropped = tl.trans(dropped.to(grad_out.dtype.element_ty))
+        narrowed = tl.trans(grad.to(query.dtype.element_ty))
+        sums_k = ()
+        sums_v = ()
+        for c in tl.static_range((D + BC - 1) // BC):
+            grad_tile = row_chunk(grad_rows, c, D, BC, KEEP)
+            sums_v = sums_v + (tl.dot(dropped, grad_tile, acc=acc_v[c], input_precision=PRECISION),)
+            query_tile = row_chunk(content_query, c, D, BC, KEEP)
+            sums_k = sums_k + (tl.dot(narrowed, query_tile, acc=acc_k[c], input_precision=PRECISION),)
+        acc_k = sums_k
+        acc_v = sums_v
         column_sum += tl.sum(grad, 0)
     return acc_k, acc_v, column_sum
 
@@ -85,7 +91,7 @@ def keys_kernel(
     memory_key_b, memory_key_h, memory_key_l, memory_value_b, memory_value_h, memory_value_l,
     mask_b, mask_h, mask_l, mask_k, grad_out_b, grad_out_h, grad_out_l,
     heads, rows, mem_len, keys, padded_keys, rel_rows, max_distance, threshold, scale, kept_scale,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv, the memory's too, and what content_bias's gradient is made of. Program (tile, b * heads + h)."""
@@ -93,7 +99,6 @@ def keys_kernel(
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
     j0 = tl.program_id(0) * BN
-    d = tl.arange(0, BD)
     query += b * query_b + h * query_h
     grad_out += b * grad_out_b + h * grad_out_h
     rel_key += b * rel_key_b + h * rel_key_h
@@ -123,8 +128,8 @@ def keys_kernel(
     begin, end = span_of_rows(
         query_rank, query_floor, sees_self, positions, order, key_rank, j0, rows, keys, mem_len, BM, BN, CAUSAL
     )
-    tile_k = load_keys(memory_key, memory_key_l, key, key_l, j0, mem_len, keys, BN, D, BD)
-    tile_v = load_keys(memory_value, memory_value_l, value, value_l, j0, mem_len, keys, BN, D, BD)
+    tile_k = keep_keys(memory_key, memory_key_l, key, key_l, j0, mem_len, keys, BN, D, BC, KEEP)
+    tile_v = keep_keys(memory_value, memory_value_l, value, value_l, j0, mem_len, keys, BN, D, BC, KEEP)
     lse += head.to(tl.int64) * rows
     delta += head.to(tl.int64) * rows
     if positions is None:
@@ -138,14 +143,16 @@ def keys_kernel(
         max_distance, threshold, scale, kept_scale,
     )  # fmt: skip
     if narrow:
-        acc_k, acc_v, column_sum = _walk_rows(*arguments, D, BD, BM, BN, CAUSAL, PRECISION, True)
+        acc_k, acc_v, column_sum = _walk_rows(*arguments, D, BC, KEEP, BM, BN, CAUSAL, PRECISION, True)
     else:
-        acc_k, acc_v, column_sum = _walk_rows(*arguments, D, BD, BM, BN, CAUSAL, PRECISION, False)
+        acc_k, acc_v, column_sum = _walk_rows(*arguments, D, BC, KEEP, BM, BN, CAUSAL, PRECISION, False)
 
     current_offset = b * (keys - mem_len) * heads * D + h * D
     stride = heads * D
-    store_keys(grad_memory_key, stride, grad_key + current_offset, stride, j0, mem_len, keys, acc_k, BN, D, BD)
-    store_keys(grad_memory_value, stride, grad_value + current_offset, stride, j0, mem_len, keys, acc_v, BN, D, BD)
-    key_sum = tl.sum(column_sum[:, None] * tile_k.to(tl.float32), 0)
-    slot = head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(key_sums + slot * D + d, key_sum, mask=d < D)
+    store_keys(grad_memory_key, stride, grad_key + current_offset, stride, j0, mem_len, keys, acc_k, BN, D, BC)
+    store_keys(grad_memory_value, stride, grad_value + current_offset, stride, j0, mem_len, keys, acc_v, BN, D, BC)
+    key_sums += (head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * D
+    for c in tl.static_range((D + BC - 1) // BC):
+        d = c * BC + tl.arange(0, BC)
+        tile = key_chunk(tile_k, c, BN, D, BC, KEEP).to(tl.float32)
+        tl.store(key_sums + d, tl.sum(column_sum[:, None] * tile, 0), mask=d < D)

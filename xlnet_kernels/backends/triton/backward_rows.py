@@ -9,18 +9,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .shift import block_of, in_loop, open_ring, rotate, shift_blocks, shift_in, shift_out
+from .chunks import (
+    add_bias,
+    add_product,
+    in_loop,
+    in_loop_rows,
+    keep_keys,
+    keep_rows,
+    key_chunk,
+    load_block,
+    load_rows,
+    row_chunk,
+    zeros,
+)
+from .shift import block_of, open_ring, rel_product, rotate, shift_blocks, shift_in, shift_out
 from .tiles import (
     LOG2_E,
     SIZES,
-    add_bias,
-    add_content,
+    add_segments,
     is_same_segment,
-    load_block,
-    load_keys,
     load_positions,
     load_row_masks,
-    load_rows,
     load_segment,
     load_segments,
     score_gradients,
@@ -30,94 +39,117 @@ from .tiles import (
 
 
 @triton.jit
+def _add_rel_chunk(
+    grad_rel, start, rel_rows, band, position_query, c, BN: tl.constexpr, D: tl.constexpr, BC: tl.constexpr,
+    KEEP: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds band^T (q + position_bias) to chunk c of grad_rel."""
+    tile = tl.dot(tl.trans(band), row_chunk(position_query, c, D, BC, KEEP), input_precision=PRECISION)
+    column = tl.arange(0, BN)
+    d = c * BC + tl.arange(0, BC)
+    pointer = (grad_rel + start * D) + (column[:, None] * D + d[None, :])
+    mask = (column < rel_rows - start)[:, None] & (d < D)[None, :]
+    if ATOMIC:
+        tl.atomic_add(pointer, tile, mask=mask, sem="relaxed")
+    else:
+        tl.store(pointer, tl.load(pointer, mask=mask, other=0.0, volatile=True) + tile, mask=mask)
+
+
+@triton.jit
 def _add_rel_gradient(
     grad_rel, rel_key, rel_key_p, start, rel_rows, band, position_query, grad_query, BN: tl.constexpr, D: tl.constexpr,
-    BD: tl.constexpr, NEEDS_REL: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr,
+    BC: tl.constexpr, KEEP: tl.constexpr, NEEDS_REL: tl.constexpr, ATOMIC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Takes one complete block of the band of dS into grad_rel (float32, contiguous) and grad_query."""
-    band = band.to(position_query.dtype)
+    band = band.to(rel_key.dtype.element_ty)
     if NEEDS_REL:
-        tile = tl.dot(tl.trans(band), position_query, input_precision=PRECISION)
-        column = tl.arange(0, BN)
-        d = tl.arange(0, BD)
-        pointer = (grad_rel + start * D) + (column[:, None] * D + d[None, :])
-        mask = (column < rel_rows - start)[:, None] & (d < D)[None, :]
-        if ATOMIC:
-            tl.atomic_add(pointer, tile, mask=mask, sem="relaxed")
+        if KEEP:
+            for c in tl.static_range((D + BC - 1) // BC):
+                _add_rel_chunk(grad_rel, start, rel_rows, band, position_query, c, BN, D, BC, KEEP, ATOMIC, PRECISION)
         else:
-            tl.store(pointer, tl.load(pointer, mask=mask, other=0.0, volatile=True) + tile, mask=mask)
-    tile_r = load_block(rel_key, rel_key_p, start, rel_rows, BN, D, BD)
-    return tl.dot(band, tile_r, acc=grad_query, input_precision=PRECISION)
+            for c in range((D + BC - 1) // BC):
+                _add_rel_chunk(grad_rel, start, rel_rows, band, position_query, c, BN, D, BC, KEEP, ATOMIC, PRECISION)
+    sums = ()
+    for c in tl.static_range((D + BC - 1) // BC):
+        tile_r = load_block(rel_key, rel_key_p, start, rel_rows, c, BN, D, BC)
+        sums = sums + (tl.dot(band, tile_r, acc=grad_query[c], input_precision=PRECISION),)
+    return sums
 
 
 @triton.jit
 def _walk_keys(
-    content_query, position_query, key, value, rel_key, key_l, value_l, rel_key_p, memory_key_l, memory_value_l, ids,
-    same, different, row, inside, position, rank, floor, own, query_floor, sees_self, mask_l, mask_k, dropout_state,
-    head, shift, origin, begin, end, spread, mem_len, keys, rel_rows, threshold, scale, kept_scale, lse_row, delta_row,
-    grad_tile, grad_rel, memory_key, memory_value, key_ids, key_rank, mask, D: tl.constexpr, BD: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, NEEDS_REL: tl.constexpr,
-    ATOMIC: tl.constexpr, RING: tl.constexpr,
+    content_query, position_query, grad_rows, key, value, rel_key, key_l, value_l, rel_key_p, memory_key_l,
+    memory_value_l, ids, same, different, row, inside, position, rank, floor, own, query_floor, sees_self, mask_l,
+    mask_k, dropout_state, head, shift, origin, begin, end, spread, mem_len, keys, rel_rows, threshold, scale,
+    kept_scale, lse_row, delta_row, grad_rel, memory_key, memory_value, key_ids, key_rank, mask, D: tl.constexpr,
+    BC: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, NEEDS_REL: tl.constexpr, ATOMIC: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """dq of a tile of rows without the segment term, and rowsum(dS) over the keys of other segments."""
-    acc = tl.zeros((BM, BD), tl.float32)
+    acc = zeros(BM, D, BC)
     grad_different = tl.zeros((BM,), tl.float32)
     if RING:
         first, middle = open_ring(
-            position_query, rel_key, rel_key_p, origin + begin, rel_rows, shift, BM, BN, D, BD, PRECISION
+            position_query, rel_key, rel_key_p, origin + begin, rel_rows, shift, BM, BN, D, BC, KEEP, PRECISION
         )
         first_grad = tl.zeros((BM, BN), tl.float32)
         middle_grad = tl.zeros((BM, BN), tl.float32)
     for j0 in range(begin, end, BN):
+        position_rows = in_loop_rows(position_query, j0, KEEP)
         if RING:
-            tile_r = load_block(rel_key, rel_key_p, origin + j0 + tl.maximum(BM, BN), rel_rows, BN, D, BD)
-            new = tl.dot(position_query, tl.trans(tile_r), input_precision=PRECISION)
+            at = origin + j0 + tl.maximum(BM, BN)
+            new = rel_product(position_rows, rel_key, rel_key_p, at, rel_rows, BM, BN, D, BC, KEEP, PRECISION)
             score, first, middle = shift_in(first, middle, new, in_loop(shift, j0), BM, BN)
         else:
             score = shift_blocks(
-                position_query, rel_key, rel_key_p, origin + j0, rel_rows, shift, spread, BM, BN, D, BD, PRECISION,
-                False,
+                position_rows, rel_key, rel_key_p, origin + j0, rel_rows, shift, spread, BM, BN, D, BC, KEEP,
+                PRECISION, False,
             )  # fmt: skip
-        tile_k = load_keys(memory_key, memory_key_l, key, key_l, j0, mem_len, keys, BN, D, BD)
-        score = add_content(
-            score, content_query, tile_k, scale * LOG2_E, ids, same, different, key_ids, j0, BN, PRECISION
-        )
+        tile_k = keep_keys(memory_key, memory_key_l, key, key_l, j0, mem_len, keys, BN, D, BC, KEEP)
+        score = add_product(score, in_loop_rows(content_query, j0, KEEP), tile_k, BN, D, BC, KEEP, KEEP, PRECISION)
+        score = add_segments(score, scale * LOG2_E, ids, same, different, key_ids, j0, BN)
         seen = visible(
             row, inside, position, j0, keys, mem_len, rank, floor, own, key_rank, query_floor, sees_self, mask, mask_l,
             mask_k, BN, CAUSAL,
         )  # fmt: skip
-        tile_v = load_keys(memory_value, memory_value_l, value, value_l, j0, mem_len, keys, BN, D, BD)
+        tile_v = keep_keys(memory_value, memory_value_l, value, value_l, j0, mem_len, keys, BN, D, BC, False)
+        grad = tl.zeros((BM, BN), tl.float32)
+        grad = add_product(grad, in_loop_rows(grad_rows, j0, KEEP), tile_v, BN, D, BC, KEEP, False, PRECISION)
         _, grad = score_gradients(
-            score, seen, lse_row, delta_row, grad_tile, tile_v, scale, kept_scale, dropout_state, row, head, j0,
-            threshold, BM, BN, PRECISION,
-        )  # fmt: skip
+            score, seen, lse_row, delta_row, grad, scale, kept_scale, dropout_state, row, head, j0, threshold, BM, BN
+        )
         if key_ids is not None:
             grad_different += tl.sum(tl.where(is_same_segment(ids, key_ids, j0, BN), 0.0, grad), 1)
-        acc = tl.dot(grad.to(tile_k.dtype), tile_k, acc=acc, input_precision=PRECISION)
+        narrowed = grad.to(key.dtype.element_ty)
+        sums = ()
+        for c in tl.static_range((D + BC - 1) // BC):
+            tile = key_chunk(tile_k, c, BN, D, BC, KEEP)
+            sums = sums + (tl.dot(narrowed, tile, acc=acc[c], input_precision=PRECISION),)
+        acc = sums
         if RING:
             band, first_grad, middle_grad = shift_out(grad, first_grad, middle_grad, in_loop(shift, j0), BM, BN)
             acc = _add_rel_gradient(
-                grad_rel, rel_key, rel_key_p, origin + j0, rel_rows, band, position_query, acc, BN, D, BD, NEEDS_REL,
-                ATOMIC, PRECISION,
+                grad_rel, rel_key, rel_key_p, origin + j0, rel_rows, band, position_rows, acc, BN, D, BC, KEEP,
+                NEEDS_REL, ATOMIC, PRECISION,
             )  # fmt: skip
         else:
             grad = rotate(grad, -shift)
             block = block_of(shift, BN)
             for index in range(0, spread // BN + 2):
                 acc = _add_rel_gradient(
-                    grad_rel, rel_key, rel_key_p, origin + j0 + index * BN, rel_rows, tl.where(block == index, grad,
-                    0.0),
-                    position_query, acc, BN, D, BD, NEEDS_REL, ATOMIC, PRECISION,
+                    grad_rel, rel_key, rel_key_p, origin + j0 + index * BN, rel_rows,
+                    tl.where(block == index, grad, 0.0), in_loop_rows(position_query, index, KEEP), acc, BN, D, BC,
+                    KEEP, NEEDS_REL, ATOMIC, PRECISION,
                 )  # fmt: skip
     if RING:  # the blocks that are still open
         start = origin + begin + tl.cdiv(tl.maximum(end - begin, 0), BN) * BN
         acc = _add_rel_gradient(
-            grad_rel, rel_key, rel_key_p, start, rel_rows, first_grad, position_query, acc, BN, D, BD, NEEDS_REL,
+            grad_rel, rel_key, rel_key_p, start, rel_rows, first_grad, position_query, acc, BN, D, BC, KEEP, NEEDS_REL,
             ATOMIC, PRECISION,
         )  # fmt: skip
         if BM > BN:
             acc = _add_rel_gradient(
-                grad_rel, rel_key, rel_key_p, start + BN, rel_rows, middle_grad, position_query, acc, BN, D, BD,
+                grad_rel, rel_key, rel_key_p, start + BN, rel_rows, middle_grad, position_query, acc, BN, D, BC, KEEP,
                 NEEDS_REL, ATOMIC, PRECISION,
             )  # fmt: skip
     return acc, grad_different
@@ -137,7 +169,7 @@ def rows_kernel(
     memory_key_b, memory_key_h, memory_key_l, memory_value_b, memory_value_h, memory_value_l,
     mask_b, mask_h, mask_l, mask_k, grad_out_b, grad_out_h, grad_out_l,
     heads, rows, mem_len, keys, padded_keys, rel_rows, max_distance, threshold, scale, kept_scale, tiles, items, groups,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, NEEDS_REL: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
     """dq, delta, drel_key and the sums that the biases' gradients are made of.
@@ -147,7 +179,6 @@ def rows_kernel(
     each program owns a slot, and the order of additions is fixed.
     """
     group = tl.program_id(1)
-    d = tl.arange(0, BD)
     slot = 0 if ATOMIC else tl.program_id(0)
     grad_rel += (slot * groups + group).to(tl.int64) * rel_rows * D
     score_scale = scale * LOG2_E
@@ -186,19 +217,22 @@ def rows_kernel(
             rank, floor, first, last, key_rank_of, query_floor, sees_self, keys, mem_len, BN, CAUSAL
         )
 
-        query_tile = load_rows(query + b * query_b + h * query_h, row, query_l, inside, D, BD)
+        query_of = query + b * query_b + h * query_h
+        grad_of = grad_out + b * grad_out_b + h * grad_out_h
         ids, same, different = load_segments(
-            query_tile, segment_embed, segment_bias, query_ids, b * rows + row, inside, h, heads, score_scale, D, BD,
-            PRECISION,
+            query_of, query_l, segment_embed, segment_bias, query_ids, row, b * rows + row, inside, h, heads,
+            score_scale, D, BC, PRECISION,
         )  # fmt: skip
-        content_query = add_bias(query_tile, content_bias, h, D, BD)
-        position_query = add_bias(query_tile, position_bias, h, D, BD)
-        grad_tile = load_rows(grad_out + b * grad_out_b + h * grad_out_h, row, grad_out_l, inside, D, BD)
+        content_query = keep_rows(query_of, row, query_l, inside, content_bias, h, D, BC, KEEP)
+        position_query = keep_rows(query_of, row, query_l, inside, position_bias, h, D, BC, KEEP)
+        grad_rows = keep_rows(grad_of, row, grad_out_l, inside, None, h, D, BC, KEEP)
         out_row = (b * rows + row) * heads + h
-        out_tile = load_rows(out, out_row, D, inside, D, BD)
         row_of_head = head.to(tl.int64) * rows + row
         lse_row = tl.load(lse + row_of_head, mask=inside, other=0.0) * LOG2_E
-        delta_row = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
+        delta_row = tl.zeros((BM,), tl.float32)
+        for c in tl.static_range((D + BC - 1) // BC):
+            out_tile = load_rows(out, out_row, D, inside, c, D, BC).to(tl.float32)
+            delta_row += tl.sum(row_chunk(grad_rows, c, D, BC, KEEP).to(tl.float32) * out_tile, 1)
         grad_total = tl.zeros((BM,), tl.float32)  # rowsum(dS)
         if grad_lse is not None:
             grad_lse_row = tl.load(grad_lse + row_of_head, mask=inside, other=0.0)
@@ -211,34 +245,38 @@ def rows_kernel(
         else:
             narrow = last - first < tl.maximum(BM, BN)
         arguments = (
-            content_query, position_query, key_of, value_of, rel_of, key_l, value_l, rel_key_p, memory_key_l,
-            memory_value_l, ids, same, different, row, inside, position, rank, floor, own, query_floor, sees_self,
-            mask_l, mask_k, dropout_state, head, shift, origin, begin, end, last - first, mem_len, keys, rel_rows,
-            threshold, scale, kept_scale, lse_row, delta_row, grad_tile, grad_rel,
+            content_query, position_query, grad_rows, key_of, value_of, rel_of, key_l, value_l, rel_key_p,
+            memory_key_l, memory_value_l, ids, same, different, row, inside, position, rank, floor, own, query_floor,
+            sees_self, mask_l, mask_k, dropout_state, head, shift, origin, begin, end, last - first, mem_len, keys,
+            rel_rows, threshold, scale, kept_scale, lse_row, delta_row, grad_rel,
         )  # fmt: skip
         if narrow:
             acc, grad_different = _walk_keys(
-                *arguments, memory_key_of, memory_value_of, key_ids_of, key_rank_of, mask_of, D, BD, BM, BN, CAUSAL,
-                PRECISION, NEEDS_REL, ATOMIC, True,
+                *arguments, memory_key_of, memory_value_of, key_ids_of, key_rank_of, mask_of, D, BC, KEEP, BM, BN,
+                CAUSAL, PRECISION, NEEDS_REL, ATOMIC, True,
             )  # fmt: skip
         else:
             acc, grad_different = _walk_keys(
-                *arguments, memory_key_of, memory_value_of, key_ids_of, key_rank_of, mask_of, D, BD, BM, BN, CAUSAL,
-                PRECISION, NEEDS_REL, ATOMIC, False,
+                *arguments, memory_key_of, memory_value_of, key_ids_of, key_rank_of, mask_of, D, BC, KEEP, BM, BN,
+                CAUSAL, PRECISION, NEEDS_REL, ATOMIC, False,
             )  # fmt: skip
 
-        sums_row = sums + (head.to(tl.int64) * tiles + tile) * 4 * D + d
-        tl.store(sums_row, tl.sum(acc, 0), mask=d < D)
-        if key_ids is not None:
-            grad_same = grad_total - grad_different
-            biased = add_bias(query_tile, segment_bias, h, D, BD).to(tl.float32)
-            term = grad_same[:, None] * load_segment(segment_embed, h, heads, 0, D, BD)[None, :]
-            term += grad_different[:, None] * load_segment(segment_embed, h, heads, 1, D, BD)[None, :]
-            tl.store(sums_row + D, tl.sum(grad_same[:, None] * biased, 0), mask=d < D)
-            tl.store(sums_row + 2 * D, tl.sum(grad_different[:, None] * biased, 0), mask=d < D)
-            tl.store(sums_row + 3 * D, tl.sum(term, 0), mask=d < D)
-            acc += term
-        pointer = grad_query + out_row[:, None] * D + d[None, :]
-        tl.store(pointer, acc.to(grad_query.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+        grad_same = grad_total - grad_different
+        for c in tl.static_range((D + BC - 1) // BC):
+            d = c * BC + tl.arange(0, BC)
+            total = acc[c]
+            sums_row = sums + (head.to(tl.int64) * tiles + tile) * 4 * D + d
+            tl.store(sums_row, tl.sum(acc[c], 0), mask=d < D)
+            if key_ids is not None:
+                biased = add_bias(load_rows(query_of, row, query_l, inside, c, D, BC), segment_bias, h, c, D, BC)
+                biased = biased.to(tl.float32)
+                term = grad_same[:, None] * load_segment(segment_embed, h, heads, 0, c, D, BC)[None, :]
+                term += grad_different[:, None] * load_segment(segment_embed, h, heads, 1, c, D, BC)[None, :]
+                tl.store(sums_row + D, tl.sum(grad_same[:, None] * biased, 0), mask=d < D)
+                tl.store(sums_row + 2 * D, tl.sum(grad_different[:, None] * biased, 0), mask=d < D)
+                tl.store(sums_row + 3 * D, tl.sum(term, 0), mask=d < D)
+                total += term
+            pointer = grad_query + out_row[:, None] * D + d[None, :]
+            tl.store(pointer, total.to(grad_query.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
         if not ATOMIC:
             tl.debug_barrier()  # the next item's blocks are aligned otherwise: other threads add to the same elements

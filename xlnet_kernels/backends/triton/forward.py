@@ -5,18 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .shift import in_loop, open_ring, shift_blocks, shift_in
+from .chunks import add_product, in_loop, in_loop_rows, keep_keys, keep_rows, key_chunk, zeros
+from .shift import open_ring, rel_product, shift_blocks, shift_in
 from .tiles import (
     LOG2_E,
     SIZES,
-    add_bias,
-    add_content,
+    add_segments,
     kept,
-    load_block,
-    load_keys,
     load_positions,
     load_row_masks,
-    load_rows,
     load_segments,
     span_of_keys,
     visible,
@@ -28,34 +25,35 @@ def _walk(
     content_query, position_query, key, value, rel_key, memory_key, memory_value, key_l, value_l, rel_key_p,
     memory_key_l, memory_value_l, ids, same, different, key_ids, row, inside, position, rank, floor, own, key_rank,
     query_floor, sees_self, mask, mask_l, mask_k, dropout_state, head, shift, origin, begin, end, spread, mem_len, keys,
-    rel_rows, threshold, scale, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, RING: tl.constexpr,
+    rel_rows, threshold, scale, D: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """All tiles of keys that a tile of rows may see: (largest score, sum of exponentials, sum of values)."""
     largest = tl.full((BM,), -float("inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
-    acc = tl.zeros((BM, BD), tl.float32)
+    acc = zeros(BM, D, BC)
     if RING:
         first, middle = open_ring(
-            position_query, rel_key, rel_key_p, origin + begin, rel_rows, shift, BM, BN, D, BD, PRECISION
+            position_query, rel_key, rel_key_p, origin + begin, rel_rows, shift, BM, BN, D, BC, KEEP, PRECISION
         )
     for j0 in range(begin, end, BN):
+        position_rows = in_loop_rows(position_query, j0, KEEP)
         if RING:
-            tile_r = load_block(rel_key, rel_key_p, origin + j0 + tl.maximum(BM, BN), rel_rows, BN, D, BD)
-            new = tl.dot(position_query, tl.trans(tile_r), input_precision=PRECISION)
+            at = origin + j0 + tl.maximum(BM, BN)
+            new = rel_product(position_rows, rel_key, rel_key_p, at, rel_rows, BM, BN, D, BC, KEEP, PRECISION)
             score, first, middle = shift_in(first, middle, new, in_loop(shift, j0), BM, BN)
         else:
             score = shift_blocks(
-                position_query, rel_key, rel_key_p, origin + j0, rel_rows, shift, spread, BM, BN, D, BD, PRECISION,
-                False,
+                position_rows, rel_key, rel_key_p, origin + j0, rel_rows, shift, spread, BM, BN, D, BC, KEEP,
+                PRECISION, False,
             )  # fmt: skip
-        tile_k = load_keys(memory_key, memory_key_l, key, key_l, j0, mem_len, keys, BN, D, BD)
-        score = add_content(score, content_query, tile_k, scale, ids, same, different, key_ids, j0, BN, PRECISION)
+        tile_k = keep_keys(memory_key, memory_key_l, key, key_l, j0, mem_len, keys, BN, D, BC, False)
+        score = add_product(score, in_loop_rows(content_query, j0, KEEP), tile_k, BN, D, BC, KEEP, False, PRECISION)
+        score = add_segments(score, scale, ids, same, different, key_ids, j0, BN)
         seen = visible(
             row, inside, position, j0, keys, mem_len, rank, floor, own, key_rank, query_floor, sees_self, mask, mask_l,
             mask_k, BN, CAUSAL,
         )  # fmt: skip
-        tile_v = load_keys(memory_value, memory_value_l, value, value_l, j0, mem_len, keys, BN, D, BD)
 
         score = tl.where(seen, score, -float("inf"))
         larger = tl.maximum(largest, tl.max(score, 1))
@@ -65,7 +63,13 @@ def _walk(
         total = total * correction + tl.sum(probability, 1)
         if dropout_state is not None:
             probability = tl.where(kept(dropout_state, row, head, j0, threshold, BM, BN), probability, 0.0)
-        acc = tl.dot(probability.to(tile_v.dtype), tile_v, acc=acc * correction[:, None], input_precision=PRECISION)
+        tile_v = keep_keys(memory_value, memory_value_l, value, value_l, j0, mem_len, keys, BN, D, BC, False)
+        probability = probability.to(value.dtype.element_ty)
+        sums = ()
+        for c in tl.static_range((D + BC - 1) // BC):
+            tile = key_chunk(tile_v, c, BN, D, BC, False)
+            sums = sums + (tl.dot(probability, tile, acc=acc[c] * correction[:, None], input_precision=PRECISION),)
+        acc = sums
         largest = larger
     return largest, total, acc
 
@@ -80,7 +84,7 @@ def forward_kernel(
     memory_key_b, memory_key_h, memory_key_l, memory_value_b, memory_value_h, memory_value_l,
     mask_b, mask_h, mask_l, mask_k,
     heads, rows, mem_len, keys, padded_keys, rel_rows, max_distance, threshold, scale, kept_scale,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, b * heads + h); arguments as launch.py names them."""
@@ -111,13 +115,13 @@ def forward_kernel(
         mask += b * mask_b + h * mask_h
     begin, end = span_of_keys(rank, floor, first, last, key_rank, query_floor, sees_self, keys, mem_len, BN, CAUSAL)
 
-    query_tile = load_rows(query, row, query_l, inside, D, BD)
     scale *= LOG2_E
     ids, same, different = load_segments(
-        query_tile, segment_embed, segment_bias, query_ids, b * rows + row, inside, h, heads, scale, D, BD, PRECISION
-    )
-    content_query = add_bias(query_tile, content_bias, h, D, BD)
-    position_query = add_bias(query_tile, position_bias, h, D, BD)
+        query, query_l, segment_embed, segment_bias, query_ids, row, b * rows + row, inside, h, heads, scale, D, BC,
+        PRECISION,
+    )  # fmt: skip
+    content_query = keep_rows(query, row, query_l, inside, content_bias, h, D, BC, KEEP)
+    position_query = keep_rows(query, row, query_l, inside, position_bias, h, D, BC, KEEP)
     if key_ids is not None:
         key_ids += b * padded_keys
 
@@ -132,14 +136,16 @@ def forward_kernel(
         mem_len, keys, rel_rows, threshold, scale,
     )  # fmt: skip
     if narrow:
-        largest, total, acc = _walk(*arguments, D, BD, BM, BN, CAUSAL, PRECISION, True)
+        largest, total, acc = _walk(*arguments, D, BC, KEEP, BM, BN, CAUSAL, PRECISION, True)
     else:
-        largest, total, acc = _walk(*arguments, D, BD, BM, BN, CAUSAL, PRECISION, False)
+        largest, total, acc = _walk(*arguments, D, BC, KEEP, BM, BN, CAUSAL, PRECISION, False)
 
     sees_any = total != 0  # NaN counts
-    acc = acc * tl.where(sees_any, kept_scale / tl.where(sees_any, total, 1.0), 0.0)[:, None]
+    factor = tl.where(sees_any, kept_scale / tl.where(sees_any, total, 1.0), 0.0)[:, None]
     lse_row = tl.where(sees_any, (largest + tl.log2(total)) / LOG2_E, -float("inf"))
-    d = tl.arange(0, BD)
-    pointer = out + ((b * rows + row) * heads + h)[:, None] * D + d[None, :]
-    tl.store(pointer, acc.to(out.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+    out_row = out + ((b * rows + row) * heads + h)[:, None] * D
+    for c in tl.static_range((D + BC - 1) // BC):
+        d = c * BC + tl.arange(0, BC)
+        tile = (acc[c] * factor).to(out.dtype.element_ty)
+        tl.store(out_row + d[None, :], tile, mask=inside[:, None] & (d < D)[None, :])
     tl.store(lse + head.to(tl.int64) * rows + row, lse_row, mask=inside)

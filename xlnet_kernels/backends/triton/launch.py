@@ -129,16 +129,16 @@ class Call:
             "padded_keys": padded_keys, "rel_rows": self.rel_rows, "max_distance": max_distance,
             "threshold": bits - 2**32 if bits >= 2**31 else bits,  # kernels take int32
             "scale": scale, "kept_scale": 1 / (1 - dropout_p),
-            "D": self.width, "BD": max(16, 1 << (self.width - 1).bit_length()),
-            "CAUSAL": self.rel_rows == max_distance + 1, "PRECISION": "tf32" if tf32 else "ieee",
+            "D": self.width, "CAUSAL": self.rel_rows == max_distance + 1, "PRECISION": "tf32" if tf32 else "ieee",
         }  # fmt: skip
 
     def config(self, kernel: str) -> tuning.Config:
         query = self.tensors["query"]
-        return tuning.choose(kernel, query.dtype, self.width, INTERPRETED)
+        capability = None if INTERPRETED else torch.cuda.get_device_capability(query.device)
+        return tuning.choose(kernel, query.dtype, self.width, capability)
 
     def launch(self, kernel, grid: tuple[int, int], config: tuning.Config, **arguments) -> None:
-        arguments = self.arguments | arguments | {"BM": config.BM, "BN": config.BN}
+        arguments = self.arguments | arguments | {name: getattr(config, name) for name in ("BM", "BN", "BC", "KEEP")}
         device = self.tensors["query"].device
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             kernel[grid](

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import load_block
+from .chunks import load_block, row_chunk
 
 
 @triton.jit
@@ -74,26 +74,38 @@ def shift_out(grad, first, middle, shift, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def open_ring(
-    position_query, rel_key, rel_key_p, start, rel_rows, shift, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
-    BD: tl.constexpr, PRECISION: tl.constexpr,
+def rel_product(
+    position_query, rel_key, rel_key_p, start, rel_rows, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    BC: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The blocks `first` and `middle` before the first tile of keys."""
-    tile_r = load_block(rel_key, rel_key_p, start, rel_rows, BN, D, BD)
-    first = tl.dot(position_query, tl.trans(tile_r), input_precision=PRECISION)
-    middle = first
-    if BM > BN:
-        tile_r = load_block(rel_key, rel_key_p, start + BN, rel_rows, BN, D, BD)
-        middle = tl.dot(position_query, tl.trans(tile_r), input_precision=PRECISION)
-        first = tl.where((shift >= BN)[:, None], middle, first)
-    return first, middle
+    """The product (BM, BN) of a tile of rows with rows start .. start+BN-1 of rel_key: one block of the band."""
+    product = tl.zeros((BM, BN), tl.float32)
+    if KEEP:
+        for c in tl.static_range((D + BC - 1) // BC):
+            tile_r = load_block(rel_key, rel_key_p, start, rel_rows, c, BN, D, BC)
+            tile_q = row_chunk(position_query, c, D, BC, KEEP)
+            product = tl.dot(tile_q, tl.trans(tile_r), acc=product, input_precision=PRECISION)
+    else:
+        for c in range((D + BC - 1) // BC):
+            tile_r = load_block(rel_key, rel_key_p, start, rel_rows, c, BN, D, BC)
+            tile_q = row_chunk(position_query, c, D, BC, False)
+            product = tl.dot(tile_q, tl.trans(tile_r), acc=product, input_precision=PRECISION)
+    return product
 
 
 @triton.jit
-def in_loop(shift, j0):
-    """`shift` (keys are fewer than 2^30). The compiler does not see that it is the same for all j0, and so does not
-    keep all carries of the butterfly in registers."""
-    return shift + (j0 >> 30)
+def open_ring(
+    position_query, rel_key, rel_key_p, start, rel_rows, shift, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
+    BC: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The blocks `first` and `middle` before the first tile of keys."""
+    first = rel_product(position_query, rel_key, rel_key_p, start, rel_rows, BM, BN, D, BC, KEEP, PRECISION)
+    middle = first
+    if BM > BN:
+        start += BN
+        middle = rel_product(position_query, rel_key, rel_key_p, start, rel_rows, BM, BN, D, BC, KEEP, PRECISION)
+        first = tl.where((shift >= BN)[:, None], middle, first)
+    return first, middle
 
 
 @triton.jit
@@ -106,7 +118,7 @@ def block_of(shift, BN: tl.constexpr):
 @triton.jit
 def shift_blocks(
     position_query, rel_key, rel_key_p, start, rel_rows, shift, spread, BM: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr,
+    D: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """Position scores (BM, BN) of one tile without a ring: every block that one of the rows needs.
 
@@ -116,10 +128,12 @@ def shift_blocks(
     score = tl.zeros((BM, BN), tl.float32)
     if NARROW:
         for index in tl.static_range(3 if BM > BN else 2):
-            tile_r = load_block(rel_key, rel_key_p, start + index * BN, rel_rows, BN, D, BD)
-            score = tl.where(block == index, tl.dot(position_query, tl.trans(tile_r), input_precision=PRECISION), score)
+            at = start + index * BN
+            new = rel_product(position_query, rel_key, rel_key_p, at, rel_rows, BM, BN, D, BC, KEEP, PRECISION)
+            score = tl.where(block == index, new, score)
     else:
         for index in range(0, spread // BN + 2):
-            tile_r = load_block(rel_key, rel_key_p, start + index * BN, rel_rows, BN, D, BD)
-            score = tl.where(block == index, tl.dot(position_query, tl.trans(tile_r), input_precision=PRECISION), score)
+            at = start + index * BN
+            new = rel_product(position_query, rel_key, rel_key_p, at, rel_rows, BM, BN, D, BC, KEEP, PRECISION)
+            score = tl.where(block == index, new, score)
     return rotate(score, shift)

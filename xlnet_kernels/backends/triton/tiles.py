@@ -1,8 +1,8 @@
 """What the kernels share but for the relative shift: loads of rows and keys, masks, segments, dropout.
 
-Names in kernels: BM query rows by BN keys is a tile, D the head width, BD that rounded up to a power of two. `row` is a
-query row's index in the call, `position` where it stands in the segment, `j` a key's index over memory and segment.
-Scores are in units of log2, so that exp2 serves.
+Names in kernels: BM query rows by BN keys is a tile, D the head width, BC the columns of a chunk of it (chunks.py).
+`row` is a query row's index in the call, `position` where it stands in the segment, `j` a key's index over memory and
+segment. Scores are in units of log2, so that exp2 serves.
 """
 
 from __future__ import annotations
@@ -10,69 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .chunks import add_bias, load_rows
+
 LOWEST = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**31 - 1)
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Kernel arguments that change from call to call: no variants of a kernel for multiples of 16 and ones among them.
 SIZES = ["heads", "rows", "mem_len", "keys", "rel_rows", "max_distance", "threshold"]
-
-
-# Addresses are a scalar base plus offsets that stay the same from tile to tile: cheaper than a vector of addresses.
-
-
-@triton.jit
-def load_rows(base, row, stride, inside, D: tl.constexpr, BD: tl.constexpr):
-    """(rows, BD) of a matrix (rows, D); zeros where not `inside` and beyond D."""
-    d = tl.arange(0, BD)
-    mask = inside[:, None]
-    if D != BD:
-        mask = mask & (d < D)[None, :]
-    return tl.load(base + (row[:, None] * stride + d[None, :]), mask=mask, other=0.0)
-
-
-@triton.jit
-def load_block(base, stride, start, rows, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Rows start .. start+BN-1 of a matrix (rows, D) as (BN, BD); zeros beyond it."""
-    column = tl.arange(0, BN)
-    return load_rows(base + tl.cast(start, tl.int64) * stride, column, stride, column < rows - start, D, BD)
-
-
-@triton.jit
-def key_pointers(memory, memory_stride, current, stride, j0, mem_len, BN: tl.constexpr, BD: tl.constexpr):
-    """Pointers (BN, BD) to keys or values j0 .. j0+BN-1 of the memory and then the current segment."""
-    column = tl.arange(0, BN)
-    d = tl.arange(0, BD)
-    pointer = (current + tl.cast(j0 - mem_len, tl.int64) * stride) + (column[:, None] * stride + d[None, :])
-    if memory is not None:
-        old = (memory + tl.cast(j0, tl.int64) * memory_stride) + (column[:, None] * memory_stride + d[None, :])
-        pointer = tl.where((column < mem_len - j0)[:, None], old, pointer)
-    return pointer
-
-
-@triton.jit
-def key_mask(j0, keys, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    mask = (tl.arange(0, BN) < keys - j0)[:, None]
-    if D != BD:
-        mask = mask & (tl.arange(0, BD) < D)[None, :]
-    return mask
-
-
-@triton.jit
-def load_keys(
-    memory, memory_stride, current, stride, j0, mem_len, keys, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
-):
-    """(BN, BD) keys or values from j0 on; zeros beyond the last."""
-    pointer = key_pointers(memory, memory_stride, current, stride, j0, mem_len, BN, BD)
-    return tl.load(pointer, mask=key_mask(j0, keys, BN, D, BD), other=0.0)
-
-
-@triton.jit
-def store_keys(
-    memory, memory_stride, current, stride, j0, mem_len, keys, tile, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
-):
-    """The transposed map of `load_keys`."""
-    pointer = key_pointers(memory, memory_stride, current, stride, j0, mem_len, BN, BD)
-    tl.store(pointer, tile.to(current.dtype.element_ty), mask=key_mask(j0, keys, BN, D, BD))
 
 
 @triton.jit
@@ -106,36 +50,29 @@ def widest_tile(positions, begin, end, rows, BM: tl.constexpr):
 
 
 @triton.jit
-def add_bias(rows, bias, h, D: tl.constexpr, BD: tl.constexpr):
-    """rows (BM, BD) plus a head's row of `bias` (H, D), rounded as the reference rounds it."""
-    if bias is None:
-        return rows
-    else:
-        d = tl.arange(0, BD)
-        return (rows + tl.load(bias + h * D + d, mask=d < D, other=0.0)[None, :]).to(rows.dtype)
-
-
-@triton.jit
-def load_segment(embed, h, heads, kind: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """The embedding (BD,) of "same segment" (kind 0) or "different" (1) in float32."""
-    d = tl.arange(0, BD)
+def load_segment(embed, h, heads, kind: tl.constexpr, c: tl.constexpr, D: tl.constexpr, BC: tl.constexpr):
+    """Chunk c of the embedding of "same segment" (kind 0) or "different" (1) in float32."""
+    d = c * BC + tl.arange(0, BC)
     return tl.load(embed + (kind * heads + h) * D + d, mask=d < D, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_segments(
-    query_tile, segment_embed, segment_bias, query_ids, row, inside, h, heads, scale, D: tl.constexpr, BD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    query, query_l, segment_embed, segment_bias, query_ids, row, id_row, inside, h, heads, scale, D: tl.constexpr,
+    BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of a tile's rows: the id, and the score of a key in the same segment and of one in another."""
-    ids = load_or(query_ids, row, inside, 0)
+    ids = load_or(query_ids, id_row, inside, 0)
     same = tl.zeros(row.shape, tl.float32)
     different = same
     if segment_embed is not None:
-        biased = add_bias(query_tile, segment_bias, h, D, BD)
         kind = tl.arange(0, 16)  # two of them: the least that a matrix product takes
-        embed = load_rows(segment_embed + h * D, kind, heads * D, kind < 2, D, BD)
-        both = tl.dot(biased, tl.trans(embed), input_precision=PRECISION) * scale
+        both = tl.zeros((row.shape[0], 16), tl.float32)
+        for c in tl.static_range((D + BC - 1) // BC):
+            biased = add_bias(load_rows(query, row, query_l, inside, c, D, BC), segment_bias, h, c, D, BC)
+            embed = load_rows(segment_embed + h * D, kind, heads * D, kind < 2, c, D, BC)
+            both = tl.dot(biased, tl.trans(embed), acc=both, input_precision=PRECISION)
+        both *= scale
         same = tl.sum(tl.where((kind == 0)[None, :], both, 0.0), 1)
         different = tl.sum(tl.where((kind == 1)[None, :], both, 0.0), 1)
     return ids, same, different
@@ -147,11 +84,9 @@ def is_same_segment(ids, key_ids, j0, BN: tl.constexpr):
 
 
 @triton.jit
-def add_content(
-    score, content_query, key_tile, scale, ids, same, different, key_ids, j0, BN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Scores (BM, BN) from position scores: plus the content term, scaled, plus the segment term."""
-    score = tl.dot(content_query, tl.trans(key_tile), acc=score, input_precision=PRECISION) * scale
+def add_segments(score, scale, ids, same, different, key_ids, j0, BN: tl.constexpr):
+    """Scores (BM, BN) from those of positions and content: scaled, plus the segment term."""
+    score *= scale
     if key_ids is not None:
         score += tl.where(is_same_segment(ids, key_ids, j0, BN), same[:, None], different[:, None])
     return score
@@ -292,13 +227,12 @@ def span_of_rows(
 
 @triton.jit
 def score_gradients(
-    score, seen, lse, delta, grad_out, value_tile, scale, kept_scale, state, row, head, j0, threshold, BM: tl.constexpr,
-    BN: tl.constexpr, PRECISION: tl.constexpr,
+    score, seen, lse, delta, grad, scale, kept_scale, state, row, head, j0, threshold, BM: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
-    """(P with dropout, dS) of one tile, both (BM, BN)."""
+    """(P with dropout, dS) of one tile, both (BM, BN), from the scores and `grad`, dP."""
     # a row that sees nothing has lse = -inf: exp2 of +inf, which `seen` hides
     probability = tl.where(seen, tl.exp2(score - lse[:, None]), 0.0)
-    grad = tl.dot(grad_out, tl.trans(value_tile), input_precision=PRECISION)
     dropped = probability
     if state is not None:
         keep = kept(state, row, head, j0, threshold, BM, BN)

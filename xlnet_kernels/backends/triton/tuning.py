@@ -1,48 +1,68 @@
 """Tile sizes, warps and pipeline stages of the kernels: a table, no search at run time.
 
-Nothing in it is measured yet. The entries are those that compile with the fewest register spills among those that use
-the widest matrix instructions, and fit into 99 KB of shared memory, so that they run on every GPU from sm_80 on;
-tests/test_triton_compile.py holds the numbers.
+Not measured on a GPU yet. The entries are those that compile with the fewest register spills among those that use the
+widest matrix instructions of their GPUs, within the 99 KB of shared memory that a program may have on sm_86, sm_89 and
+sm_120; benchmarks/results/triton-compiled.json holds what the compiler made of them. benchmarks/tune_triton.py measures
+candidates on a GPU and writes entries of this form.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Config:
-    """BM query rows by BN keys is a tile; BM is at most 2 BN, and BN at least 32."""
+class Config(NamedTuple):
+    """A tile is BM query rows by BN keys; BM is at most 2 BN, and BN at least 32. For BC and KEEP see chunks.py."""
 
     BM: int
     BN: int
+    BC: int
+    KEEP: bool
     num_warps: int
     num_stages: int
 
 
-# The classes that the table distinguishes: head width up to, dtype (bfloat16 stands for float16 too).
-CLASSES = (
-    (64, torch.bfloat16),
-    (128, torch.bfloat16),
-    (256, torch.bfloat16),
-    (64, torch.float32),
-    (256, torch.float32),
-)
-# kernel -> a configuration for each of CLASSES
-_TABLE = {
-    "forward": ((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
-    "rows": ((64, 32, 4, 2), (32, 32, 8, 1), (32, 32, 8, 1), (32, 32, 4, 1), (32, 32, 8, 1)),
-    "keys": ((64, 64, 4, 2), (32, 32, 8, 1), (16, 32, 8, 1), (32, 32, 4, 1), (16, 32, 8, 1)),
+KERNELS = ("forward", "rows", "keys")
+# (GPU family, kind of dtype, head width up to) -> a configuration for each of KERNELS. One class of lengths: nothing
+# measured asks for more.
+TABLE = {
+    (80, "16-bit", 64): ((64, 32, 64, True, 4, 2), (64, 32, 64, True, 4, 2), (64, 64, 64, True, 4, 2)),
+    (80, "16-bit", 128): ((64, 32, 64, False, 4, 2), (32, 32, 64, False, 8, 1), (64, 32, 64, False, 8, 1)),
+    (80, "16-bit", 256): ((32, 32, 64, False, 8, 1), (32, 32, 64, False, 8, 1), (32, 32, 64, False, 8, 1)),
+    (80, "float32", 64): ((32, 32, 32, False, 8, 1), (32, 32, 32, False, 8, 1), (32, 32, 32, False, 8, 1)),
+    (80, "float32", 256): ((16, 32, 32, False, 8, 1), (16, 32, 32, False, 8, 1), (16, 32, 32, False, 8, 1)),
+    (90, "16-bit", 64): ((64, 32, 64, True, 4, 2), (64, 32, 64, True, 4, 2), (64, 64, 64, True, 4, 2)),
+    (90, "16-bit", 128): ((64, 32, 64, False, 4, 1), (64, 32, 64, False, 8, 1), (64, 32, 64, False, 8, 1)),
+    (90, "16-bit", 256): ((64, 32, 64, False, 8, 1), (64, 32, 64, False, 8, 1), (64, 32, 64, False, 8, 1)),
 }
-_INTERPRETED = Config(64, 64, 4, 1)  # few and large tiles
+_INTERPRETED = Config(64, 64, 64, True, 4, 1)  # few and large tiles
 
 
-def choose(kernel: str, dtype: torch.dtype, width: int, interpreted: bool) -> Config:
-    """The configuration of `kernel` ("forward", "rows" or "keys")."""
-    if interpreted:
-        return _INTERPRETED
-    kind = torch.float32 if dtype == torch.float32 else torch.bfloat16
-    index = next(index for index, (largest, of) in enumerate(CLASSES) if width <= largest and of == kind)
-    return Config(*_TABLE[kernel][index])
+def family(capability: tuple[int, int]) -> int:
+    """Which GPUs of the table one of a compute capability belongs to.
+
+    90: matrix instructions for 64 rows at once (sm_90 wgmma; sm_100, sm_103 and sm_110 tcgen05). 80: all others, sm_120
+    too, which has the instructions of sm_80 for these dtypes.
+    """
+    return 90 if capability[0] in (9, 10, 11) else 80
+
+
+def choose(kernel: str, dtype: torch.dtype, width: int, capability: tuple[int, int] | None) -> Config:
+    """The configuration of `kernel`, one of KERNELS. `capability` None: for Triton's interpreter.
+
+    What the table lacks for a family of GPUs is taken from the next lower one.
+    """
+    config = _INTERPRETED
+    if capability is not None:
+        kind = kind_of(dtype)
+        keys = [key for key in TABLE if key[0] <= family(capability) and key[1] == kind and key[2] >= width]
+        best = min(keys, key=lambda key: (-key[0], key[2]))
+        config = Config(*TABLE[best][KERNELS.index(kernel)])
+    return config._replace(BC=min(config.BC, max(16, 1 << (width - 1).bit_length())))
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """What the table calls a dtype."""
+    return "float32" if dtype == torch.float32 else "16-bit"

@@ -1,0 +1,167 @@
+"""Measures configurations of the Triton kernels on a GPU and prints the entries of the table that were fastest.
+
+    python benchmarks/tune_triton.py --widths 64 128 --dtype bfloat16 --lengths 512 2048 --output entries.txt
+
+Nothing else searches: the kernels take what xlnet_kernels/backends/triton/tuning.py says. What is written has its form;
+`--entries FILE` of an earlier run starts from there. A candidate that does not compile or gives wrong results is out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import xlnet_kernels as xk
+from problem import Case, Problem, build_problem
+from xlnet_kernels.backends.triton import tuning
+from xlnet_kernels.backends.triton.tuning import KERNELS, Config
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}  # of the largest value of each result
+HEADER = "# (GPU family, kind of dtype, head width up to): forward, rows, keys\n"
+
+
+def candidates(kind: str, width: int) -> list[Config]:
+    """What is worth measuring: tiles that the kernels can do and whose operands fit into registers."""
+    shapes = [(16, 32), (32, 32), (32, 64)] if kind == "float32" else [(32, 32), (64, 32), (64, 64), (128, 64)]
+    found = []
+    for (BM, BN), warps, stages, keep in itertools.product(shapes, (4, 8), (1, 2, 3), (True, False)):
+        if keep and width > (64 if kind == "float32" else 128):
+            continue  # spills thousands of words
+        if kind == "16-bit" and BM * BN >= 64 * 64 and not keep and width > 128:
+            continue
+        for BC in (64,) if keep else (32, 64):
+            BC = min(BC, max(16, 1 << (width - 1).bit_length()))
+            found.append(Config(BM, BN, BC, keep, warps, stages))
+    return list(dict.fromkeys(found))
+
+
+def tune(
+    entries: dict, key: tuple[int, str, int], measure: Callable[[str, tuple[Config, ...]], float], log=lambda line: None
+) -> dict:
+    """`entries` with the fastest configurations for `key`.
+
+    `measure(kernel, configs)` gives the milliseconds of what the kernel is part of, a forward or a backward pass, with
+    these three configurations; it raises what stands against them, and then the candidate is out.
+    """
+    best = [Config(*config) for config in entries[key]]
+    for index, kernel in enumerate(KERNELS):
+        times = {}
+        for config in dict.fromkeys([best[index], *candidates(*key[1:])]):
+            configs = (*best[:index], config, *best[index + 1 :])
+            try:
+                times[config] = measure(kernel, configs)
+            except Exception as error:  # out of registers or shared memory, wrong results: whatever it is, it is out
+                log(f"{key} {kernel} {tuple(config)}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+                continue
+            log(f"{key} {kernel} {tuple(config)}: {times[config]:.4f} ms")
+        if not times:
+            raise RuntimeError(f"no configuration of the {kernel} kernel works for {key}")
+        best[index] = min(times, key=times.get)
+    return entries | {key: tuple(best)}
+
+
+def write(entries: dict) -> str:
+    """As tuning.TABLE is written."""
+    lines = [f"    {key!r}: ({', '.join(str(tuple(config)) for config in entries[key])})," for key in sorted(entries)]
+    return HEADER + "{\n" + "".join(f"{line}\n" for line in lines) + "}\n"
+
+
+def read(text: str) -> dict:
+    entries = ast.literal_eval(text)
+    return {key: tuple(Config(*config) for config in configs) for key, configs in entries.items()}
+
+
+class OnGPU:
+    """`measure` for `tune`: results on `checked` against the reference first, then the geometric mean of medians."""
+
+    def __init__(self, key: tuple, checked: Problem, problems: list[Problem], bench: Callable | None = None) -> None:
+        self.key, self.checked, self.problems = key, checked, problems
+        self.exact = self._results(checked.double(), "reference")
+        self.bench = bench
+
+    def __call__(self, kernel: str, configs: tuple[Config, ...]) -> float:
+        from triton.testing import do_bench
+
+        tuning.TABLE[self.key] = configs
+        self._compare(self._results(self.checked, "triton"), self.exact, self.checked.query.dtype)
+        times = []
+        for problem in self.problems:
+            inputs = [getattr(problem, name).requires_grad_() for name in Problem.INPUTS]
+            with torch.set_grad_enabled(kernel != "forward"):
+                out = self._call(problem, "triton")
+
+            def forward(p=problem):
+                with torch.no_grad():
+                    return self._call(p, "triton")
+
+            def backward(p=problem, out=out, inputs=inputs):
+                return torch.autograd.grad(out, inputs, p.grad_out, retain_graph=True)
+
+            call = forward if kernel == "forward" else backward
+            times.append((self.bench or do_bench)(call, return_mode="median"))
+        return statistics.geometric_mean(times)
+
+    @staticmethod
+    def _call(p: Problem, backend: str) -> torch.Tensor:
+        return xk.rel_attention(
+            p.query, p.key, p.value, p.rel_key, content_bias=p.content_bias, position_bias=p.position_bias,
+            segments=p.segments(p.segment_embed, p.segment_bias), memory=(p.memory_key, p.memory_value), mask=p.mask,
+            query_positions=p.query_positions, backend=backend,
+        )  # fmt: skip
+
+    def _results(self, p: Problem, backend: str) -> list[torch.Tensor]:
+        inputs = [getattr(p, name).requires_grad_() for name in Problem.INPUTS]
+        out = self._call(p, backend)
+        return [out.detach(), *torch.autograd.grad(out, inputs, p.grad_out)]
+
+    @staticmethod
+    def _compare(found: list[torch.Tensor], exact: list[torch.Tensor], dtype: torch.dtype) -> None:
+        for name, one, other in zip(("out", *Problem.INPUTS), found, exact, strict=True):
+            if one.numel() == 0:
+                continue
+            error = (one.float() - other.float()).abs().max() / other.float().abs().max().clamp(min=1e-9)
+            if not error <= TOLERANCE[dtype]:
+                raise ValueError(f"{name} is off by {error:.1e} of its largest value")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--tokens", type=int, default=16384, help="batch times length")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--entries", type=Path, help="start from what an earlier run wrote")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("tune_triton.py needs a CUDA GPU, this machine has none", file=sys.stderr)
+        return 1
+    if options.entries:
+        tuning.TABLE.update(read(options.entries.read_text()))
+    dtype, of, found = getattr(torch, options.dtype), tuning.family(torch.cuda.get_device_capability()), {}
+    kind = tuning.kind_of(dtype)
+    for width in options.widths:
+        key = (of, kind, width)
+        start = {key: tuple(tuning.choose(kernel, dtype, width, (of // 10, 0)) for kernel in KERNELS)}
+        problems = [
+            build_problem(Case(length, max(1, options.tokens // length), options.heads, width, 0, dtype, "cuda"))
+            for length in options.lengths
+        ]
+        checked = build_problem(Case(min(options.lengths), 1, 2, width, 0, dtype, "cuda"), two_streams=True)
+        found |= tune(start, key, OnGPU(key, checked, problems), log=lambda line: print(line, flush=True))
+        if options.output:  # what is known so far stays when the run is stopped
+            options.output.write_text(f"# {torch.cuda.get_device_name()}\n{write(found)}")
+    print(write(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

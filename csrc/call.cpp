@@ -1,0 +1,155 @@
+#include "call.h"
+
+#include <utility>
+
+namespace xlnet_kernels {
+
+Tensor Prepared::keep(Tensor t) {
+  kept.push_back(t);
+  return t;
+}
+
+Tensor4 strided(const Tensor& t) {
+  if (!t.defined()) return {};
+  Tensor4 result{t.data_ptr(), {0, 0, 0, 0}};
+  const int64_t missing = 4 - t.dim();
+  for (int64_t d = 0; d < t.dim(); ++d) result.stride[missing + d] = t.stride(d);
+  return result;
+}
+
+Tensor empty_rows_first(const Tensor& like, at::ScalarType dtype) {
+  return at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options().dtype(dtype))
+      .transpose(1, 2);
+}
+
+void check(const char* name, const OptionalTensor& t, at::IntArrayRef shape, at::ScalarType dtype, const Tensor& like) {
+  if (!t) return;
+  TORCH_CHECK_VALUE(t->sizes() == shape && t->scalar_type() == dtype && t->device() == like.device(), name,
+                    " must be a ", like.device(), " ", dtype, " tensor of shape ", shape, ", got ", t->device(), " ",
+                    t->scalar_type(), " of shape ", t->sizes());
+}
+
+namespace {
+
+DType dtype_of(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kFloat:
+      return DType::float32;
+    case at::kDouble:
+      return DType::float64;
+    case at::kBFloat16:
+      return DType::bfloat16;
+    case at::kHalf:
+      return DType::float16;
+    default:
+      TORCH_CHECK(false, "query must be float16, bfloat16, float32 or float64, got ", t.scalar_type());
+  }
+}
+
+void check_pair(const char* names, const OptionalTensor& a, const OptionalTensor& b) {
+  TORCH_CHECK_VALUE(a.has_value() == b.has_value(), names, " must come together");
+}
+
+void check_inputs(const Inputs& in) {
+  TORCH_CHECK_VALUE(in.query.dim() == 4 && in.key.dim() == 4, "query and key must have 4 dimensions");
+  const int64_t B = in.query.size(0), H = in.query.size(1), L = in.query.size(2), D = in.query.size(3);
+  const int64_t K = in.key.size(2), M = in.memory_key && in.memory_key->dim() == 4 ? in.memory_key->size(2) : 0;
+  const auto dtype = in.query.scalar_type();
+  const auto check = [&](const char* name, const OptionalTensor& t, at::IntArrayRef shape, at::ScalarType of) {
+    xlnet_kernels::check(name, t, shape, of, in.query);
+  };
+  check("key", in.key, {B, H, K, D}, dtype);
+  check("value", in.value, {B, H, K, D}, dtype);
+  check_pair("memory_key and memory_value", in.memory_key, in.memory_value);
+  check("memory_key", in.memory_key, {B, H, M, D}, dtype);
+  check("memory_value", in.memory_value, {B, H, M, D}, dtype);
+  const int64_t P = in.rel_key.dim() < 3 ? 0 : in.rel_key.size(-2);
+  check("rel_key", in.rel_key, in.rel_key.dim() == 4 ? std::vector<int64_t>{B, H, P, D} : std::vector<int64_t>{H, P, D},
+        dtype);
+  TORCH_CHECK_VALUE(in.max_distance >= M + K - 1, "max_distance must be at least M + K - 1, got ", in.max_distance);
+  TORCH_CHECK_VALUE(in.query_positions || L <= K, "query has more rows than key and no query_positions");
+  for (const auto& [name, bias] : {std::pair{"content_bias", &in.content_bias},
+                                   {"position_bias", &in.position_bias},
+                                   {"segment_bias", &in.segment_bias}})
+    check(name, *bias, {H, D}, dtype);
+  check("segment_embed", in.segment_embed, {2, H, D}, dtype);
+  check_pair("query_ids and key_ids", in.query_ids, in.key_ids);
+  check_pair("query_ids and segment_embed", in.query_ids, in.segment_embed);
+  check_pair("query_rank and key_rank", in.query_rank, in.key_rank);
+  const auto check_integers = [&](const char* name, const OptionalTensor& t, int64_t count) {
+    if (t) check(name, t, {B, count}, at::isIntegralType(t->scalar_type(), false) ? t->scalar_type() : at::kInt);
+  };
+  check_integers("query_ids", in.query_ids, L);
+  check_integers("key_ids", in.key_ids, M + K);
+  check_integers("query_rank", in.query_rank, L);
+  check_integers("key_rank", in.key_rank, M + K);
+  check_integers("query_floor", in.query_floor, L);
+  check_integers("query_positions", in.query_positions, L);
+  check("sees_self", in.sees_self, {B, L}, at::kBool);
+  if (in.mask) check("mask", in.mask->expand({B, H, L, M + K}), {B, H, L, M + K}, at::kBool);
+  TORCH_CHECK_VALUE(in.dropout_p >= 0 && in.dropout_p < 1, "dropout_p must be in [0, 1), got ", in.dropout_p);
+  TORCH_CHECK_VALUE(in.dropout_p == 0 || in.dropout_state, "dropout_state must be given with dropout_p");
+  check("dropout_state", in.dropout_state, {2}, at::kLong);
+}
+
+void check_positions(const Tensor& positions, int64_t key_len) {
+  const auto [low, high] = positions.aminmax();
+  TORCH_CHECK_VALUE(low.item<int64_t>() >= 0 && high.item<int64_t>() < key_len, "query_positions must lie in [0, ",
+                    key_len, "), got values from ", low.item<int64_t>(), " to ", high.item<int64_t>());
+}
+
+}  // namespace
+
+Prepared prepare(const Inputs& in) {
+  check_inputs(in);
+  Prepared call;
+  const auto ints = [&](const OptionalTensor& t) {
+    return t ? call.keep(t->to(at::kInt).contiguous()).data_ptr<int32_t>() : nullptr;
+  };
+  const auto small = [&](const OptionalTensor& t) { return t ? call.keep(t->contiguous()).data_ptr() : nullptr; };
+  RelAttention& p = call.p;
+  p.dtype = dtype_of(in.query);
+  p.batch = in.query.size(0);
+  p.heads = in.query.size(1);
+  p.length = in.query.size(2);
+  p.width = in.query.size(3);
+  p.key_len = in.key.size(2);
+  p.mem_len = in.memory_key ? in.memory_key->size(2) : 0;
+  p.rel_rows = in.rel_key.size(-2);
+  p.max_distance = in.max_distance;
+  p.scale = in.scale;
+  p.query = strided(in.query);
+  p.key = strided(in.key);
+  p.value = strided(in.value);
+  p.rel_key = strided(in.rel_key);
+  if (in.memory_key) {
+    p.memory_key = strided(*in.memory_key);
+    p.memory_value = strided(*in.memory_value);
+  }
+  p.content_bias = small(in.content_bias);
+  p.position_bias = small(in.position_bias);
+  p.segment_embed = small(in.segment_embed);
+  p.segment_bias = small(in.segment_bias);
+  p.query_ids = ints(in.query_ids);
+  p.key_ids = ints(in.key_ids);
+  p.query_rank = ints(in.query_rank);
+  p.key_rank = ints(in.key_rank);
+  p.query_floor = ints(in.query_floor);
+  p.sees_self = static_cast<const bool*>(small(in.sees_self));
+  if (in.mask) p.mask = strided(call.keep(in.mask->expand({p.batch, p.heads, p.length, p.mem_len + p.key_len})));
+  if (in.query_positions && p.length > 0 && p.batch > 0) {
+    if (in.query.is_cpu()) check_positions(*in.query_positions, p.key_len);
+    const auto [positions, order] = in.query_positions->sort(/*stable=*/true, /*dim=*/1, /*descending=*/false);
+    p.row_position = ints(positions);
+    p.row_order = ints(order);
+  }
+  p.dropout_p = in.dropout_p;
+  if (in.dropout_p > 0) {
+    p.dropout_state = static_cast<const int64_t*>(small(in.dropout_state));
+    const double threshold = in.dropout_p * 4294967296.0;
+    p.dropout_threshold = threshold >= 4294967295.0 ? 4294967295u : static_cast<uint32_t>(threshold);
+  }
+  return call;
+}
+
+}  // namespace xlnet_kernels

@@ -1,0 +1,57 @@
+// What backward has to know of each row, before its blocks of keys ask for it again and again.
+#pragma once
+
+#include "labels.cuh"
+
+namespace xlnet_kernels::cuda {
+
+constexpr int ROW_THREADS = 128;
+
+DEVICE float sum_of_warp(float x) {
+  for (int step = 1; step < WARP; step *= 2) x += shuffle_xor(x, step);
+  return x;
+}
+
+// A warp for each row.
+template <typename T>
+KERNEL THREADS_PER_BLOCK(ROW_THREADS, 1) rows_kernel(Backward a) {
+  const RelAttention& p = a.call.p;
+  const Gradients& grad = a.gradients;
+  const int64_t all_rows = p.batch * p.heads * p.length;
+  const int64_t row = int64_t(block_index().x) * (ROW_THREADS / WARP) + thread_index() / WARP;
+  if (row >= all_rows) return;
+  const int64_t i = row % p.length, head = row / p.length, b = head / p.heads, h = head % p.heads;
+  const auto row_of = [&](const Tensor4& of) {
+    return static_cast<const T*>(of.data) + b * of.stride[0] + h * of.stride[1] + i * of.stride[2];
+  };
+  const T *query = row_of(p.query), *out = row_of(p.out), *grad_out = row_of(grad.out);
+  const T* own = static_cast<const T*>(p.segment_embed) + h * p.width;
+  const T* other = own + p.heads * p.width;
+  const T* bias = static_cast<const T*>(p.segment_bias) + h * p.width;
+  const int lane = thread_index() % WARP;
+  float delta = 0, same = 0, different = 0;
+  for (int d = lane; d < p.width; d += WARP) {
+    delta += to_float(out[d]) * to_float(grad_out[d]);
+    if (p.segment_embed == nullptr) continue;
+    const float x = to_float(query[d]) + (p.segment_bias ? to_float(bias[d]) : 0.f);
+    same += x * to_float(own[d]);
+    different += x * (to_float(other[d]) - to_float(own[d]));
+  }
+  delta = sum_of_warp(delta);
+  same = sum_of_warp(same);
+  different = sum_of_warp(different);
+  if (lane != 0) return;
+  const float scale = float(p.scale) * LOG2_E;
+  grad.row_values[DELTA * all_rows + row] = delta - (grad.lse ? grad.lse[row] : 0.f);
+  grad.row_values[LOG_TOTAL * all_rows + row] = static_cast<const float*>(p.lse)[row] * LOG2_E - same * scale;
+  grad.row_values[DIFFERENT * all_rows + row] = different * scale;
+}
+
+template <typename T>
+const char* prepare_rows(const Backward& a, Stream stream) {
+  constexpr int PER_BLOCK = ROW_THREADS / WARP;
+  const int64_t rows = a.call.p.batch * a.call.p.heads * a.call.p.length;
+  return launch(rows_kernel<T>, {int((rows + PER_BLOCK - 1) / PER_BLOCK), 1, 1}, ROW_THREADS, 0, stream, a);
+}
+
+}  // namespace xlnet_kernels::cuda

@@ -1,0 +1,50 @@
+// Philox-4x32-10 as xlnet_kernels/dropout.py defines it.
+#pragma once
+
+#include <primitives.cuh>
+
+namespace xlnet_kernels::cuda {
+
+struct Dropout {
+  uint32_t key[2], offset, threshold;  // threshold 0: none
+};
+
+DEVICE Dropout load_dropout(const int64_t* state, uint32_t threshold) {
+  if (threshold == 0) return {{0, 0}, 0, 0};
+  const uint64_t seed = state[0], offset = state[1];
+  return {{uint32_t(seed), uint32_t(seed >> 32) ^ uint32_t(offset >> 32)}, uint32_t(offset), threshold};
+}
+
+DEVICE void philox(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) {
+#pragma unroll
+  for (int round = 0; round < 10; ++round, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) {
+    const uint32_t low = counter[0] * 0xD2511F53u, high = multiply_high(counter[0], 0xD2511F53u);
+    const uint32_t low2 = counter[2] * 0xCD9E8D57u, high2 = multiply_high(counter[2], 0xCD9E8D57u);
+    counter[0] = high2 ^ counter[1] ^ key0;
+    counter[1] = low2;
+    counter[2] = high ^ counter[3] ^ key1;
+    counter[3] = low;
+  }
+}
+
+// Bit 2 n + parity: whether row i keeps column j0 + 8 n + 2 t + parity, n < COLUMNS / 8. j0 is a multiple of COLUMNS.
+template <int COLUMNS>
+DEVICE uint32_t kept_columns(const Dropout& dropout, int head, int i, int j0, int t) {
+  uint32_t kept = 0;
+#pragma unroll
+  for (int l = 0; l < 4; ++l) {  // columns that are 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 modulo 16
+    const int parity = l % 2, odd = l / 2;
+    uint32_t words[4] = {uint32_t(j0 / 64 * 16 + 8 * odd + 2 * t + parity), uint32_t(i), uint32_t(head),
+                         dropout.offset};
+    philox(words, dropout.key[0], dropout.key[1]);
+    const int first = j0 % 64 / 16;
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      const int n = 2 * (word - first) + odd;
+      if (word >= first && n < COLUMNS / 8 && words[word] >= dropout.threshold) kept |= 1u << (2 * n + parity);
+    }
+  }
+  return kept;
+}
+
+}  // namespace xlnet_kernels::cuda

@@ -1,0 +1,84 @@
+// The CUDA kernels' face to the host: arguments and device memory in, an error's text or null out. No torch here.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "../rel_attention.h"
+
+namespace xlnet_kernels::cuda {
+
+constexpr int MAX_WIDTH = 128;
+
+// Smallest and largest label of LABEL_TILE keys or rows, by which kernels skip tiles without looking into them
+constexpr int LABEL_TILE = 64;
+struct KeyLabels {
+  int32_t least_rank, largest_rank;
+};
+struct RowLabels {
+  int32_t least_rank, largest_rank, least_floor, largest_floor, any_sees_self;
+};
+
+// Windows of rel_key reach beyond its last row by less than this.
+constexpr int REL_MARGIN = 3 * LABEL_TILE;
+
+// Device memory beside the operator's own arguments. All float32 and contiguous.
+struct Workspace {
+  float* key_bias;        // (B, H, M + K), u.k
+  float* rel_bias;        // (B or 1, H, rel_bias_rows), v.r; beyond P whatever was there: no distance needs it
+  KeyLabels* key_labels;  // (B, tiles of keys)
+  RowLabels* row_labels;  // (B, tiles of rows)
+};
+
+// What backward has to know of a row, one after the other for all rows.
+enum RowValue {
+  DELTA,      // rowsum(dO * O), minus the gradient of the log-sum-exp
+  LOG_TOTAL,  // log-sum-exp without the score that segments give to every key, in units of log 2
+  DIFFERENT,  // score that a key of another segment has in addition, in units of log 2
+  ROW_VALUES
+};
+
+// Where the gradients go. The caller adds up what is there once for each slot.
+struct Gradients {
+  Tensor4 out;        // storage, of the output
+  const float* lse;   // (B, H, L), of the log-sum-exp, or null
+  float* row_values;  // (ROW_VALUES, B, H, L), workspace
+  bool deterministic;
+  int slots;         // blocks at work on one rel_key; deterministic: each has copies of its own of the next three
+  float* query;      // (slots or 1, B, H, L, D), zeros before; without the segment term
+  float* rel_key;    // (slots or 1, B or 1, H, P, D), zeros before; null: not wanted
+  float* different;  // (slots or 1, B, H, L), zeros before: sum of dS over keys of another segment
+  float* key_sum;    // (B, H, M + K), sum of dS over rows
+  Tensor4 key, value, memory_key, memory_value;  // storage
+};
+
+struct Call {
+  RelAttention p;
+  Workspace workspace;
+  bool tf32;              // float32: one TF32 product instead of three
+  bool shared_rel_key;    // rel_key has no batch dimension
+  int64_t rel_bias_rows;  // max_distance + K + REL_MARGIN
+};
+
+struct Backward {
+  Call call;
+  Gradients gradients;
+};
+
+// Keys, and rows, of a tile of backward.
+constexpr int BACKWARD_TILE_16_BITS = 64, BACKWARD_TILE_32_BITS = 32;
+
+// Tiles of keys that add to the same rel_key's gradient: what `slots` is at most.
+inline int64_t backward_items(const Call& call) {
+  const int tile = call.p.dtype == DType::float32 ? BACKWARD_TILE_32_BITS : BACKWARD_TILE_16_BITS;
+  const int64_t tiles = (call.p.mem_len + call.p.key_len + tile - 1) / tile;
+  return tiles * (call.shared_rel_key ? call.p.batch : 1);
+}
+
+// Stream is cudaStream_t; on the host, whatever executes the kernels there.
+template <typename Stream>
+std::string forward(const Call& call, Stream stream);
+template <typename Stream>
+std::string backward(const Call& call, const Gradients& gradients, Stream stream);
+
+}  // namespace xlnet_kernels::cuda

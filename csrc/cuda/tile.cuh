@@ -1,0 +1,211 @@
+// Tiles in shared memory, operands of the matrix instruction, products of 16 rows.
+#pragma once
+
+#include <primitives.cuh>
+
+namespace xlnet_kernels::cuda {
+
+// Of one element type: elements in 16 bytes, and the depth of one matrix instruction.
+template <typename T>
+constexpr int CHUNK = 16 / sizeof(T);
+template <typename T>
+constexpr int DEPTH = 2 * CHUNK<T>;
+
+constexpr int WARP = 32;
+
+// Rows of COLUMNS elements, 16 bytes apart, so that eight rows' chunks fall into different banks. ROWS > 0, a power of
+// two: a ring, whose rows may have any number.
+template <typename T, int COLUMNS, int ROWS = 0>
+struct Tile {
+  static constexpr int STRIDE = COLUMNS + CHUNK<T>;
+  T* data;
+
+  static constexpr int bytes(int rows) { return rows * STRIDE * int(sizeof(T)); }
+  DEVICE T* at(int row, int column) const { return data + (ROWS ? row & (ROWS - 1) : row) * STRIDE + column; }
+};
+
+// Copies rows begin .. end-1: source(row) is where a row of `width` elements starts in global memory, or null for
+// zeros.
+template <int THREADS, typename T, int COLUMNS, int ROWS, typename Source>
+DEVICE void copy_rows(const Tile<T, COLUMNS, ROWS>& tile, int begin, int end, int width, const void* anywhere,
+                      Source source) {
+  constexpr int CHUNKS = COLUMNS / CHUNK<T>;
+  for (int chunk = thread_index(); chunk < (end - begin) * CHUNKS; chunk += THREADS) {
+    const int row = begin + chunk / CHUNKS, column = chunk % CHUNKS * CHUNK<T>;
+    const T* from = source(row);
+    const bool inside = from != nullptr && column < width;
+    copy_async(tile.at(row, column), inside ? static_cast<const void*>(from + column) : anywhere, inside);
+  }
+}
+
+// One lane's part of a 16 x DEPTH matrix a, or of two b of DEPTH x 8, as multiply_add takes them.
+struct Operand {
+  uint32_t word[4];
+};
+
+// a(m, k) = tile(row + m, column + k)
+template <typename T, int C, int R>
+DEVICE Operand load_a(const Tile<T, C, R>& tile, int row, int column, int lane) {
+  Operand a;
+  load_matrices(a.word, tile.at(row + lane % 16, column + lane / 16 * CHUNK<T>));
+  return a;
+}
+
+// a(m, k) = tile(row + k, column + m)
+template <typename T, int C, int R>
+DEVICE Operand load_a_transposed(const Tile<T, C, R>& tile, int row, int column, int lane) {
+  Operand a;
+  if constexpr (sizeof(T) == 2) {
+    load_matrices_transposed(a.word, tile.at(row + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 8));
+  } else {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a.word[i] = bits_of(*tile.at(row + t + i / 2 * 4, column + g + i % 2 * 8));
+  }
+  return a;
+}
+
+// b(k, n) = tile(row + n, column + k), for n < 8 in words 0 and 1, from there on in words 2 and 3
+template <typename T, int C, int R>
+DEVICE Operand load_b(const Tile<T, C, R>& tile, int row, int column, int lane) {
+  Operand b;
+  load_matrices(b.word, tile.at(row + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * CHUNK<T>));
+  return b;
+}
+
+// b(k, n) = tile(row + k, column + n). PAIRED: in the order of k that scores in registers have as an operand.
+template <bool PAIRED = false, typename T, int C, int R>
+DEVICE Operand load_b_transposed(const Tile<T, C, R>& tile, int row, int column, int lane) {
+  Operand b;
+  if constexpr (sizeof(T) == 2) {
+    load_matrices_transposed(b.word, tile.at(row + lane % 16, column + lane / 16 * 8));
+  } else {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int k = PAIRED ? 2 * t + i % 2 : t + i % 2 * 4;
+      b.word[i] = bits_of(*tile.at(row + k, column + g + i / 2 * 8));
+    }
+  }
+  return b;
+}
+
+// sum += a and the first or second half of b. float: with float32's error, unless `tf32` allows more.
+template <typename T>
+DEVICE void multiply(float (&sum)[4], const Operand& a, const Operand& b, int half, bool tf32) {
+  const uint32_t right[2] = {b.word[2 * half], b.word[2 * half + 1]};
+  if constexpr (sizeof(T) == 2) {
+    multiply_add<T>(sum, a.word, right);
+  } else {
+    uint32_t high_a[4], high_b[2], low_a[4], low_b[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) high_a[i] = round_to_tf32(float_of(a.word[i]));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) high_b[i] = round_to_tf32(float_of(right[i]));
+    if (!tf32) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) low_a[i] = round_to_tf32(float_of(a.word[i]) - float_of(high_a[i]));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) low_b[i] = round_to_tf32(float_of(right[i]) - float_of(high_b[i]));
+      multiply_add<T>(sum, low_a, high_b);
+      multiply_add<T>(sum, high_a, low_b);
+    }
+    multiply_add<T>(sum, high_a, high_b);
+  }
+}
+
+// sum (16 x 8 N) += a b over a depth of LENGTH: a(k) is the operand at depth k, b(k, n) that of columns n to n + 15.
+template <typename T, int LENGTH, int N, typename LoadA, typename LoadB>
+DEVICE void add_product(float (&sum)[N][4], bool tf32, LoadA a, LoadB b) {
+#pragma unroll
+  for (int k = 0; k < LENGTH; k += DEPTH<T>) {
+    const Operand left = a(k);
+#pragma unroll
+    for (int n = 0; n < N; n += 2) {
+      const Operand right = b(k, 8 * n);
+      multiply<T>(sum[n], left, right, 0, tf32);
+      multiply<T>(sum[n + 1], left, right, 1, tf32);
+    }
+  }
+}
+
+// Scores of 16 x DEPTH as operand a, rounded to T.
+template <typename T>
+DEVICE Operand as_operand(const float (*score)[4]) {
+  Operand a;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 2) {
+      a.word[i] = pack<T>(score[i / 2][i % 2 * 2], score[i / 2][i % 2 * 2 + 1]);
+    } else {  // k = t is column 2t, k = t + 4 column 2t + 1: see PAIRED
+      a.word[i] = bits_of(score[0][i % 2 * 2 + i / 2]);
+    }
+  }
+  return a;
+}
+
+// Neighbours (column, column + 1) of one row, rounded to T.
+template <typename T>
+DEVICE void store_pair(T* to, float first, float second) {
+  if constexpr (sizeof(T) == 2) {
+    *reinterpret_cast<uint32_t*>(to) = pack<T>(first, second);
+  } else {
+    to[0] = first;
+    to[1] = second;
+  }
+}
+
+// One element, rounded to T.
+template <typename T>
+DEVICE void store_one(T* to, float x) {
+  if constexpr (sizeof(T) == 2) {
+    to->bits = uint16_t(pack<T>(x, 0.f));
+  } else {
+    *to = x;
+  }
+}
+
+// Operand b of nothing but ones: each column of the product is then the sum of a's rows.
+template <typename T>
+DEVICE Operand ones() {
+  const uint32_t one = bits_of(1.f);
+  if constexpr (sizeof(T) == 2) {
+    const uint32_t two = pack<T>(1.f, 1.f);
+    return {{two, two, two, two}};
+  } else {
+    return {{one, one, one, one}};
+  }
+}
+
+// 16 bytes
+struct alignas(16) Block {
+  uint32_t word[4];
+};
+
+template <typename T>
+DEVICE void unpack(uint32_t word, float (&values)[4 / sizeof(T)]) {
+  if constexpr (sizeof(T) == 2) {
+    values[0] = to_float(T{uint16_t(word)});
+    values[1] = to_float(T{uint16_t(word >> 16)});
+  } else {
+    values[0] = float_of(word);
+  }
+}
+
+DEVICE float sum_of_quad(float x) {
+  x += shuffle_xor(x, 1);
+  return x + shuffle_xor(x, 2);
+}
+DEVICE float largest_of_quad(float x) {
+  x = fmaxf(x, shuffle_xor(x, 1));
+  return fmaxf(x, shuffle_xor(x, 2));
+}
+DEVICE int least_of_warp(int x) {
+  for (int step = 1; step < WARP; step *= 2) {
+    const int other = shuffle_xor(x, step);
+    x = other < x ? other : x;
+  }
+  return x;
+}
+
+}  // namespace xlnet_kernels::cuda

@@ -1,0 +1,24 @@
+// What register.cpp needs to know of the device; tests/simt/torch_device.h says the same of the host.
+#pragma once
+
+#include <ATen/Context.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#define XLNET_KERNELS_DISPATCH_KEY CUDA
+#define XLNET_KERNELS_OPERATOR "rel_attention"
+
+namespace xlnet_kernels::cuda {
+
+using Stream = cudaStream_t;
+using DeviceGuard = c10::cuda::CUDAGuard;
+
+inline Stream current_stream() { return c10::cuda::getCurrentCUDAStream(); }
+inline int processors() {
+  int count = 0;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, c10::cuda::current_device()));
+  return count;
+}
+inline bool allows_tf32() { return at::globalContext().allowTF32CuBLAS(); }
+
+}  // namespace xlnet_kernels::cuda

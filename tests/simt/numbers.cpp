@@ -1,0 +1,67 @@
+#include "numbers.h"
+
+#include "schedule.h"
+
+namespace simt {
+
+namespace {
+
+constexpr int ROWS = 16, COLUMNS = 8;
+
+typedef float Row __attribute__((vector_size(COLUMNS * sizeof(float))));
+
+template <typename T, int DEPTH>
+struct Tiles {
+  T a[ROWS][DEPTH], b[DEPTH][COLUMNS];
+};
+
+// Register r of each fragment, by the PTX ISA. mma.m16n8k16 with numbers of 16 bits:
+inline void gather(Tiles<uint16_t, 16>& tiles, const Fragments& lane, int g, int t) {
+  for (int i = 0; i < 2; ++i) {
+    for (int r = 0; r < 4; ++r) tiles.a[g + r % 2 * 8][2 * t + r / 2 * 8 + i] = uint16_t(lane.a[r] >> 16 * i);
+    for (int r = 0; r < 2; ++r) tiles.b[2 * t + r * 8 + i][g] = uint16_t(lane.b[r] >> 16 * i);
+  }
+}
+
+// mma.m16n8k8
+inline void gather(Tiles<uint32_t, 8>& tiles, const Fragments& lane, int g, int t) {
+  for (int r = 0; r < 4; ++r) tiles.a[g + r % 2 * 8][t + r / 2 * 4] = lane.a[r];
+  for (int r = 0; r < 2; ++r) tiles.b[t + r * 4][g] = lane.b[r];
+}
+
+template <typename T, int DEPTH, typename ToFloat>
+void multiply_add(void* const* lanes, ToFloat to_float) {
+  Tiles<T, DEPTH> stored;
+  for (int lane = 0; lane < LANES; ++lane) gather(stored, *static_cast<Fragments*>(lanes[lane]), lane / 4, lane % 4);
+  float a[ROWS][DEPTH];
+  Row b[DEPTH];
+  for (int row = 0; row < ROWS; ++row) {
+    for (int k = 0; k < DEPTH; ++k) a[row][k] = to_float(stored.a[row][k]);
+  }
+  for (int k = 0; k < DEPTH; ++k) {
+    for (int column = 0; column < COLUMNS; ++column) b[k][column] = to_float(stored.b[k][column]);
+  }
+  for (int row = 0; row < ROWS; ++row) {
+    Row sums = {};
+    for (int k = 0; k < DEPTH; ++k) sums += a[row][k] * b[k];
+    for (int column = 0; column < COLUMNS; ++column) {
+      const int lane = row % 8 * 4 + column / 2;
+      static_cast<Fragments*>(lanes[lane])->sum[row / 8 * 2 + column % 2] += sums[column];
+    }
+  }
+}
+
+}  // namespace
+
+void multiply_add_half(void* const* lanes) {
+  multiply_add<uint16_t, 16>(lanes, [](uint16_t number) { return half_to_float(number); });
+}
+void multiply_add_bfloat16(void* const* lanes) {
+  multiply_add<uint16_t, 16>(lanes, [](uint16_t number) { return float_of(uint32_t(number) << 16); });
+}
+// The hardware does not look at the lower bits.
+void multiply_add_tf32(void* const* lanes) {
+  multiply_add<uint32_t, 8>(lanes, [](uint32_t word) { return float_of(word & TF32_BITS); });
+}
+
+}  // namespace simt

@@ -1,0 +1,26 @@
+"""Small calls of the CUDA backend, forward and backward, for compute-sanitizer: python tests/small_calls.py"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+import torch  # noqa: E402
+
+from cases import make  # noqa: E402
+
+PROBLEMS = (
+    dict(length=75, mask="order"),
+    dict(length=70, mem=37, mask="ranks", rel_batch=True),
+    dict(length=40, keys=150, mem=20, positions=True, rel_rows="uni", mask="order"),
+)
+
+if __name__ == "__main__":
+    for dtype, width in ((torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 24)):
+        for problem in PROBLEMS:
+            for deterministic in (True, False):
+                given = make(1, 2, width=width, dtype=dtype, **problem).with_options(deterministic=deterministic)
+                given.with_options(dropout_p=0.1).results("cuda")
+    torch.cuda.synchronize()

@@ -1,0 +1,73 @@
+"""The fused CUDA C++ kernels for NVIDIA GPUs (csrc/cuda), reached through the registered operator."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from .. import _extension
+from .._checks import constant_for_compilers
+from ..ops import rel_attention
+
+__all__ = ["DEVICE", "DTYPES", "max_width", "rel_attention", "unavailable"]
+
+DEVICE = "cuda"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_SHARED_MEMORY = {2: 140 * 1024, 4: 120 * 1024}  # of a block of backward at head width 128, by bytes of an element
+
+
+@constant_for_compilers
+def max_width(dtype: torch.dtype) -> int:
+    """The largest head width: 128, or 64 where blocks have little shared memory (sm_86, sm_89, sm_120)."""
+    return _max_width(dtype)
+
+
+@functools.cache
+def _max_width(dtype: torch.dtype) -> int:
+    properties: Any = torch.cuda.get_device_properties()  # torch's stub lacks the field
+    return 128 if properties.shared_memory_per_block_optin >= _SHARED_MEMORY[dtype.itemsize] else 64
+
+
+@constant_for_compilers
+def unavailable() -> str | None:
+    """Why the kernels cannot be used, or None."""
+    return _unavailable()
+
+
+@functools.cache  # asked by every call
+def _unavailable() -> str | None:
+    module = _extension.module
+    if module is None:
+        return f"the C++ extension is not loaded: {_extension.reason}"
+    if module.cuda_version is None:
+        decision = _extension.build_record().get("cuda", "there is no record of why")
+        return f"the extension was built without CUDA ({decision})"
+    if not torch.cuda.is_available():
+        return f"compiled for {_names(module.cuda_architectures)}, no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    if not _runs_on(module.cuda_architectures, (major, minor)):
+        return f"compiled for {_names(module.cuda_architectures)}, this GPU has sm_{major}{minor}"
+    return None
+
+
+def _names(architectures: str) -> str:
+    """ "8.0;9.0a;10.0+PTX" -> "sm_80, sm_90a, sm_100 and PTX" """
+    names = ", ".join("sm_" + name.removesuffix("+PTX").replace(".", "") for name in architectures.split(";"))
+    return f"{names} and PTX" if "+PTX" in architectures else names
+
+
+def _runs_on(architectures: str, device: tuple[int, int]) -> bool:
+    """Whether code for one of `architectures` runs on `device`: the same major version, or PTX of an older one."""
+    for name in architectures.split(";"):
+        number = name.removesuffix("+PTX")
+        built = tuple(int(part.rstrip("af")) for part in number.split("."))
+        if number[-1] in "af":  # for this very architecture, or its family
+            found = built == device if number[-1] == "a" else built[0] == device[0] and built <= device
+        else:
+            found = built[0] == device[0] and built <= device
+            found = found or (name.endswith("+PTX") and built <= device)
+        if found:
+            return True
+    return False

@@ -1,0 +1,102 @@
+"""Dense attention masks of other libraries as the operator wants them, found once for all layers of a model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .._checks import readable
+from ..masks import HIGHEST, RankMask
+
+Found = TypeVar("Found")
+
+
+class LayerMask(NamedTuple):
+    """What each row sees, and (B, L) bool which rows see nothing, or None where all see something."""
+
+    visible: RankMask | Tensor | None
+    blind: Tensor | None = None
+
+
+EVERYTHING = LayerMask(None)
+
+
+class OfLast(Generic[Found]):
+    """Remembers what was found out about the last tensor: all layers of a model get the same, one after the other.
+
+    What is found must not hold the tensor, which would be kept alive.
+    """
+
+    def __init__(self, find: Callable[[Tensor], Found]) -> None:
+        self.find = find
+        self.last: tuple = (lambda: None, None, None)
+
+    def __call__(self, tensor: Tensor) -> Found:
+        if not readable(tensor):
+            return self.find(tensor)
+        version = None if tensor.is_inference() else tensor._version
+        seen, seen_version, found = self.last
+        if seen() is not tensor or seen_version != version:
+            found = self.find(tensor)
+            self.last = (weakref.ref(tensor), version, found)
+        return found
+
+
+def layer_mask(mask: Tensor | None) -> LayerMask | None:
+    """From a mask (B, 1 or H, L, K): True, or 0 where it is added to scores, means may attend.
+
+    None where the operator has no such mask: values other than 0 and the lowest number are added to the scores.
+    """
+    if mask is None:
+        return EVERYTHING
+    found = _found(mask)
+    if found is None or found is EVERYTHING or found.visible is not None:
+        return found
+    return LayerMask(_visible(mask), found.blind)
+
+
+@OfLast
+def padding_mask(mask: Tensor) -> LayerMask:
+    """From a mask (B, 1, K), 0 where there is padding; rows that see nothing are left at zeros."""
+    return LayerMask(RankMask.padding(mask[:, 0] == 0))
+
+
+@OfLast
+def _found(mask: Tensor) -> LayerMask | None:
+    """With `visible` None where only the mask itself says it."""
+    if mask.dim() != 4:
+        return None
+    known = readable(mask)
+    if mask.is_floating_point() and (not known or not ((mask == 0) | (mask <= torch.finfo(mask.dtype).min)).all()):
+        return None
+    visible = _visible(mask)
+    if known and visible.all():
+        return EVERYTHING
+    blind = ~visible.any(-1).any(1)
+    if not known:
+        return LayerMask(None, blind)
+    return LayerMask(spans(visible[:, 0]) if visible.shape[1] == 1 else None, blind if blind.any() else None)
+
+
+def _visible(mask: Tensor) -> Tensor:
+    return mask == 0 if mask.is_floating_point() else mask.bool()
+
+
+def spans(visible: Tensor) -> RankMask | None:
+    """The same mask in ranks where each row of (B, L, K) sees all keys from one to another, padding aside; else None.
+
+    >>> spans(torch.ones(2, 4, 4, dtype=torch.bool).tril()).query_rank.tolist()
+    [[1, 2, 3, 4], [1, 2, 3, 4]]
+    """
+    keys = visible.shape[2]
+    flags = visible.view(torch.uint8) if visible.is_contiguous() else visible.to(torch.uint8)
+    sees = visible.any(2)
+    first = flags.argmax(2)
+    end = (keys - flags.flip(2).argmax(2)).where(sees, first)
+    place = torch.arange(keys, device=visible.device).expand(visible.shape[0], -1)
+    mask = RankMask(end, place.where(visible.any(1), HIGHEST), first)
+    return mask if torch.equal(mask.to_bool(), visible) else None

@@ -1,0 +1,230 @@
+"""Stand-ins for the attention of transformers' speech encoders, where it has Transformer-XL's relative term.
+
+Score, scale and order of rel_key's rows are the operator's with ``max_distance = M + K - 1``. The models:
+
+- Parakeet, Canary and Nemotron-H Omni (ParakeetEncoderAttention), and the streaming sibling, Nemotron ASR, whose cached
+  keys come before the current ones (NemotronAsrStreamingEncoderAttention);
+- FastSpeech2-Conformer;
+- Wav2Vec2-Conformer, Wav2Vec2-BERT and SeamlessM4T with position_embeddings_type "relative";
+- Wav2Vec2-BERT and SeamlessM4T v2 with "relative_key": no biases u and v, and rel_key is a learned table that all heads
+  share, with one row for each distance up to a limit.
+
+Not served: the same classes with "rotary" positions or none, which have no relative term; Gemma's audio encoders, which
+cap their scores; Granite Speech, which attends in blocks with a table for those.
+
+The attention map is only had from the original, which is called where it is asked for. Masks are True or 0 where a row
+may attend, which is how transformers makes them; with eager attention its Nemotron and SeamlessM4T v2 read their own
+masks otherwise (5.23), and here they give what they give with sdpa.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import readable
+from ..functional import rel_attention
+from ._masks import EVERYTHING, LayerMask, OfLast, layer_mask, padding_mask
+
+if TYPE_CHECKING:
+
+    class _Original(nn.Module):
+        """The class of transformers that comes after ours: its attributes, and what `super().forward` is."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def forward(self, *inputs: Any, **options: Any) -> Any: ...
+
+else:
+    _Original = object
+
+
+class _RelativeAttention(_Original):
+    """Project, attend and project back: what all of these layers do. Subclasses say what their parts are called."""
+
+    backend: str | None = None
+    made_here = ("backend",)
+    # query, key, value, output, position
+    projections = ("linear_q", "linear_k", "linear_v", "linear_out", "linear_pos")
+    biases = ("pos_bias_u", "pos_bias_v")
+
+    def check_accelerable(self) -> None:
+        if getattr(self, "num_key_value_groups", 1) != 1:
+            raise ValueError(
+                f"{type(self).__name__} cannot be accelerated where heads share keys, got num_key_value_groups = "
+                f"{self.num_key_value_groups}"
+            )
+
+    def _heads(self, x: Tensor, part: int) -> Tensor:
+        """(..., L, d_model) -> (..., H, L, D) by that projection."""
+        width = self.head_dim if hasattr(self, "head_dim") else self.head_size
+        return getattr(self, self.projections[part])(x).unflatten(-1, (-1, width)).transpose(-3, -2)
+
+    def _attend(
+        self, hidden_states: Tensor, positions: Tensor | None, mask: LayerMask, dropout_p: float, cache: Any = None
+    ) -> tuple[Tensor, None]:
+        query, key, value = (self._heads(hidden_states, part) for part in range(3))
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        batch, count, length, _ = query.shape
+        keys = key.shape[2]
+        content_bias, position_bias = (getattr(self, name, None) for name in self.biases)
+        if content_bias is None:
+            rel_key = self._table(keys).to(query.dtype).expand(count, -1, -1)
+        else:
+            assert positions is not None, "such a model always passes its position embeddings"
+            rel_key = self._heads(_shared(positions), 4)
+        query_positions = None
+        if keys != length:
+            query_positions = torch.arange(keys - length, keys, device=query.device).expand(batch, -1)
+        out = rel_attention(
+            query,
+            key,
+            value,
+            rel_key,
+            content_bias=content_bias,
+            position_bias=position_bias,
+            mask=mask.visible,
+            query_positions=query_positions,
+            max_distance=keys - 1,
+            dropout_p=dropout_p if self.training else 0.0,
+            backend=self.backend,
+        )
+        out = self._fill_blind(out, mask, query, key, value, content_bias)
+        return getattr(self, self.projections[3])(out.transpose(1, 2).flatten(2)), None
+
+    def _table(self, keys: int) -> Tensor:
+        """Row p of the learned table is for distance keys - 1 - p, (P, D)."""
+        ahead = torch.arange(1 - keys, keys, device=self.distance_embedding.weight.device)
+        ahead = ahead.clamp(-self.left_max_position_embeddings, self.right_max_position_embeddings)
+        return self.distance_embedding(ahead + self.left_max_position_embeddings)
+
+    def _fill_blind(
+        self, out: Tensor, mask: LayerMask, query: Tensor, key: Tensor, value: Tensor, content_bias: Tensor | None
+    ) -> Tensor:
+        """The average of all values in rows that see nothing, with the gradient that transformers has there.
+
+        The scores of such a row are the lowest number there is plus q.k, which is the lowest number again: all equal,
+        but autograd still differentiates q.k. The derivative is the covariance of keys and values.
+        """
+        if mask.blind is None:
+            return out
+        average = value.mean(2, keepdim=True)
+        if torch.is_grad_enabled():
+            query = query if content_bias is None else query + content_bias[:, None]
+            slope = query @ (key.mT @ (value - average).detach()) * (query.shape[-1] ** -0.5 / key.shape[2])
+            average = average + (slope - slope.detach())
+        return torch.where(mask.blind[:, None, :, None], average, out)
+
+    def _wants_map(self, options: dict[str, Any]) -> bool:
+        return bool(options.get("output_attentions") or getattr(self.config, "output_attentions", False))
+
+
+class _Parakeet(_RelativeAttention):
+    """Positions are (B, P, d_model), all samples alike but for dropout."""
+
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj", "relative_k_proj")
+    biases = ("bias_u", "bias_v")
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Tensor | None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        mask = layer_mask(attention_mask)
+        if mask is None or self._wants_map(options):
+            if past_key_values is not None:
+                options["past_key_values"] = past_key_values
+            return super().forward(hidden_states, position_embeddings, attention_mask, **options)
+        return self._attend(hidden_states, position_embeddings, mask, self.attention_dropout, past_key_values)
+
+
+class _NemotronStreaming(_Parakeet):
+    """Hidden keys are at -inf, so rows that see nothing give zeros, as the operator's do."""
+
+    def _fill_blind(self, out: Tensor, *unused: Any) -> Tensor:
+        return out
+
+
+class _FastSpeech2(_RelativeAttention):
+    """The mask (B, 1, L) is one row for all queries; where it hides everything the result is zeros, as ours."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        pos_emb: Tensor | None = None,
+        output_attentions: bool | None = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        batch, length = hidden_states.shape[:2]
+        if output_attentions or (attention_mask is not None and attention_mask.shape != (batch, 1, length)):
+            return super().forward(hidden_states, attention_mask, pos_emb, output_attentions)
+        mask = EVERYTHING if attention_mask is None else padding_mask(attention_mask)
+        return self._attend(hidden_states, pos_emb, mask, self.dropout.p)
+
+
+class _Wav2Vec2(_RelativeAttention):
+    """Serves position_embeddings_type "relative" and "relative_key"."""
+
+    def check_accelerable(self) -> None:
+        kind = self.config.position_embeddings_type
+        if kind not in ("relative", "relative_key"):
+            raise ValueError(
+                f'{type(self).__name__} must have position_embeddings_type "relative" or "relative_key" to be '
+                f"accelerated, got {kind!r}: it has no relative term"
+            )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        relative_position_embeddings: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        mask = layer_mask(attention_mask)
+        # The adapters of a model with relative positions have none.
+        if mask is None or self._wants_map(options) or self.position_embeddings_type is None:
+            if relative_position_embeddings is not None:
+                options["relative_position_embeddings"] = relative_position_embeddings
+            return super().forward(hidden_states, attention_mask, **options)
+        return self._attend(hidden_states, relative_position_embeddings, mask, self.dropout.p)
+
+
+# Name of transformers' class -> its folder, and what takes the place of its methods.
+_CLASSES = {
+    "ParakeetEncoderAttention": ("parakeet", _Parakeet),
+    "NemotronAsrStreamingEncoderAttention": ("nemotron_asr_streaming", _NemotronStreaming),
+    "FastSpeech2ConformerAttention": ("fastspeech2_conformer", _FastSpeech2),
+    "Wav2Vec2ConformerSelfAttention": ("wav2vec2_conformer", _Wav2Vec2),
+    "Wav2Vec2BertSelfAttention": ("wav2vec2_bert", _Wav2Vec2),
+    "SeamlessM4TConformerSelfAttention": ("seamless_m4t", _Wav2Vec2),
+    "SeamlessM4Tv2ConformerSelfAttention": ("seamless_m4t_v2", _Wav2Vec2),
+}
+
+
+def __getattr__(name: str) -> type:
+    """The stand-in of that name, made when it is first asked for: not every transformers has every model."""
+    if name not in _CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    folder, methods = _CLASSES[name]
+    modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    globals()[name] = type(name, (methods, getattr(modeling, name)), {"__module__": __name__})
+    return globals()[name]
+
+
+def _shared(positions: Tensor) -> Tensor:
+    """(P, d_model) where the samples of a batch are alike, so that they are projected once."""
+    return positions[0] if _alike(positions) else positions
+
+
+@OfLast
+def _alike(positions: Tensor) -> bool:
+    if positions.shape[0] == 1 or not readable(positions):  # where it is not known what they hold
+        return positions.shape[0] == 1
+    return torch.equal(positions, positions[:1].expand_as(positions))

@@ -1,0 +1,270 @@
+"""Stand-ins for transformers' XLNet: the base model, models with a head, layers, and their attention."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.xlnet import modeling_xlnet
+
+from ..attention import TwoStreamAttention
+from ..masks import RankMask
+from ..model.inputs import find_mask, find_padding, find_targets, stack_rows
+from ..segments import Segments
+from ._blind import average_weights, find_blind_rows
+
+
+@dataclass(eq=False)
+class Rows:
+    """What the model prepares once for the attention of all layers: about L content rows and then the query rows.
+
+    mask, segment_rows, positions, mapping: as `TwoStreamAttention.attend` takes them.
+    blind: query rows that see nothing, their indices (B, n) among all rows and which of these count; or None.
+    """
+
+    mask: RankMask | Tensor | None
+    segment_rows: tuple[Tensor, Tensor] | None
+    positions: Tensor | None
+    mapping: Tensor | None
+    blind: tuple[Tensor, Tensor] | None
+
+
+class XLNetPreTrainedModel(modeling_xlnet.XLNetPreTrainedModel):
+    """A model with a head."""
+
+    supports_gradient_checkpointing = True
+
+
+class XLNetLayer(modeling_xlnet.XLNetLayer, GradientCheckpointingLayer):
+    """A layer that can be computed again in the backward pass."""
+
+    made_here = ("gradient_checkpointing", "_gradient_checkpointing_func")
+
+
+class XLNetModel(modeling_xlnet.XLNetModel):
+    """The base model without masks of its own: layers get a `Rows` where they had them."""
+
+    supports_gradient_checkpointing = True
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        mems=None,
+        perm_mask=None,
+        target_mapping=None,
+        token_type_ids=None,
+        input_mask=None,
+        inputs_embeds=None,
+        use_mems=None,
+        output_attentions=None,
+        output_hidden_states=None,
+        return_dict=None,
+        **kwargs,
+    ):
+        """As transformers' XLNetModel: see there."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError(
+                f"give either input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}"
+            )
+        batch, length = (inputs_embeds if input_ids is None else input_ids).shape[:2]
+        if target_mapping is not None and target_mapping.shape[-1] != length:
+            _say_once("target_mapping has positions that the text has not: transformers' code computes it")
+            return super().forward(
+                input_ids,
+                attention_mask,
+                mems,
+                perm_mask,
+                target_mapping,
+                token_type_ids,
+                input_mask,
+                inputs_embeds,
+                use_mems,
+                output_attentions,
+                output_hidden_states,
+                return_dict,
+                **kwargs,
+            )
+
+        config = self.config
+        if use_mems is None:
+            use_mems = config.use_mems_train if self.training else config.use_mems_eval
+        if output_attentions is None:
+            output_attentions = config.output_attentions
+        if output_hidden_states is None:
+            output_hidden_states = config.output_hidden_states
+        if return_dict is None:
+            return_dict = config.return_dict
+
+        # length comes first here, as in transformers
+        if inputs_embeds is None:
+            words = self.word_embedding(input_ids.transpose(0, 1).contiguous())
+        else:
+            words = inputs_embeds.transpose(0, 1).contiguous()
+        if mems is None or mems[0] is None:
+            mems = [None] * len(self.layer)
+        past = 0 if mems[0] is None else mems[0].shape[0]
+        rows = self._find_rows(
+            words.transpose(0, 1),
+            past,
+            attention_mask,
+            input_mask,
+            perm_mask,
+            target_mapping,
+            token_type_ids,
+            output_attentions,
+        )
+        h, g = self.dropout(words), None
+        if target_mapping is not None:
+            g = self.dropout(self.mask_emb.to(words.dtype).expand(target_mapping.shape[1], batch, -1))
+        rel_pos = self.dropout(self._find_positions(words, past))
+
+        new_mems, hidden_states, attentions = [], [], []
+        for layer, kept in zip(self.layer, mems, strict=True):
+            if use_mems:
+                new_mems.append(self.cache_mem(h, kept))
+            if output_hidden_states:
+                hidden_states += [h] if g is None else [h, g]
+            h, g, *weights = layer(h, g, rows, None, rel_pos, None, kept, None, output_attentions)
+            attentions += weights
+        if output_hidden_states:
+            hidden_states += [h] if g is None else [h, g]
+        output = self.dropout(h if g is None else g).transpose(0, 1).contiguous()
+
+        new_mems = tuple(new_mems) if use_mems else None
+        hidden_states = tuple(x.transpose(0, 1).contiguous() for x in hidden_states) if output_hidden_states else None
+        attentions = tuple(_batch_first(x) for x in attentions) if output_attentions else None
+        if not return_dict:
+            return tuple(x for x in (output, new_mems, hidden_states, attentions) if x is not None)
+        return modeling_xlnet.XLNetModelOutput(output, new_mems, hidden_states, attentions)
+
+    def _find_rows(
+        self,
+        h: Tensor,
+        past: int,
+        attention_mask: Tensor | None,
+        input_mask: Tensor | None,
+        perm_mask: Tensor | None,
+        target_mapping: Tensor | None,
+        token_type_ids: Tensor | None,
+        output_attentions: bool,
+    ) -> Rows:
+        """From hidden states (B, L, d_model) and the arguments of the call."""
+        unidirectional = self.attn_type == "uni"
+        same_length = self.same_length and unidirectional
+        padding = find_padding(attention_mask, input_mask, h)
+        mask, segment_rows, positions, mapping, empty = stack_rows(
+            h,
+            past,
+            self.config.n_head,
+            mask=find_mask(None, perm_mask, padding, same_length, h, past),
+            targets=find_targets(target_mapping, None, h, output_attentions),
+            token_type_ids=token_type_ids,
+        )
+        if output_attentions:
+            _say_once(
+                "output_attentions=True: attention maps come from the reference backend, as slow as transformers'"
+            )
+        elif mapping is not None:
+            _say_once("target_mapping has rows that are not one-hot: all L query rows are computed, as in transformers")
+        blind = None
+        # All see the memory, but for a window that begins in the segment.
+        if mask is not None and positions is not None and (past == 0 or same_length):
+            blind = find_blind_rows(mask, positions, empty, h.shape[1], past, unidirectional)
+        return Rows(mask, segment_rows, positions, mapping, blind)
+
+    def _find_positions(self, words: Tensor, past: int) -> Tensor:
+        """(P, 1, d_model), or (P, 2, d_model) for forward and reversed text."""
+        length, batch = words.shape[:2]
+        if self.bi_data and batch % 2 and batch > 1:
+            raise ValueError(
+                f"bi_data needs an even batch (half forward, half reversed) or a single forward sequence, got {batch}"
+            )
+        rel_pos = self.relative_positional_encoding(length, past + length, device=words.device).to(words.dtype)
+        return rel_pos[:, :1] if batch == 1 else rel_pos
+
+
+class XLNetRelativeAttention(modeling_xlnet.XLNetRelativeAttention, TwoStreamAttention):
+    """Parameters, arguments and layout (length, batch, d_model) of transformers, computed by TwoStreamAttention."""
+
+    backend = None
+    made_here = ("backend",)
+
+    def forward(
+        self, h, g, attn_mask_h, attn_mask_g, r, seg_mat, mems=None, target_mapping=None, output_attentions=False
+    ):
+        """attn_mask_h: a `Rows`. Any other, from a model that is not our XLNetModel, is left to transformers' code."""
+        rows = attn_mask_h
+        if not isinstance(rows, Rows):
+            _say_once(f"{type(self).__name__} was called with masks of its own: transformers' code computes it")
+            return super().forward(h, g, attn_mask_h, attn_mask_g, r, seg_mat, mems, target_mapping, output_attentions)
+        length, batch = h.shape[:2]
+        content = h.transpose(0, 1).contiguous()
+        rel_key = self.project_positions(r.transpose(0, 1))
+        rel_key = rel_key[0] if len(rel_key) == 1 else rel_key.repeat_interleave(batch // len(rel_key), 0)
+        out, weights = self.attend(
+            content if g is None else torch.cat([content, g.transpose(0, 1)], 1),
+            self.project(content),
+            rel_key,
+            memory=None if mems is None else self.project(mems.transpose(0, 1)),
+            mask=rows,
+            segment_rows=rows.segment_rows,
+            positions=rows.positions,
+            mapping=rows.mapping,
+            need_weights=output_attentions,
+        )
+        out = out.transpose(0, 1)
+        outputs = (out, None) if g is None else (out[:length], out[length:])
+        if output_attentions:
+            weights = weights.permute(2, 3, 0, 1)
+            outputs += (weights if g is None else (weights[:length], weights[length:]),)
+        return outputs
+
+    def _heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        # from_pretrained(dtype=torch.bfloat16) leaves these weights in float32
+        return super()._heads(x, weight.to(x.dtype))
+
+    def _attention(self, query, key, value, rel_key, *, mask, need_weights, **options):
+        """Where rows are blind, their average is added to the zeros that the operator gives."""
+        for name in ("content_bias", "position_bias"):
+            options[name] = options[name].to(query.dtype)
+        segments = options["segments"]
+        if segments is not None:
+            embed, bias = segments.embed.to(query.dtype), segments.bias.to(query.dtype)
+            options["segments"] = Segments(segments.query_ids, segments.key_ids, embed, bias)
+        out, weights = super()._attention(
+            query, key, value, rel_key, mask=mask.mask, need_weights=need_weights, **options
+        )
+        if mask.blind is None:
+            return out, weights
+        index, counts = mask.blind
+        if options["memory"] is not None:
+            key, value = (torch.cat(both, 2) for both in zip(options["memory"], (key, value), strict=True))
+        average = average_weights(query, key, rel_key, index, **options) * counts[:, None, :, None]
+        index = index[:, None, :, None]
+        seen = average.to(value.dtype) @ value
+        out = out.scatter_add(2, index.expand_as(seen), seen.to(out.dtype))
+        if weights is not None:
+            weights = weights.scatter_add(2, index.expand_as(average), average.to(weights.dtype))
+        return out, weights
+
+
+def _batch_first(weights: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple:
+    """Attention maps (L, M + L, B, H) as (B, H, L, M + L)."""
+    if isinstance(weights, tuple):
+        return tuple(_batch_first(x) for x in weights)
+    return weights.permute(2, 3, 0, 1).contiguous()
+
+
+def _say_once(text: str) -> None:
+    if not torch.compiler.is_compiling():
+        _warn(text)
+
+
+@cache
+def _warn(text: str) -> None:
+    warnings.warn(f"xlnet_kernels: {text}", stacklevel=2)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+FLOOR = "plain SDPA"  # without positions
 INK = "#7a7a7a"  # text and axes: readable on white and on GitHub's dark page alike, as are the colours below
 OWN = {
     "xlnet_kernels cpu": "#d9480f",
@@ -26,6 +27,7 @@ PEERS = {
     "sliding window": ("#3b82c4", "-"),
     "transformers eager": ("#3b82c4", "-"),
     "transformers compiled": ("#3b82c4", "--"),
+    "transformers sdpa": ("#2f9e6e", "-"),
     "SDPA + bias": ("#2f9e6e", "-"),
     "SDPA + bias compiled": ("#2f9e6e", "--"),
     "FlexAttention": ("#a463c9", "-"),
@@ -61,29 +63,48 @@ def plot(results: dict, path: Path) -> None:
         handles, labels = first.get_legend_handles_labels()
         figure.legend(handles, labels, loc="lower center", ncols=3, frameon=False, labelcolor=INK)
         figure.suptitle(_title(results), color=INK)
-        figure.tight_layout(rect=(0, bottom, 1, 1))
+        figure.tight_layout(rect=(0, bottom / figure.get_figheight(), 1, 1))
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, transparent=True)
         plt.close(figure)
 
 
 def _over_length(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
-    """One column per direction, time above, peak memory below."""
+    """One column per direction: time, peak memory and, where plain SDPA was measured, the share of its rate."""
     directions = [name for name in DIRECTION_NAMES if any(row["direction"] == name for row in rows)]
-    size = (5.2 * len(directions), 7)
-    figure, grid = plt.subplots(2, len(directions), figsize=size, squeeze=False, sharex=True, sharey="row")
+    rows = [row | limit_share(row) for row in rows]
+    panels = [("median_ms", 1, "milliseconds per call"), ("peak_bytes", 1e6, "peak MB above inputs\nand outputs")]
+    if any("limit_share" in row for row in rows):
+        panels.append(("limit_share", 0.01, "arithmetic per second,\n% of plain SDPA's"))
+    size = (5.2 * len(directions), 1 + 3 * len(panels))
+    figure, grid = plt.subplots(len(panels), len(directions), figsize=size, squeeze=False, sharex=True, sharey="row")
     for column, direction in enumerate(directions):
         here = [row for row in rows if row["direction"] == direction]
-        for (key, unit), axes in zip((("median_ms", 1), ("peak_bytes", 1e6)), grid[:, column], strict=True):
+        for (key, unit, _), axes in zip(panels, grid[:, column], strict=True):
             for name in _names(rows):
                 _draw_line(axes, [row for row in here if row["implementation"] == name], name, key, unit)
             _log_axes(axes, rows)
+            if key == "limit_share":
+                axes.set_yscale("linear")
+                axes.set_ylim(bottom=0)
+                axes.axhline(100, color=INK, linestyle=":", linewidth=1.5)
         grid[0][column].set_title(DIRECTION_NAMES[direction], color=INK)
-    grid[0][0].set_ylabel("milliseconds per call")
-    grid[1][0].set_ylabel("peak MB above inputs and outputs")
-    for axes in grid[1]:
+    for axes, (_, _, label) in zip(grid[:, 0], panels, strict=True):
+        axes.set_ylabel(label)
+    for axes in grid[-1]:
         axes.set_xlabel("length (tokens; batch x length constant)" if _constant_tokens(rows) else "length (tokens)")
     return figure, grid[0][0]
+
+
+def limit_share(row: dict) -> dict[str, float]:
+    """The arithmetic of attention with positions per second, relative to plain SDPA's per second without.
+
+    The position term adds 1 product to plain attention's 2 forward, and 4 to its 7 forward and backward
+    (docs/math.md). At 1 nothing but this arithmetic is paid for; products that are faster than plain SDPA's give more.
+    """
+    if "ratio_to_floor" not in row or row["implementation"].startswith(FLOOR):
+        return {}
+    return {"limit_share": {"forward": 3 / 2, "backward": 11 / 7}[row["direction"]] / row["ratio_to_floor"]}
 
 
 def _tokens_per_second(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
@@ -129,11 +150,12 @@ def _bars(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
     return figure, grid[0][0]
 
 
-# per benchmark: how to draw, which section, and the share of the height that the legend takes
+# per benchmark: how to draw, which section, and the inches that the legend takes
 PICTURES = {
-    "attn": (_over_length, "core", 0.11),
-    "model": (_bars, "model", 0.1),
-    "recurrence": (_tokens_per_second, "recurrence", 0.07),
+    "attn": (_over_length, "core", 0.77),
+    "model": (_bars, "model", 0.7),
+    "recurrence": (_tokens_per_second, "recurrence", 0.32),
+    "speech": (_over_length, "speech", 0.5),
 }
 
 
@@ -173,6 +195,7 @@ def _title(results: dict) -> str:
     about = {
         "model": "Whole XLNet, {layers} layers, {d_model} wide, {heads} heads, {dtype}",
         "recurrence": "Transformer-XL evaluation, {layers} layers, {d_model} wide, {heads} heads, {dtype}",
+        "speech": "Attention of Parakeet, {d_model} wide, {heads} heads, {dtype}",
     }.get(results.get("benchmark"), "Transformer-XL attention, {heads} heads of {head_dim}, {dtype}")
     return f"{about.format(**settings)}\n{where}, torch {facts['torch']}"
 

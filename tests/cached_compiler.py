@@ -1,7 +1,7 @@
 """A C++ compiler command that compiles the same source once: `CACHE=folder REAL=g++ python cached_compiler.py ARGS`.
 
-test_packaging.py installs the package half a dozen times, each time in another folder against another copy of torch's
-headers. What counts is the preprocessed text, so objects are kept under its hash, with the folders' names taken out.
+test_packaging.py installs the package again and again, each time in another folder against another copy of the same
+torch. What counts is our own text and the flags, torch's version among them, so objects are kept under their hash.
 """
 
 import hashlib
@@ -33,30 +33,31 @@ def without(args, *flags_with_value):
     return kept
 
 
+def digest(real, args, source):
+    """Of the compiler, the flags that name no folder, the source and all headers of its csrc."""
+    flags = [arg for arg in without(args, "-o", "-MF", "-isystem") if not re.match(r"-I|.*\.cpp$", arg)]
+    key = hashlib.sha256(repr((real, source.name, flags)).encode() + source.read_bytes())
+    root = next(folder for folder in source.parents if folder.name == "csrc")
+    for header in sorted(path for path in root.rglob("*") if path.suffix in (".h", ".cuh")):
+        key.update(repr(header.relative_to(root).as_posix()).encode() + header.read_bytes())
+    return key.hexdigest()
+
+
 def main(args):
     real, cache = os.environ["REAL"], Path(os.environ["CACHE"])
     if "-c" not in args or "-o" not in args:  # linking, or a question about the version
         return subprocess.call([real, *args])
-    output = Path(args[args.index("-o") + 1])
-    maps = [f"-fmacro-prefix-map={folder}=folder{i}" for i, folder in enumerate(folders(args))]
-    preprocess = [arg for arg in without(args, "-o") if arg != "-c"]
-    # -MMD -MF FILE stay in: ninja reads the dependencies whether or not the object comes from the cache.
-    text = subprocess.run([real, *preprocess, *maps, "-E", "-P", "-MT", output], stdout=subprocess.PIPE)
-    if text.returncode:
-        return text.returncode
-    flags = [arg for arg in without(args, "-o", "-MF", "-isystem") if not re.match(r"-I|.*\.cpp$", arg)]
-    key = hashlib.sha256(repr((real, flags)).encode() + text.stdout).hexdigest()
-    kept = cache / f"{key}.o"
-    if not kept.exists():
-        code = subprocess.call([real, *args, *maps])
-        if code:
-            return code
+    output, (source,) = Path(args[args.index("-o") + 1]), [Path(arg) for arg in args if arg.endswith(".cpp")]
+    kept = cache / f"{digest(real, args, source.resolve())}.o"
+    if kept.exists():  # without a list of headers (-MF), which ninja takes for an empty one
+        shutil.copyfile(kept, output)
+        return 0
+    code = subprocess.call([real, *args, *(f"-fmacro-prefix-map={f}=folder{i}" for i, f in enumerate(folders(args)))])
+    if code == 0:
         partial = kept.with_suffix(f".{os.getpid()}")  # renamed when complete: two compilers may run at once
         shutil.copyfile(output, partial)
         partial.replace(kept)
-        return 0
-    shutil.copyfile(kept, output)
-    return 0
+    return code
 
 
 if __name__ == "__main__":

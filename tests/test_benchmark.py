@@ -304,6 +304,28 @@ def test_picture(tmp_path):
     assert main([str(source)]) == 1
 
 
+def test_share_of_the_limit(tmp_path):
+    """Three products forward in 1.5 times the time of two are made as fast as those; the picture gets a third row."""
+    pytest.importorskip("matplotlib")
+    from plot import limit_share, plot
+
+    row = {"section": "core", "implementation": "xlnet_kernels cpu", "direction": "forward", "length": 64, "batch": 1}
+    row |= {"median_ms": 3.0, "peak_bytes": 1000, "ratio_to_floor": 1.5}
+    assert limit_share(row) == {"limit_share": 1}
+    assert limit_share(row | {"ratio_to_floor": 1.2}) == {"limit_share": pytest.approx(1.25)}
+    assert limit_share(row | {"direction": "backward"}) == {"limit_share": pytest.approx(11 / 7 / 1.5)}
+    assert limit_share(row | {"implementation": "plain SDPA, no positions"}) == {}
+    assert limit_share({name: row[name] for name in row if name != "ratio_to_floor"}) == {}
+
+    heights = []
+    settings = {"heads": 2, "head_dim": 16, "dtype": "float32"}
+    for rows in ([row], [{name: row[name] for name in row if name != "ratio_to_floor"}]):
+        plot({"rows": rows, "settings": settings, "environment": environment()}, tmp_path / "picture.png")
+        # width and height are words 4 and 5 of a PNG
+        heights.append(int.from_bytes((tmp_path / "picture.png").read_bytes()[20:24], "big"))
+    assert heights == [1500, 1050]
+
+
 def environment():
     from harness import environment
 

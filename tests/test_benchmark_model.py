@@ -1,4 +1,4 @@
-"""The benchmarks of whole models and of evaluation with memory, on tiny ones."""
+"""The benchmarks of whole models, of evaluation with memory and of speech encoders, on tiny ones."""
 
 from __future__ import annotations
 
@@ -145,6 +145,60 @@ def test_it_stops_where_memory_and_window_differ(tmp_path, monkeypatch, capsys, 
     assert "L 16: log-probabilities are not the sliding window's" in capsys.readouterr().err
 
 
+def test_speech_layers_compute_the_same_and_are_timed(tmp_path, capsys):
+    import speech
+
+    pytest.importorskip("transformers.models.parakeet")
+    output = tmp_path / "speech.json"
+    plot = ["--plot"] if has_matplotlib() else []
+    assert speech.main(["--device", "cpu", "--quick", "--output", str(output), *plot]) == 0
+    shown = capsys.readouterr().out
+    assert "audio, L x B" in shown and "2 s: 25 x 1" in shown and "✗" not in shown
+    rows = {(row["section"], row["length"], row["direction"], row["implementation"]): row for row in rows_of(output)}
+    # Beyond 30 frames the attention's forward pass alone, and the outputs of some frames are checked.
+    groups = [(section, 25, direction) for section in speech.PARTS.values() for direction in ("forward", "backward")]
+    names = (speech.OWN, "transformers sdpa", "transformers eager")
+    assert rows.keys() == {(*group, name) for group in [*groups, ("speech", 50, "forward")] for name in names}
+    for (*group, name), row in rows.items():
+        assert row["status"] == "ok" and row["check"]["passed"] and len(row["samples_ms"]) >= 3, row
+        best = min(rows[(*group, other)]["median_ms"] for other in names[1:])
+        assert row["speedup"] == pytest.approx(best / row["median_ms"], rel=1e-2), name
+    gradients = rows["speech-layer", 25, "backward", speech.OWN]["check"]["errors"]
+    assert {"input", "bias_u", "bias_v", "relative_k_proj.weight", "k_proj.weight"} <= gradients.keys()
+    if plot:
+        assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("seconds", [2, 4])
+def test_a_wrong_speech_layer_is_found(tmp_path, monkeypatch, capsys, seconds):
+    import speech
+
+    pytest.importorskip("transformers.models.parakeet")
+
+    def other_weights(layer, right=speech.accelerate):
+        layer.bias_v.data += 0.1
+        return right(layer)
+
+    monkeypatch.setattr(speech, "accelerate", other_weights)
+    arguments = ["--device", "cpu", "--quick", "--audio", str(seconds), "--parts", "attention"]
+    assert speech.main([*arguments, "--implementations", speech.OWN, "--output", str(tmp_path / "speech.json")]) == 1
+    assert "WRONG xlnet_kernels, forward" in capsys.readouterr().out
+
+
+def test_transformers_is_left_out_where_its_maps_do_not_fit(tmp_path, monkeypatch):
+    import measure
+    import speech
+
+    pytest.importorskip("transformers.models.parakeet")
+    monkeypatch.setattr(measure, "free_memory", lambda device: 100_000)
+    output = tmp_path / "speech.json"
+    arguments = ["--device", "cpu", "--quick", "--audio", "4", "--implementations", speech.OWN, "sdpa"]
+    assert speech.main([*arguments, "--output", str(output)]) == 0
+    ours, theirs = rows_of(output)
+    assert ours["status"] == "ok" and "speedup" not in ours
+    assert (theirs["status"], theirs["reason"]) == ("skipped", "would need about 0.0 GB, 0.0 GB are free")
+
+
 def test_published_factors_stand_beside_ours():
     from rich.console import Console
 
@@ -174,6 +228,10 @@ def test_published_factors_stand_beside_ours():
         ("model", ["--d-model", "100"]),
         ("model", ["--length", "0"]),
         ("model", ["--implementations", "nobody"]),
+        ("speech", ["--audio", "0.01"]),
+        ("speech", ["--heads", "0"]),
+        ("speech", ["--d-model", "100"]),
+        ("speech", ["--implementations", "nobody"]),
         ("recurrence", ["--lengths", "4"]),
         ("recurrence", ["--vocab", "100"]),
         ("recurrence", ["--segment", "0"]),

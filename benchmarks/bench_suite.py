@@ -39,8 +39,9 @@ def measure(options: list[str], cases: list[str] | None = None) -> dict | None:
         command = [sys.executable, "-m", "pytest", *chosen, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
         command += ["-o", "addopts=", "--benchmark-quiet", "--benchmark-disable-gc", f"--benchmark-json={report}"]
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        # nobody wants to know how fast Triton's interpreter is
-        variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        # nobody wants to know how fast Triton's interpreter is; a worker of xdist would time nothing
+        without = ("TRITON_INTERPRET", "PYTEST_XDIST_WORKER")
+        variables = {name: value for name, value in os.environ.items() if name not in without}
         done = subprocess.run([*command, *options], env=variables | {"PYTHONPATH": paths})
         if done.returncode or not report.exists():
             return None

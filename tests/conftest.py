@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +41,22 @@ def poisoned_memory():
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """Files of benchmarks/ and examples/ are found by bare name, as they find each other when run as scripts."""
+    for folder in ("benchmarks", "examples"):
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / folder))
+
+
+@pytest.fixture
+def one_thread():
+    """For tiny sizes, where waking threads costs more than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=BACKENDS)

@@ -12,11 +12,7 @@ FACTS = {"cpu": "Intel(R) Xeon(R) Processor @ 2.50GHz", "threads": 2, "torch": "
 
 pytest.importorskip("pytest_benchmark")
 
-
-@pytest.fixture(autouse=True)
-def room(monkeypatch):
-    """The benchmark's files import each other by bare name, as scripts beside each other do."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+pytestmark = pytest.mark.usefixtures("scripts")
 
 
 def ratio(median, spread=0.04, rounds=100):

@@ -17,15 +17,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # The job needs the [bench] extra; the package itself does not.
 pytest.importorskip("rich")
 
-
-@pytest.fixture(autouse=True)
-def room(monkeypatch):
-    """The benchmark's files import each other by bare name, as scripts beside each other do."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sizes are tiny, and waking threads would cost more than the work
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("scripts", "one_thread")
 
 
 @pytest.fixture

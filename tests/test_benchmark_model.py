@@ -13,18 +13,16 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 pytest.importorskip("rich")
 
+pytestmark = pytest.mark.usefixtures("scripts", "one_thread")
+
 
 @pytest.fixture(autouse=True)
-def room(monkeypatch):
-    """The benchmark's files import each other by bare name; a run sets a signal handler and hides warnings."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def quiet(monkeypatch):
+    """A run sets a signal handler and hides warnings."""
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("gc.collect", lambda *_: 0)  # with all of transformers in memory slower than tiny models
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sizes are tiny, and waking threads would cost more than the work
     with warnings.catch_warnings():
         yield
-    torch.set_num_threads(threads)
 
 
 def rows_of(path):

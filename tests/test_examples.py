@@ -25,15 +25,7 @@ FULL = [*TINY, "--bi-data", "--dropout", "0.1", "--steps", "10", "--lr", "0.01"]
 # The examples need the [bench] extra; the package itself does not.
 pytest.importorskip("rich")
 
-
-@pytest.fixture(autouse=True)
-def room(monkeypatch):
-    """The examples' files import each other by bare name, as scripts beside each other do."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # sizes are tiny, and waking threads would cost more than the work
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("scripts", "one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,7 @@ import xlnet_kernels as xk
 # The examples need the [bench] extra; the package itself does not.
 pytest.importorskip("rich")
 
-
-@pytest.fixture(autouse=True)
-def room(monkeypatch):
-    """The examples' files import each other by bare name, as scripts beside each other do."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("scripts", "one_thread")
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,10 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-
-@pytest.fixture(autouse=True)
-def room(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+pytestmark = pytest.mark.usefixtures("scripts")
 
 
 def test_says_that_there_is_no_gpu(monkeypatch, capsys, tmp_path):
@@ -28,6 +26,14 @@ def test_says_that_there_is_no_gpu(monkeypatch, capsys, tmp_path):
     assert gpu_check.main([str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.strip().endswith("no CUDA device on this machine, so there is nothing to check")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def interruptible():
+    """Ctrl-C arrives; shells start what runs in the background with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 TESTS = """
@@ -48,7 +54,7 @@ def test_no_end():
 
 
 @pytest.mark.parametrize("seconds", [0, 600], ids=["to-the-end", "stopped"])
-def test_outcomes_are_kept_even_if_the_run_is_stopped(tmp_path, seconds, monkeypatch):
+def test_outcomes_are_kept_even_if_the_run_is_stopped(tmp_path, seconds, monkeypatch, interruptible):
     import gpu_check
 
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # the run that is watched is no worker of this one
@@ -57,7 +63,7 @@ def test_outcomes_are_kept_even_if_the_run_is_stopped(tmp_path, seconds, monkeyp
     command = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "outcomes", "--rootdir", str(tmp_path), str(file)]
 
     def run() -> int:
-        return gpu_check.run(command, 300, tmp_path / "log", {"OUTCOMES": str(lines)})
+        return gpu_check.run(command, 60, tmp_path / "log", {"OUTCOMES": str(lines)})
 
     def stop_after_four() -> None:
         while not lines.exists() or lines.read_text().count("\n") < 4:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import xlnet_kernels as xk
@@ -23,11 +24,18 @@ def test_drop_in_example_runs():
 
 def test_model_example_runs():
     names: dict = {}
-    exec(block("XLNetLMHeadModel("), names)
+    exec(block("XLNetLMHeadModel(XLNetConfig("), names)
     assert names["filled"].shape == (2, 50) and torch.equal(
         names["filled"][~names["targets"]], names["ids"][~names["targets"]]
     )
     assert [len(text) for text in names["texts"]] == [7, 8]
+
+
+def test_accelerate_example_runs():
+    transformers = pytest.importorskip("transformers")
+    names: dict = {}
+    exec(block("integrations.transformers.accelerate"), names)
+    assert type(names["model"]) is transformers.XLNetLMHeadModel
 
 
 def test_equivalent_code_is_equivalent(backend):

@@ -15,15 +15,7 @@ from xlnet_kernels.integrations.conformer import RelPositionAttention, conformer
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-
-@pytest.fixture(autouse=True)
-def room(monkeypatch):
-    """Examples are imported by bare name; sizes are tiny, and waking threads would cost more than the work."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("scripts", "one_thread")
 
 
 def plain_attention(attn: RelPositionAttention, x: Tensor, frames: Tensor, pos_emb: Tensor, visible: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ SOURCES := $(wildcard csrc csrc/* csrc/*/* build_backend/*.py) setup.py pyprojec
 test: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
-	OMP_WAIT_POLICY=PASSIVE $(RUN) -u -m pytest -n auto --dist loadfile $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(RUN) -u -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: $(VENV)/installed
 	$(RUN) -u benchmarks/attn.py $(ARGS)

@@ -197,7 +197,7 @@ def markdown(results: dict) -> str:
     """The tables and notes of a run as Markdown."""
     if "triton" in results:
         return _compiled_by_triton(results)
-    if "cuda" in results:
+    if "torch_cuda" in results:
         return _compiled_by_nvcc(results)
     text = io.StringIO()
     console = Console(file=text, width=240, color_system=None)

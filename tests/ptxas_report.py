@@ -65,7 +65,7 @@ def main(log: str, output: str) -> None:
     version = re.search(r"CUDA_VERSION=(\S+)", text)
     found = sorted(set(kernels(text)))
     rows = [json.dumps(kernel._asdict() | {"threads": kernel.threads}) for kernel in found]
-    head = json.dumps({"cuda": version[1] if version else None})
+    head = json.dumps({"torch_cuda": version[1] if version else None})
     Path(output).write_text(head[:-1] + ', "rows": [\n' + ",\n".join(rows) + "\n]}\n")
 
 

@@ -5,6 +5,8 @@ test_operator.py asks of them what it asks of every backend.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -85,6 +87,16 @@ def test_strided_and_misaligned_tensors_are_copied():
     assert_close(odd.results(cuda_on_host.NAME), wanted, problem)
 
 
+def test_rows_further_apart_than_32_bits_can_say_are_copied():
+    problem = make(1, 1, 2, width=16, dtype=torch.float16)
+    key = problem.leaves["key"]
+    far = torch.empty(2**31 + 16, dtype=key.dtype).as_strided(key.shape, (0, 0, 2**31, 1))  # two pages of it are used
+    far = far.copy_(key.detach()).requires_grad_()
+    wanted = problem.to(torch.float64).results("reference")
+    found = replace(problem, leaves=problem.leaves | {"key": far}).results(cuda_on_host.NAME)
+    assert_close(found, wanted, problem)
+
+
 def test_head_widths_beyond_the_compiled_ones_are_refused_by_the_kernels_too():
     problem = make(1, 1, 5, width=136)
     query, key, value, rel_key = (problem.leaves[name] for name in ("query", "key", "value", "rel_key"))
@@ -105,3 +117,15 @@ def test_a_launch_that_fails_says_which_kernel_and_for_what():
             problem.results(cuda_on_host.NAME)
     finally:
         library.simt_fail_launches(None)
+
+
+def test_a_backward_pass_under_autocast_has_the_same_gradients():
+    problem = make(1, 2, 40, mem=7, width=32, mask="order").with_options(deterministic=True)
+    problem = problem.map(lambda leaf: leaf.requires_grad_())
+    out, _ = problem.run(cuda_on_host.NAME, "cpu")
+    leaves, grad = list(problem.leaves.values()), torch.randn_like(out)
+    wanted = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(out, leaves, grad)
+    for name, one, other in zip(problem.leaves, found, wanted, strict=True):
+        assert torch.equal(one, other), name

@@ -192,6 +192,8 @@ SENTENCES = {
     "TO_GLOBAL": r"copy_async at .*: 16 bytes that are not all in shared memory: they start somewhere else",
     "FROM_SHARED": r"copy_async at .*: an address in shared memory where one in global memory is needed",
     "LOAD_UNDER_WAY": r"load_matrices at .*: the copy of thread (\d+) to byte \d+ of shared memory has not been waited",
+    "WORD_UNDER_WAY": r"load_matrices at .*: the copy of thread (\d+) to byte \d+ of shared memory has not been waited",
+    "WORD_MISALIGNED": r"copy_async at .*: byte \d+ of shared memory is not aligned to 4",
     "LOAD_MISALIGNED": r"load_matrices at .*: byte \d+ of shared memory is not aligned to 16",
     "LOAD_OUTSIDE": r"load_matrices_transposed at .*not all in shared memory.* beyond its end of 2048|at byte 2040",
     "LANE_ELSEWHERE": r"lanes of warp (\d) have come to different places; .*lane.*: waiting in \w+ \(selftest.cu:\d+\)",

@@ -33,11 +33,28 @@ struct BackwardShape {
   static constexpr int SHARED = 4 * ROWS_BYTES + RING_BYTES + 2 * SCORES_BYTES + BAND_BYTES + LABELS + SUMS + LAGS;
 };
 
-// Two neighbours of a gradient in global memory.
-DEVICE void add(float* to, float first, float second, bool atomically) {
-  if (atomically) return add_atomically(to, first, second);
-  to[0] += first;
-  to[1] += second;
+// To a gradient in global memory.
+DEVICE void add(float* to, float x, bool atomically) {
+  if (atomically) {
+    add_atomically(to, x);
+  } else {
+    *to += x;
+  }
+}
+
+// Row r of a product's two, 8 N columns wide, of which this lane has two in eight, from `column` on.
+template <int N>
+DEVICE void add_row(float* to, const float (&product)[N][4], int r, int column, int width, bool atomically) {
+  if (atomically) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      if (column + 8 * n < width) add_atomically(to + column + 8 * n, product[n][2 * r], product[n][2 * r + 1]);
+  } else {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      for (int i = 0; i < 2; ++i)
+        if (column + 8 * n < width) to[column + 8 * n + i] += product[n][2 * r + i];
+  }
 }
 
 template <typename S>
@@ -70,189 +87,194 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
   float* const different_sums = label.bias + BN;                                    // (GROUPS, BM)
   int* const lag_bounds = reinterpret_cast<int*>(different_sums + S::GROUPS * BM);  // (BM / 16, 2)
 
-  const int groups = call.shared_rel_key ? heads : int(p.batch) * heads, group = block_index().y;
-  const int items = tiles * (call.shared_rel_key ? int(p.batch) : 1);
-  for (int item = block_index().x; item < items; item += grid_size().x) {
-    const int b = call.shared_rel_key ? item / tiles : group / heads, h = group % heads, head = b * heads + h;
-    const int j0 = item % tiles * BN;
-    const auto key_at = [&](const Tensor4& of_memory, const Tensor4& current, int j) {
-      const bool in_memory = j < p.mem_len;
-      const Tensor4& of = in_memory ? of_memory : current;
-      return static_cast<T*>(of.data) + b * of.stride[0] + h * of.stride[1] +
-             (in_memory ? j : j - p.mem_len) * of.stride[2];
-    };
-    const T* rel_key = static_cast<const T*>(p.rel_key.data) + b * p.rel_key.stride[0] + h * p.rel_key.stride[1];
+  clear_labels<S::THREADS>(label, BN);
+
+  const int groups = call.shared_rel_key ? heads : int(p.batch) * heads, h = block_index().y;
+  // mostly one tile of one batch; several where few blocks share copies of gradients, or the batch is beyond the grid
+  for (int tile = block_index().x, b = block_index().z;; tile += grid_size().x) {
+    for (; tile >= tiles; tile -= tiles) b += grid_size().z;
+    if (b >= p.batch) return;
+    const int head = b * heads + h, group = call.shared_rel_key ? h : head, j0 = tile * BN;
+    const auto key_rows = key_rows_of<T>(p, p.memory_key, p.key, b, h);
+    const auto value_rows = key_rows_of<T>(p, p.memory_value, p.value, b, h);
+    const auto query_rows = rows_of<T>(p.query, b, h), grad_out_rows = rows_of<T>(grad.out, b, h);
+    const auto rel_rows = rows_of<T>(p.rel_key, b, h);
     const float* rel_bias = rel_bias_of(call, b, h);
-    float* grad_rel = grad.rel_key ? grad.rel_key + (slot * groups + group) * p.rel_rows * width : nullptr;
-    float* grad_query = grad.query + (slot * p.batch * heads + head) * p.length * width;
-    float* grad_different = grad.different + (slot * p.batch * heads + head) * p.length;
-    const float* row_values = grad.row_values + head * p.length;
+    const int64_t first_rel = (slot * groups + group) * p.rel_rows,
+                  first_row = (slot * p.batch * heads + head) * p.length;
+    const Rows<float> grad_rel{grad.rel_key + first_rel * width, width};
+    const Rows<float> grad_query{grad.query + first_row * width, width};
+    const float* row_values = grad.row_values + int64_t(head) * p.length;
     const int64_t all_rows = p.batch * heads * p.length;
 
     sync_block();  // no one reads the tiles of the item before any more
-    copy_rows<S::THREADS>(key_tile, 0, BN, width, p.query.data, [&](int k) -> const T* {
-      return j0 + k < keys ? key_at(p.memory_key, p.key, j0 + k) : nullptr;
-    });
-    copy_rows<S::THREADS>(value_tile, 0, BN, width, p.query.data, [&](int k) -> const T* {
-      return j0 + k < keys ? key_at(p.memory_value, p.value, j0 + k) : nullptr;
-    });
+    copy_rows<S::THREADS, BN>(key_tile, 0, key_rows, j0, keys, width);
+    copy_rows<S::THREADS, BN>(value_tile, 0, value_rows, j0, keys, width);
+    copy_labels<S::THREADS, BN>(call, label, b, h, j0);
     commit_copies();
-    load_labels<S::THREADS>(call, label, b, h, j0, BN);
 
     float grad_key[PART / 8][4] = {}, grad_value[PART / 8][4] = {}, key_sum[4] = {};
     int window = 0;  // first row of rel_key in the ring
     bool has_window = false;
-    for (int tile = 0; tile < row_tiles; ++tile) {
-      const int place = tile * BM;
-      const RowTile rows = load_row_tile(call, b, place, BM);
-      const Seen seen = seen_pairs(call, rows, b, j0, BN);
-      if (seen == Seen::none) continue;
-      const bool all_seen = seen == Seen::all && place + BM <= p.length;
-      const int origin = int(p.max_distance - p.mem_len) - rows.last_position + j0;
-      const int span = rows.last_position - rows.first_position;
-      const auto copy_window = [&](int begin, int end) {
-        copy_rows<S::THREADS>(ring, begin, end, width, p.query.data, [&](int r) -> const T* {
-          return r >= 0 && r < p.rel_rows ? rel_key + r * p.rel_key.stride[2] : nullptr;
-        });
-      };
-      const auto clear_band = [&] {
-        for (int i = thread_index(); i < S::BAND_BYTES / 16; i += S::THREADS)
-          reinterpret_cast<Block*>(band.data)[i] = {};
-      };
-
-      sync_block();  // no one reads the rows of the tile before any more
-      const auto row_of = [&](const Tensor4& of, int m) -> const T* {
-        if (place + m >= p.length) return nullptr;
-        return static_cast<const T*>(of.data) + b * of.stride[0] + h * of.stride[1] +
-               row_at(p, b, place + m) * of.stride[2];
-      };
-      copy_rows<S::THREADS>(query_tile, 0, BM, width, p.query.data, [&](int m) { return row_of(p.query, m); });
-      copy_rows<S::THREADS>(grad_tile, 0, BM, width, p.query.data, [&](int m) { return row_of(grad.out, m); });
-      // rows of later positions: the window moves down
-      copy_window(origin, has_window && origin == window - BM ? origin + BM : origin + S::WINDOW);
-      commit_copies();
-      clear_band();
-      const Row row[2] = {load_row(p, b, place + 16 * strip + g), load_row(p, b, place + 16 * strip + g + 8)};
-      int lag[2];
-      float delta[2], log_total[2], different[2];
-      for (int r = 0; r < 2; ++r) {
-        lag[r] = row[r].inside ? rows.last_position - row[r].position : -1;
-        delta[r] = row_values[DELTA * all_rows + row[r].index];
-        log_total[r] = row_values[LOG_TOTAL * all_rows + row[r].index];
-        different[r] = row_values[DIFFERENT * all_rows + row[r].index];
-      }
-      wait_for_copies<0>();
-      sync_block();
-
-      // scores of 16 rows and KEYS keys
-      float score[N][4] = {};
+    Runs<BM> runs;
+    bool was_in_line = false;
+    Walk walk{row_tiles};
+    while (true) {
+      Seen seen;
+      const int row_tile =
+          walk.next(seen, lane, [&](int i) { return seen_pairs(call, load_row_tile(call, b, i * BM, BM), b, j0, BN); });
+      if (row_tile >= row_tiles) break;
+      const int place = row_tile * BM, last_position = position_at(p, b, smaller(place + BM, int(p.length)) - 1);
+      const int span = last_position - position_at(p, b, place);
+      // once, but for rows far apart: then once for each window of rel_key, each time with the rows that it serves
       for (int behind = 0; behind <= span; behind += BM) {
-        if (behind > 0) {
-          sync_block();
-          copy_window(origin + behind, origin + behind + S::WINDOW);
-          commit_copies();
-          wait_for_copies<0>();
-          sync_block();
-        }
-        const int from_here[2] = {lag[0] - behind, lag[1] - behind};
-        add_position_scores<T, BM, D>(score, ring, origin + behind + part * S::KEYS, rel_bias, from_here, tf32, lane,
-                                      [&](int k) { return load_a(query_tile, 16 * strip, k, lane); });
-      }
-      window = origin;
-      has_window = span < BM;
-      add_product<T, D>(
-          score, tf32, [&](int k) { return load_a(query_tile, 16 * strip, k, lane); },
-          [&](int k, int n) { return load_b(key_tile, part * S::KEYS + n, k, lane); });
-      float probability_grad[N][4] = {};
-      add_product<T, D>(
-          probability_grad, tf32, [&](int k) { return load_a(grad_tile, 16 * strip, k, lane); },
-          [&](int k, int n) { return load_b(value_tile, part * S::KEYS + n, k, lane); });
+        const int origin = int(p.max_distance - p.mem_len) - last_position + j0 + behind;
+        const auto copy_half_window = [&](int begin) {
+          copy_rows<S::THREADS, BM>(ring, begin, rel_rows, begin, int(p.rel_rows), width);
+        };
+        const auto clear_band = [&] {
+          for (int i = thread_index(); i < S::BAND_BYTES / 16; i += S::THREADS)
+            reinterpret_cast<Block*>(band.data)[i] = {};
+        };
 
-      const float scale = float(p.scale), kept_scale = float(1 / (1 - p.dropout_p));
-      const Dropout dropout = load_dropout(p.dropout_state, p.dropout_threshold);
-      float different_sum[2] = {0, 0};
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int part_keys = part * S::KEYS;
-        const uint32_t seen_here =
-            all_seen ? ~0u : seen_columns<S::KEYS>(p, row[r], b, h, j0 + part_keys, label.rank + part_keys, t);
-        const uint32_t kept =
-            dropout.threshold ? kept_columns<S::KEYS>(dropout, head, row[r].index, j0 + part * S::KEYS, t) : ~0u;
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-          float of_value[2];
-          for (int parity = 0; parity < 2; ++parity) {
-            float& s = score[n][2 * r + parity];
-            const int k = part * S::KEYS + 8 * n + 2 * t + parity;
-            const bool elsewhere = label.id[k] != row[r].id;
-            s = (s + label.bias[k]) * (scale * LOG2_E) + (elsewhere ? different[r] : 0.f);
-            const bool is_seen = seen_here >> (2 * n + parity) & 1;
-            const float exponential = is_seen ? exp2_approximately(s - log_total[r]) : 0.f;
-            const float factor = kept >> (2 * n + parity) & 1 ? kept_scale : 0.f;
-            of_value[parity] = exponential * factor;
-            // a row that sees nothing may have infinite gradients: not times zero
-            s = is_seen ? exponential * (probability_grad[n][2 * r + parity] * factor - delta[r]) * scale : 0.f;
-            if (elsewhere) different_sum[r] += s;
-          }
-          const int m = 16 * strip + g + 8 * r, column = part * S::KEYS + 8 * n + 2 * t;
-          store_pair(probability.at(m, column), of_value[0], of_value[1]);
-          store_pair(score_grad.at(m, column), score[n][2 * r], score[n][2 * r + 1]);
-        }
-        different_sum[r] = sum_of_quad(different_sum[r]);
-        if (t == 0) different_sums[part * BM + 16 * strip + g + 8 * r] = different_sum[r];
-      }
-      sync_block();
-
-      // dV and dK of 16 keys
-      add_product<T, BM>(
-          grad_value, tf32, [&](int k) { return load_a_transposed(probability, k, 16 * strip, lane); },
-          [&](int k, int n) { return load_b_transposed(grad_tile, k, part * PART + n, lane); });
-      add_product<T, BM>(
-          grad_key, tf32, [&](int k) { return load_a_transposed(score_grad, k, 16 * strip, lane); },
-          [&](int k, int n) { return load_b_transposed(query_tile, k, part * PART + n, lane); });
-#pragma unroll
-      for (int k = 0; k < BM; k += DEPTH<T>)
-        multiply<T>(key_sum, load_a_transposed(score_grad, k, 16 * strip, lane), ones<T>(), 0, tf32);
-      if (p.segment_embed) {
-        for (int m = thread_index(); m < BM && place + m < p.length; m += S::THREADS) {
-          float sum = different_sums[m];
-          if (S::GROUPS == 2) sum += different_sums[BM + m];
-          float* to = grad_different + row_at(p, b, place + m);
-          if (atomically) {
-            add_atomically(to, sum);
+        sync_block();  // no one reads the rows of the tile before any more
+        const auto copy_tile = [&](const typename S::Rows& to, const Rows<T>& rows) {
+          if (p.row_order == nullptr) {
+            copy_rows<S::THREADS, BM>(to, 0, rows, place, int(p.length), width);
           } else {
-            *to += sum;
+            const auto at_place = [&](int m) { return rows(row_at(p, b, smaller(m, int(p.length) - 1))); };
+            copy_rows<S::THREADS, BM>(to, 0, at_place, place, int(p.length), width);
+          }
+        };
+        if (behind == 0) {
+          copy_tile(query_tile, query_rows);
+          copy_tile(grad_tile, grad_out_rows);
+        }
+        copy_half_window(origin);
+        // rows of later positions: the window moves down
+        if (!has_window || origin != window - BM) copy_half_window(origin + BM);
+        commit_copies();
+        // rows one after the other lag in each tile as in the one before: what is zero in the band stays zero
+        const bool in_line = p.row_position == nullptr && place + BM <= p.length, same_lags = in_line && was_in_line;
+        was_in_line = in_line;
+        if (!same_lags) clear_band();
+        Row row[2] = {load_row(p, b, place + 16 * strip + g), load_row(p, b, place + 16 * strip + g + 8)};
+        int lag[2];
+        float delta[2], here[2], there[2];
+        for (int r = 0; r < 2; ++r) {
+          lag[r] = last_position - row[r].position - behind;
+          row[r].inside = row[r].inside && lag[r] >= 0 && lag[r] < BM;
+          if (!row[r].inside) lag[r] = -1;
+          const float* values = row_values + row[r].index;
+          delta[r] = row[r].inside ? values[DELTA * all_rows] : 0.f;
+          here[r] = row[r].inside ? -values[LOG_TOTAL * all_rows] : -INFINITY;  // exponentials are 0
+          there[r] = here[r] + values[DIFFERENT * all_rows];
+        }
+        wait_for_copies<0>();
+        sync_block();
+
+        // scores of 16 rows and KEYS keys
+        const auto load_query = [&](int k) { return load_a(query_tile, 16 * strip, k, lane); };
+        const int part_keys = part * S::KEYS;
+        float score[N][4];
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) score[n][i] = label.bias[part_keys + 8 * n + 2 * t + i % 2];
+        add_product<T, D>(score, tf32, load_query,
+                          [&](int k, int n) { return load_b(key_tile, part_keys + n, k, lane); });
+        if (!same_lags) runs.find(lag, lane);
+        runs.for_each([&](int r) { return lag[r]; }, true, lane,
+                      [&](const Run& run) {
+                        add_position_scores<T, D>(score, ring, origin + part_keys, rel_bias, run, tf32, lane,
+                                                  load_query);
+                      });
+        window = origin;
+        has_window = true;
+        const float scale = float(p.scale);
+        const auto is_elsewhere = [&](int n, int i) {
+          return label.id[part_keys + 8 * n + 2 * t + i % 2] != row[i / 2].id;
+        };
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            score[n][i] = score[n][i] * (scale * LOG2_E) + (is_elsewhere(n, i) ? there[i / 2] : here[i / 2]);
+        hide(score, seen, p, {row[0], row[1]}, b, h, place + 16 * strip + g, j0 + part_keys, label.rank + part_keys, t);
+
+        const float kept_scale = float(1 / (1 - p.dropout_p));
+        const Dropout dropout = load_dropout(p.dropout_state, p.dropout_threshold);
+        uint32_t kept[2] = {~0u, ~0u};
+        if (dropout.threshold)
+          for (int r = 0; r < 2; ++r) kept[r] = kept_columns<S::KEYS>(dropout, head, row[r].index, j0 + part_keys, t);
+        float different_sum[2] = {0, 0};
+        constexpr int SOME =
+            N < 4 ? N : 4;  // eights of keys at a time: dP of all of them would not fit into the registers
+#pragma unroll
+        for (int first = 0; first < N; first += SOME) {
+          float probability_grad[SOME][4] = {};
+          add_product<T, D>(
+              probability_grad, tf32, [&](int k) { return load_a(grad_tile, 16 * strip, k, lane); },
+              [&](int k, int n) { return load_b(value_tile, part_keys + 8 * first + n, k, lane); });
+#pragma unroll
+          for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int n = first; n < first + SOME; ++n) {
+              float of_value[2];
+              for (int parity = 0; parity < 2; ++parity) {
+                const int i = 2 * r + parity;
+                float& s = score[n][i];
+                const bool hidden = s == -INFINITY;
+                const float exponential = exp2_approximately(s);
+                const float factor = kept[r] >> (2 * n + parity) & 1 ? kept_scale : 0.f;
+                of_value[parity] = hidden ? 0.f : exponential * factor;
+                // not times zero: a row that sees nothing, or sees NaN elsewhere, may have NaN for delta or log-sum-exp
+                s = hidden ? 0.f : exponential * (probability_grad[n - first][i] * factor - delta[r]) * scale;
+                if (is_elsewhere(n, i)) different_sum[r] += s;
+              }
+              const int m = 16 * strip + g + 8 * r, column = part_keys + 8 * n + 2 * t;
+              store_pair(probability.at(m, column), of_value[0], of_value[1]);
+              store_pair(score_grad.at(m, column), score[n][2 * r], score[n][2 * r + 1]);
+            }
+        }
+        for (int r = 0; r < 2; ++r) {
+          different_sum[r] = sum_of_quad(different_sum[r]);
+          if (t == 0) different_sums[part * BM + 16 * strip + g + 8 * r] = different_sum[r];
+        }
+        sync_block();
+
+        // dV and dK of 16 keys
+        add_product<T, BM>(
+            grad_value, tf32, [&](int k) { return load_a_transposed(probability, k, 16 * strip, lane); },
+            [&](int k, int n) { return load_b_transposed(grad_tile, k, part * PART + n, lane); });
+        add_product<T, BM>(
+            grad_key, tf32,
+            [&](int k) {
+              const Operand a_keys = load_a_transposed(score_grad, k, 16 * strip, lane);
+              multiply<T>(key_sum, a_keys, ones<T>(), 0, tf32);
+              return a_keys;
+            },
+            [&](int k, int n) { return load_b_transposed(query_tile, k, part * PART + n, lane); });
+        if (p.segment_embed) {
+          for (int m = thread_index(); m < BM && place + m < p.length; m += S::THREADS) {
+            float sum = different_sums[m];
+            if (S::GROUPS == 2) sum += different_sums[BM + m];
+            add(grad.different + first_row + row_at(p, b, place + m), sum, atomically);
           }
         }
-      }
 
-      // dQ of 16 rows
-      float grad_rows[PART / 8][4] = {};
-      add_product<T, BN>(
-          grad_rows, tf32, [&](int k) { return load_a(score_grad, 16 * strip, k, lane); },
-          [&](int k, int n) { return load_b_transposed(key_tile, k, part * PART + n, lane); });
-      for (int behind = 0; behind <= span; behind += BM) {
-        if (behind > 0) {
-          sync_block();
-          copy_window(origin + behind, origin + behind + S::WINDOW);
-          commit_copies();
-          clear_band();
-          wait_for_copies<0>();
-          sync_block();
-        } else if (span >= BM) {  // the last window of the scores is still there
-          sync_block();
-          copy_window(origin, origin + S::WINDOW);
-          commit_copies();
-          wait_for_copies<0>();
-        }
+        // dQ of 16 rows
+        float grad_rows[PART / 8][4] = {};
+        add_product<T, BN>(
+            grad_rows, tf32, [&](int k) { return load_a(score_grad, 16 * strip, k, lane); },
+            [&](int k, int n) { return load_b_transposed(key_tile, k, part * PART + n, lane); });
         // the band: each row's dS from its lag on
         int first = BM, last = -1;
         for (int r = 0; r < 2; ++r) {
-          const int from_here = lag[r] - behind;
-          if (from_here < 0 || from_here >= BM) continue;
-          first = smaller(first, from_here);
-          last = larger(last, from_here);
-          T* to = band.at(16 * strip + g + 8 * r, from_here + part * S::KEYS + 2 * t);
+          if (lag[r] < 0) continue;
+          first = smaller(first, lag[r]);
+          last = larger(last, lag[r]);
+          T* to = band.at(16 * strip + g + 8 * r, lag[r] + part_keys + 2 * t);
 #pragma unroll
           for (int n = 0; n < N; ++n)
             for (int parity = 0; parity < 2; ++parity) store_one(to + 8 * n + parity, score[n][2 * r + parity]);
@@ -268,15 +290,14 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
           const Operand a_band = load_a(band, 16 * strip, k, lane);
 #pragma unroll
           for (int n = 0; n < PART; n += 16) {
-            const Operand r = load_b_transposed(ring, origin + behind + k, part * PART + n, lane);
+            const Operand r = load_b_transposed(ring, origin + k, part * PART + n, lane);
             multiply<T>(grad_rows[n / 8], a_band, r, 0, tf32);
             multiply<T>(grad_rows[n / 8 + 1], a_band, r, 1, tf32);
           }
         }
-        if (grad_rel == nullptr) continue;
 
         // dR of 16 rows of the window at a time
-        for (int m = 16 * strip; m < S::WINDOW; m += BM) {
+        for (int m = 16 * strip; m < S::WINDOW && grad.rel_key; m += BM) {
           float grad_window[PART / 8][4] = {}, window_sum[4] = {};
           bool any = false;
           for (int of = 0; of < BM / 16; ++of) {  // 16 rows of query
@@ -297,29 +318,14 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
           }
           if (!any) continue;
           for (int r = 0; r < 2; ++r) {
-            const int at = origin + behind + m + g + 8 * r;
+            const int at = origin + m + g + 8 * r;
             if (at < 0 || at >= p.rel_rows) continue;
-#pragma unroll
-            for (int n = 0; n < PART / 8; ++n) {
-              const int d = part * PART + 8 * n + 2 * t;
-              if (d >= width) continue;
-              const T* v = static_cast<const T*>(p.position_bias) + h * width + d;
-              const float v0 = p.position_bias ? to_float(v[0]) : 0.f, v1 = p.position_bias ? to_float(v[1]) : 0.f;
-              add(grad_rel + int64_t(at) * width + d, grad_window[n][2 * r] + window_sum[2 * r] * v0,
-                  grad_window[n][2 * r + 1] + window_sum[2 * r] * v1, atomically);
-            }
+            add_row(grad_rel(at), grad_window, r, part * PART + 2 * t, width, atomically);
+            if (grad.rel_sum && t == 0 && part == 0) add(grad.rel_sum + first_rel + at, window_sum[2 * r], atomically);
           }
         }
-      }
-      for (int r = 0; r < 2; ++r) {
-        if (!row[r].inside) continue;
-#pragma unroll
-        for (int n = 0; n < PART / 8; ++n) {
-          const int d = part * PART + 8 * n + 2 * t;
-          if (d < width)
-            add(grad_query + int64_t(row[r].index) * width + d, grad_rows[n][2 * r], grad_rows[n][2 * r + 1],
-                atomically);
-        }
+        for (int r = 0; r < 2; ++r)
+          if (row[r].inside) add_row(grad_query(row[r].index), grad_rows, r, part * PART + 2 * t, width, atomically);
       }
     }
     wait_for_copies<0>();
@@ -328,8 +334,8 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
       const int j = j0 + 16 * strip + g + 8 * r;
       if (j >= keys) continue;
       if (t == 0 && part == 0) grad.key_sum[int64_t(head) * keys + j] = key_sum[2 * r];
-      T* to_key = key_at(grad.memory_key, grad.key, j);
-      T* to_value = key_at(grad.memory_value, grad.value, j);
+      T* to_key = key_rows_of<T>(p, grad.memory_key, grad.key, b, h)(j);
+      T* to_value = key_rows_of<T>(p, grad.memory_value, grad.value, b, h)(j);
 #pragma unroll
       for (int n = 0; n < PART / 8; ++n) {
         const int d = part * PART + 8 * n + 2 * t;
@@ -351,8 +357,11 @@ std::string launch_backward(const Backward& a, Stream stream) {
   error = prepare_rows<T>(a, stream);
   if (error) return failure("prepare_rows", a.call, 0, error);
   const RelAttention& p = a.call.p;
-  const int groups = int(a.call.shared_rel_key ? p.heads : p.batch * p.heads);
-  error = launch(backward_kernel<S>, {a.gradients.slots, groups, 1}, S::THREADS, S::SHARED, stream, a);
+  const Gradients& grad = a.gradients;
+  const int tiles = int((p.mem_len + p.key_len + S::BN - 1) / S::BN), batch = int(p.batch);
+  const int together = grad.deterministic && a.call.shared_rel_key ? 1 : batch < MAX_GRID ? batch : MAX_GRID;
+  const int blocks = grad.deterministic ? grad.slots : tiles * ((batch + together - 1) / together);
+  error = launch(backward_kernel<S>, {blocks, int(p.heads), together}, S::THREADS, S::SHARED, stream, a);
   return error ? failure("backward", a.call, S::SHARED, error) : "";
 }
 

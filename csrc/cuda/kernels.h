@@ -44,10 +44,11 @@ struct Gradients {
   const float* lse;   // (B, H, L), of the log-sum-exp, or null
   float* row_values;  // (ROW_VALUES, B, H, L), workspace
   bool deterministic;
-  int slots;         // blocks at work on one rel_key; deterministic: each has copies of its own of the next three
-  float* query;      // (slots or 1, B, H, L, D), zeros before; without the segment term
-  float* rel_key;    // (slots or 1, B or 1, H, P, D), zeros before; null: not wanted
-  float* different;  // (slots or 1, B, H, L), zeros before: sum of dS over keys of another segment
+  int slots;         // how many blocks work on one rel_key, each with copies of its own of the next four; else 1
+  float* query;      // (slots, B, H, L, D), zeros before; without the segment term
+  float* rel_key;    // (slots, B or 1, H, P, D), zeros before; without what position_bias gives; null: not wanted
+  float* rel_sum;    // (slots, B or 1, H, P), zeros before: sum of dS over the pairs at each distance
+  float* different;  // (slots, B, H, L), zeros before: sum of dS over keys of another segment
   float* key_sum;    // (B, H, M + K), sum of dS over rows
   Tensor4 key, value, memory_key, memory_value;  // storage
 };
@@ -68,7 +69,7 @@ struct Backward {
 // Keys, and rows, of a tile of backward.
 constexpr int BACKWARD_TILE_16_BITS = 64, BACKWARD_TILE_32_BITS = 32;
 
-// Tiles of keys that add to the same rel_key's gradient: what `slots` is at most.
+// Tiles of keys that add to the same rel_key's gradient: what `slots` is useful to.
 inline int64_t backward_items(const Call& call) {
   const int tile = call.p.dtype == DType::float32 ? BACKWARD_TILE_32_BITS : BACKWARD_TILE_16_BITS;
   const int64_t tiles = (call.p.mem_len + call.p.key_len + tile - 1) / tile;

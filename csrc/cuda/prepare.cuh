@@ -2,6 +2,7 @@
 #pragma once
 
 #include "labels.cuh"
+#include "rows.cuh"
 
 namespace xlnet_kernels::cuda {
 
@@ -50,9 +51,7 @@ DEVICE void label_rows(const Call& call, int tile, int lane) {
     const int place = tile % tiles * LABEL_TILE + k;
     if (place >= p.length) break;
     const Row row = load_row(p, b, place);
-    labels = {smaller(labels.least_rank, row.rank), larger(labels.largest_rank, row.rank),
-              smaller(labels.least_floor, row.floor), larger(labels.largest_floor, row.floor),
-              labels.any_sees_self || row.own_key >= 0};
+    labels = merged(labels, {row.rank, row.rank, row.floor, row.floor, row.own_key >= 0});
   }
   labels = {least(labels.least_rank), largest(labels.largest_rank), least(labels.least_floor),
             largest(labels.largest_floor), largest(labels.any_sees_self)};
@@ -78,18 +77,14 @@ KERNEL THREADS_PER_BLOCK(PREPARE_THREADS, 1) prepare_kernel(Call call) {
   item = (item - row_tiles) * WARP + lane;
   if (item < key_products) {
     const int64_t j = item % keys, head = item / keys, b = head / heads, h = head % heads;
-    const bool in_memory = j < p.mem_len;
-    const Tensor4& of = in_memory ? p.memory_key : p.key;
-    const T* row = static_cast<const T*>(of.data) + b * of.stride[0] + h * of.stride[1] +
-                   (in_memory ? j : j - p.mem_len) * of.stride[2];
+    const T* row = key_rows_of<const T>(p, p.memory_key, p.key, int(b), int(h))(int(j));
     w.key_bias[item] = bias_product(static_cast<const T*>(p.content_bias) + h * width, row, width);
     return;
   }
   item -= key_products;
   if (item < rel_products) {
     const int64_t r = item % p.rel_rows, head = item / p.rel_rows, b = head / heads, h = head % heads;
-    const int64_t* stride = p.rel_key.stride;
-    const T* row = static_cast<const T*>(p.rel_key.data) + b * stride[0] + h * stride[1] + r * stride[2];
+    const T* row = rows_of<const T>(p.rel_key, int(b), int(h))(int(r));
     const T* bias = static_cast<const T*>(p.position_bias) + h * width;
     w.rel_bias[head * call.rel_bias_rows + r] = p.position_bias ? bias_product(bias, row, width) : 0.f;
   }

@@ -26,6 +26,7 @@ struct BFloat16 {
 struct Index {
   int x, y, z;
 };
+constexpr int MAX_GRID = 65535;  // of y and z (CUDA programming guide, compute capabilities)
 
 DEVICE int thread_index() { return threadIdx.x; }
 DEVICE Index block_index() { return {int(blockIdx.x), int(blockIdx.y), int(blockIdx.z)}; }
@@ -131,12 +132,21 @@ DEVICE float to_float(Half x) {
 DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
 DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
 
-// 16 bytes from global to shared memory, both aligned to 16; zeros where not `inside`. They have arrived for the
-// calling thread after wait_for_copies, for others after a sync_block that follows.
+// BYTES (4 or 16) from global to shared memory, both aligned to them; zeros where not `inside`, and `global` is not
+// looked at then. They have arrived for the calling thread after wait_for_copies, for others after a sync_block that
+// follows.
+template <int BYTES>
 DEVICE void copy_async(void* shared, const void* global, bool inside) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-               "r"(inside ? 16 : 0)
-               : "memory");
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(inside ? 16 : 0)
+                 : "memory");
+  } else {
+    static_assert(BYTES == 4);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(inside ? 4 : 0)
+                 : "memory");
+  }
 }
 // Ends a group of copies; waits until at most PENDING of this thread's newest groups are under way.
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -15,11 +15,13 @@ namespace {
 
 constexpr int64_t SLOT_BYTES = int64_t(1) << 30;  // what copies of gradients may take in deterministic mode
 
-// Kernels read 16 bytes at a time: rows dense, every row's start aligned, width a multiple of 16 bytes.
+// Kernels read 16 bytes at a time: rows dense, every row's start aligned, width a multiple of 16 bytes; and from row to
+// row is a step that fits into 32 bits.
 Tensor aligned(const Tensor& t) {
   const int64_t size = t.element_size(), chunk = 16 / size, width = t.size(-1);
   const auto strides = t.strides();
   const bool fits = width % chunk == 0 && t.stride(-1) == 1 && reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0 &&
+                    t.stride(-2) <= INT32_MAX &&
                     std::all_of(strides.begin(), strides.end() - 1, [&](int64_t s) { return s % chunk == 0; });
   if (fits) return t;
   return at::constant_pad_nd(t.contiguous(), {0, (chunk - width % chunk) % chunk});
@@ -127,6 +129,8 @@ Tensor weighted_sum(const Tensor& weights, const Tensor& rows) {
 std::vector<Tensor> rel_attention_backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
                                            const Tensor& lse, std::array<bool, 10> needs, INPUTS) {
   const DeviceGuard guard(query.device());
+  // Where autocast is on, it would round the products below.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const std::array<OptionalTensor, 10> inputs{query,         key,        value,        rel_key,       content_bias,
                                               position_bias, memory_key, memory_value, segment_embed, segment_bias};
   std::array<Tensor, 10> gradients;
@@ -134,8 +138,8 @@ std::vector<Tensor> rel_attention_backward(const Tensor& grad_out, const Optiona
     for (size_t i = 0; i < inputs.size(); ++i) {
       if (!inputs[i]) continue;
       const bool rows_first = inputs[i]->dim() == 4 && i != 3;
-      gradients[i] =
-          rows_first ? empty_rows_first(*inputs[i], query.scalar_type()).zero_() : at::zeros_like(*inputs[i]);
+      gradients[i] = rows_first ? empty_rows_first(*inputs[i], query.scalar_type()).zero_()
+                                : at::zeros(inputs[i]->sizes(), inputs[i]->options());
     }
   } else {
     check("grad_out", grad_out, query.sizes(), grad_out.scalar_type(), query);
@@ -160,23 +164,26 @@ std::vector<Tensor> rel_attention_backward(const Tensor& grad_out, const Optiona
 
     const int64_t groups = call.shared_rel_key ? p.heads : p.batch * p.heads, items = backward_items(call);
     g.deterministic = deterministic;
-    g.slots = int(items);
     int64_t copies = 1;
     if (deterministic) {
       const int64_t bytes = 4 * (prepared.query.numel() + prepared.rel_key.numel());
       const int64_t at_once = (2 * processors() + groups - 1) / groups;
       copies = std::max<int64_t>(1, std::min({items, at_once, SLOT_BYTES / bytes}));
-      g.slots = int(copies);
     }
+    g.slots = int(copies);
     const auto zeros = [&](std::vector<int64_t> shape) {
       shape.insert(shape.begin(), copies);
       return at::zeros(shape, query.options().dtype(at::kFloat));
     };
     const Tensor grad_query = zeros({p.batch, p.heads, p.length, p.width});
     const Tensor grad_rel = needs[3] ? zeros(prepared.rel_key.sizes().vec()) : Tensor();
+    const Tensor rel_sums = needs[3] && position_bias
+                                ? zeros(prepared.rel_key.sizes().slice(0, prepared.rel_key.dim() - 1).vec())
+                                : Tensor();
     const Tensor different_sums = zeros({p.batch, p.heads, p.length});
     g.query = grad_query.data_ptr<float>();
     g.rel_key = needs[3] ? grad_rel.data_ptr<float>() : nullptr;
+    g.rel_sum = rel_sums.defined() ? rel_sums.data_ptr<float>() : nullptr;
     g.different = different_sums.data_ptr<float>();
     const Tensor grad_key = empty_rows_first(prepared.key, query.scalar_type());
     const Tensor grad_value = empty_rows_first(prepared.value, query.scalar_type());
@@ -199,12 +206,17 @@ std::vector<Tensor> rel_attention_backward(const Tensor& grad_out, const Optiona
 
     const auto columns = [&](const Tensor& t) { return t.narrow(-1, 0, query.size(-1)); };
     Tensor rows = columns(grad_query.sum(0));
-    if (needs[3]) gradients[3] = columns(grad_rel.sum(0)).to(rel_key.dtype()).contiguous();
+    if (needs[3]) {
+      Tensor sum = columns(grad_rel.sum(0));
+      if (rel_sums.defined())
+        sum = sum.addcmul(rel_sums.sum(0).unsqueeze(-1), position_bias->to(at::kFloat).unsqueeze(1));
+      gradients[3] = sum.to(rel_key.dtype()).contiguous();
+    }
     if (needs[4] || needs[5]) {
       gradients[4] = weighted_sum(key_sum.narrow(-1, p.mem_len, p.key_len), key);
       if (p.mem_len) gradients[4] = gradients[4] + weighted_sum(key_sum.narrow(-1, 0, p.mem_len), *memory_key);
       // rows' gradient is that of the content term and that of the position term
-      gradients[5] = rows.sum({0, 2}) - gradients[4];
+      gradients[5] = rows.sum(at::IntArrayRef{0, 2}) - gradients[4];
     }
     if (segment_embed) {
       const Tensor different = different_sums.sum(0);
@@ -216,11 +228,11 @@ std::vector<Tensor> rel_attention_backward(const Tensor& grad_out, const Optiona
       };
       const Tensor segment_rows = spread(same, 0) + spread(different, 1);
       rows = rows + segment_rows;
-      gradients[9] = segment_rows.sum({0, 2});
+      gradients[9] = segment_rows.sum(at::IntArrayRef{0, 2});
       gradients[8] = at::stack({weighted_sum(same, query), weighted_sum(different, query)});
       if (segment_bias) {
         const Tensor bias = segment_bias->to(at::kFloat);
-        const Tensor totals = at::stack({same.sum({0, 2}), different.sum({0, 2})});
+        const Tensor totals = at::stack({same.sum(at::IntArrayRef{0, 2}), different.sum(at::IntArrayRef{0, 2})});
         gradients[8] = gradients[8] + totals.unsqueeze(-1) * bias;
       }
     }

@@ -7,28 +7,38 @@
 
 namespace xlnet_kernels::cuda {
 
-// Columns amount .. amount + 7 (0 <= amount <= 8) of the sixteen in `low` and `high`, for one of the two rows.
-DEVICE void shift_row(float* to, const float* low, const float* high, int amount, int lane) {
-  const int t = lane % 4;
-  for (int parity = 0; parity < 2; ++parity) {
-    const int step = (amount + parity) / 2;
-    const bool odd = (amount + parity) % 2;
-    const float from_low = odd ? low[1] : low[0], from_high = odd ? high[1] : high[0];
-    // asked by lane t - step of the quad, of the next eight columns where that wraps around
-    to[parity] = shuffle(t < step ? from_high : from_low, lane / 4 * 4 + (t + step) % 4);
-  }
+// What a lane has to do for one of its rows, in one word: column j of the row is column j + amount of the band.
+struct Shift {
+  // tile n takes tiles n + 1 and n + 2 of the band, not n and n + 1; odd amount; what this lane gives away is of the
+  // latter tile, for each parity of columns; the row is not part of this run
+  enum : uint32_t { NEXT = 1, ODD = 2, LATTER = 4, IDLE = 16 };
+  uint32_t word;  // these bits; in bits 8 and 16 on, which lane gives this one its even and odd columns
+
+  DEVICE bool has(uint32_t bit) const { return word & bit; }
+};
+
+// For an amount of 0 .. 15.
+DEVICE Shift shift_by(uint32_t amount, bool mine, int lane) {
+  const uint32_t t = lane % 4, quad = lane - t, odd = amount % 2;
+  const uint32_t even_step = amount % 8 / 2, odd_step = even_step + odd;
+  return {(amount >= 8 ? Shift::NEXT : 0) | (odd ? Shift::ODD : 0) | (mine ? 0 : Shift::IDLE) |
+          (t < even_step ? Shift::LATTER : 0) | (t < odd_step ? Shift::LATTER << 1 : 0) |
+          (quad + (t + even_step) % 4) << 8 | (quad + (t + odd_step) % 4) << 16};
 }
 
-// Scores from the band: column j of a row is column j + shift[row] (0 .. 15) of `band`, three tiles of eight columns.
-DEVICE void shift_in(float (&score)[4], const float* first, const float* second, const float* third,
-                     const int (&shift)[2], int lane) {
-  for (int row = 0; row < 2; ++row) {
-    float low[2], high[2];
-    for (int i = 0; i < 2; ++i) {
-      low[i] = shift[row] < 8 ? first[2 * row + i] : second[2 * row + i];
-      high[i] = shift[row] < 8 ? second[2 * row + i] : third[2 * row + i];
-    }
-    shift_row(score + 2 * row, low, high, shift[row] % 8, lane);
+// Adds a row's part of the band to eight columns of its scores; first, second and third: tiles n to n + 2 of the band.
+DEVICE void add_shifted(float* score, const float* first, const float* second, const float* third, Shift shift) {
+  const bool next = shift.has(Shift::NEXT), odd = shift.has(Shift::ODD);
+  float low[2], high[2];
+  for (int i = 0; i < 2; ++i) {
+    low[i] = next ? second[i] : first[i];
+    high[i] = next ? third[i] : second[i];
+  }
+  for (int parity = 0; parity < 2; ++parity) {
+    const float from_low = odd ? low[1 - parity] : low[parity], from_high = odd ? high[1 - parity] : high[parity];
+    const bool latter = shift.has(Shift::LATTER << parity);
+    const float given = shuffle(latter ? from_high : from_low, int(shift.word >> (8 + 8 * parity)));
+    if (!shift.has(Shift::IDLE)) score[parity] += given;
   }
 }
 

@@ -13,6 +13,12 @@ constexpr int DEPTH = 2 * CHUNK<T>;
 
 constexpr int WARP = 32;
 
+// The least power of two that is not below N
+template <int N>
+constexpr int POWER_OF_TWO = 2 * POWER_OF_TWO<(N + 1) / 2>;
+template <>
+constexpr int POWER_OF_TWO<1> = 1;
+
 // Rows of COLUMNS elements, 16 bytes apart, so that eight rows' chunks fall into different banks. ROWS > 0, a power of
 // two: a ring, whose rows may have any number.
 template <typename T, int COLUMNS, int ROWS = 0>
@@ -23,20 +29,6 @@ struct Tile {
   static constexpr int bytes(int rows) { return rows * STRIDE * int(sizeof(T)); }
   DEVICE T* at(int row, int column) const { return data + (ROWS ? row & (ROWS - 1) : row) * STRIDE + column; }
 };
-
-// Copies rows begin .. end-1: source(row) is where a row of `width` elements starts in global memory, or null for
-// zeros.
-template <int THREADS, typename T, int COLUMNS, int ROWS, typename Source>
-DEVICE void copy_rows(const Tile<T, COLUMNS, ROWS>& tile, int begin, int end, int width, const void* anywhere,
-                      Source source) {
-  constexpr int CHUNKS = COLUMNS / CHUNK<T>;
-  for (int chunk = thread_index(); chunk < (end - begin) * CHUNKS; chunk += THREADS) {
-    const int row = begin + chunk / CHUNKS, column = chunk % CHUNKS * CHUNK<T>;
-    const T* from = source(row);
-    const bool inside = from != nullptr && column < width;
-    copy_async(tile.at(row, column), inside ? static_cast<const void*>(from + column) : anywhere, inside);
-  }
-}
 
 // One lane's part of a 16 x DEPTH matrix a, or of two b of DEPTH x 8, as multiply_add takes them.
 struct Operand {
@@ -114,19 +106,31 @@ DEVICE void multiply(float (&sum)[4], const Operand& a, const Operand& b, int ha
   }
 }
 
-// sum (16 x 8 N) += a b over a depth of LENGTH: a(k) is the operand at depth k, b(k, n) that of columns n to n + 15.
-template <typename T, int LENGTH, int N, typename LoadA, typename LoadB>
-DEVICE void add_product(float (&sum)[N][4], bool tf32, LoadA a, LoadB b) {
+// sum (STRIPS x 16 x 8 N) += a b over a depth of LENGTH: a(k, strip) is the operand at depth k, b(k, n) that of columns
+// n to n + 15, which all strips share.
+template <typename T, int LENGTH, int STRIPS, int N, typename LoadA, typename LoadB>
+DEVICE void add_product(float (&sum)[STRIPS][N][4], bool tf32, LoadA a, LoadB b) {
 #pragma unroll
   for (int k = 0; k < LENGTH; k += DEPTH<T>) {
-    const Operand left = a(k);
+    Operand left[STRIPS];
+#pragma unroll
+    for (int s = 0; s < STRIPS; ++s) left[s] = a(k, s);
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
       const Operand right = b(k, 8 * n);
-      multiply<T>(sum[n], left, right, 0, tf32);
-      multiply<T>(sum[n + 1], left, right, 1, tf32);
+#pragma unroll
+      for (int s = 0; s < STRIPS; ++s) {
+        multiply<T>(sum[s][n], left[s], right, 0, tf32);
+        multiply<T>(sum[s][n + 1], left[s], right, 1, tf32);
+      }
     }
   }
+}
+
+// The same for one strip: a(k).
+template <typename T, int LENGTH, int N, typename LoadA, typename LoadB>
+DEVICE void add_product(float (&sum)[N][4], bool tf32, LoadA a, LoadB b) {
+  add_product<T, LENGTH>(reinterpret_cast<float(&)[1][N][4]>(sum), tf32, [&](int k, int) { return a(k); }, b);
 }
 
 // Scores of 16 x DEPTH as operand a, rounded to T.

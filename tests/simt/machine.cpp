@@ -25,9 +25,12 @@ constexpr int MAX_THREADS = 1024;
 constexpr int MAX_SHARED_BYTES = 232448;  // 227 KiB, what a block may have on H100
 constexpr uint32_t ALL_LANES = 0xffffffffu;
 
+constexpr size_t WORD = 4;  // the least that a copy takes
+
 struct Copy {
   char* to;
   int group;
+  size_t bytes;
   char data[16];
 };
 
@@ -69,7 +72,7 @@ struct Machine {
 
   std::unique_ptr<Pages> shared_pages;
   Region shared;
-  std::vector<int> copied_by;  // for every 16 bytes of shared memory: the thread whose copy is under way, plus 1
+  std::vector<int> copied_by;  // for every WORD bytes of shared memory: the thread whose copy is under way, plus 1
 };
 
 Machine machine;
@@ -221,7 +224,12 @@ void prepare_machine(const Launch& launch) {
   pages.close(pages.begin(), open);
   pages.open(open, pages.end());
   machine.shared = {pages.end() - round_up(bytes, 16), bytes, open, pages.end()};
-  machine.copied_by.assign(round_up(bytes, 16) / 16, 0);
+  machine.copied_by.assign(round_up(bytes, 16) / WORD, 0);
+}
+
+// Notes whose copy to shared memory is under way; 0: no one's.
+void mark_copied(size_t offset, size_t bytes, int by) {
+  std::fill_n(machine.copied_by.begin() + offset / WORD, bytes / WORD, by);
 }
 
 }  // namespace
@@ -271,13 +279,15 @@ void meet_block(Place place) {
   run_another();
 }
 
-void copy_async(void* shared, const void* global, bool inside, Place place) {
-  const size_t offset = shared_offset(shared, 16, "copy_async", place);
-  check_global(global, 16, "copy_async", place);
-  Copy copy{static_cast<char*>(shared), machine.current->groups, {}};
-  if (inside) std::memcpy(copy.data, global, 16);
-  std::memset(shared, POISON, 16);
-  machine.copied_by[offset / 16] = view.thread + 1;
+void copy_async(void* shared, const void* global, size_t bytes, bool inside, Place place) {
+  const size_t offset = shared_offset(shared, bytes, "copy_async", place);
+  Copy copy{static_cast<char*>(shared), machine.current->groups, bytes, {}};
+  if (inside) {
+    check_global(global, bytes, "copy_async", place);
+    std::memcpy(copy.data, global, bytes);
+  }
+  std::memset(shared, POISON, bytes);
+  mark_copied(offset, bytes, view.thread + 1);
   machine.current->copies.push_back(copy);
   run_another();
 }
@@ -291,8 +301,8 @@ void wait_for_copies(int pending, Place place) {
   Thread& self = *machine.current;
   auto copy = self.copies.begin();
   for (; copy != self.copies.end() && copy->group < self.groups - pending; ++copy) {
-    std::memcpy(copy->to, copy->data, 16);
-    machine.copied_by[size_t(copy->to - machine.shared.data) / 16] = 0;
+    std::memcpy(copy->to, copy->data, copy->bytes);
+    mark_copied(size_t(copy->to - machine.shared.data), copy->bytes, 0);
   }
   self.copies.erase(self.copies.begin(), copy);
   pass("wait_for_copies", place);
@@ -312,7 +322,9 @@ size_t shared_offset(const void* pointer, size_t bytes, const char* what, Place 
   if (offset % bytes) {
     refuse("byte " + std::to_string(offset) + " of shared memory is not aligned to " + std::to_string(bytes));
   }
-  if (const int by = machine.copied_by[offset / 16]; by && bytes == 16) {
+  for (size_t word = offset / WORD; bytes >= WORD && word < (offset + bytes) / WORD; ++word) {
+    const int by = machine.copied_by[word];
+    if (by == 0) continue;
     refuse("the copy of thread " + std::to_string(by - 1) + " to byte " + std::to_string(offset) +
            " of shared memory has not been waited for");
   }

@@ -39,7 +39,7 @@ void meet(const char* what, Place place, void* brought, void (*complete)(void* c
 void pass(const char* what, Place place);
 void meet_block(Place place);
 
-void copy_async(void* shared, const void* global, bool inside, Place place);
+void copy_async(void* shared, const void* global, size_t bytes, bool inside, Place place);
 void commit_copies(Place place);
 void wait_for_copies(int pending, Place place);
 

@@ -87,6 +87,8 @@ enum Mistake : int {
   TO_GLOBAL,
   FROM_SHARED,
   LOAD_UNDER_WAY,
+  WORD_UNDER_WAY,
+  WORD_MISALIGNED,
   LOAD_MISALIGNED,
   LOAD_OUTSIDE,
   LANE_ELSEWHERE,
@@ -145,8 +147,8 @@ KERNEL pipeline(Sums s) {
   const auto fetch = [&](int round) {
     // Rows of 16 bytes, of which each thread copies one for a neighbouring warp; a row behind the end counts as zeros.
     const int row = (thread + 32) % 128;
-    copy_async(shared + round % 2 * 2048 + 16 * row, s.in + 512 * (round < s.rounds ? round : 0) + 4 * row,
-               round < s.rounds);
+    copy_async<16>(shared + round % 2 * 2048 + 16 * row, s.in + 512 * (round < s.rounds ? round : 0) + 4 * row,
+                   round < s.rounds);
     commit_copies();
   };
   fetch(0);
@@ -178,26 +180,34 @@ KERNEL mistake(Sums s) {
   uint32_t in[4];
   switch (s.mistake) {
     case TWO_COPIES:
-      copy_async(shared, s.in, true);
+      copy_async<16>(shared, s.in, true);
       sync_block();
       break;
     case MISALIGNED_TO:
-      copy_async(mine + 8, s.in, true);
+      copy_async<16>(mine + 8, s.in, true);
       break;
     case MISALIGNED_FROM:
-      copy_async(mine, s.in + 2, true);
+      copy_async<16>(mine, s.in + 2, true);
       break;
     case TO_GLOBAL:
-      copy_async(s.out, s.in, true);
+      copy_async<16>(s.out, s.in, true);
       break;
     case FROM_SHARED:
-      copy_async(mine, mine, true);
+      copy_async<16>(mine, mine, true);
       break;
     case LOAD_UNDER_WAY:
-      copy_async(mine, s.in, true);
+      copy_async<16>(mine, s.in, true);
       sync_block();
       load_matrices(in, mine);
       wait_for_copies<0>();
+      break;
+    case WORD_UNDER_WAY:
+      copy_async<4>(mine + 8, s.in + 1, true);
+      load_matrices(in, mine);
+      wait_for_copies<0>();
+      break;
+    case WORD_MISALIGNED:
+      copy_async<4>(mine + 2, s.in, true);
       break;
     case LOAD_MISALIGNED:
       load_matrices(in, shared + 18 * lane);

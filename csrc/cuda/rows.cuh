@@ -1,0 +1,58 @@
+// Rows of tensors in global memory, and their way into the tiles of shared memory.
+#pragma once
+
+#include "kernels.h"
+#include "tile.cuh"
+
+namespace xlnet_kernels::cuda {
+
+// One head's rows: row i starts i strides behind the first.
+template <typename T>
+struct Rows {
+  T* first;
+  int stride;  // elements; the host makes sure that it fits
+
+  DEVICE T* operator()(int i) const {  // as one multiplication, with the stride where the call's arguments are
+    return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(first) + int64_t(i * int(sizeof(T))) * stride);
+  }
+};
+
+template <typename T>
+DEVICE Rows<T> rows_of(const Tensor4& of, int b, int h) {
+  return {static_cast<T*>(of.data) + b * of.stride[0] + h * of.stride[1], int(of.stride[2])};
+}
+
+// One head's keys, or values: memory first, then the segment.
+template <typename T>
+struct KeyRows {
+  Rows<T> memory, segment;  // the segment's first row is key 0 too, so that key mem_len is its own first
+  int mem_len;
+
+  DEVICE T* operator()(int j) const { return j < mem_len ? memory(j) : segment(j); }
+};
+
+template <typename T>
+DEVICE KeyRows<T> key_rows_of(const RelAttention& p, const Tensor4& memory, const Tensor4& segment, int b, int h) {
+  const int mem_len = int(p.mem_len);
+  Rows<T> rows = rows_of<T>(segment, b, h);
+  rows.first = rows(-mem_len);
+  return {rows_of<T>(memory, b, h), rows, mem_len};
+}
+
+// Copies rows from .. from + COUNT - 1 of `source`, each of `width` elements, to rows to .. of the tile; zeros for
+// those that are not among its `count` rows.
+template <int THREADS, int COUNT, typename T, int COLUMNS, int RING, typename Source>
+DEVICE void copy_rows(const Tile<T, COLUMNS, RING>& tile, int to, Source source, int from, int count, int width) {
+  constexpr int CHUNKS = COLUMNS / CHUNK<T>, TOGETHER = POWER_OF_TWO<CHUNKS>, STEP = THREADS / TOGETHER;
+  static_assert(STEP > 0 && COUNT % STEP == 0);
+  const int column = thread_index() % TOGETHER * CHUNK<T>, start = thread_index() / TOGETHER;
+  if (column >= COLUMNS) return;
+#pragma unroll
+  for (int i = 0; i < COUNT; i += STEP) {
+    const int row = from + start + i;
+    const bool inside = uint32_t(row) < uint32_t(count) && column < width;
+    copy_async<16>(tile.at(to + start + i, column), source(row) + column, inside);
+  }
+}
+
+}  // namespace xlnet_kernels::cuda

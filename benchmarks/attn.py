@@ -3,6 +3,7 @@
     python benchmarks/attn.py                       everything, in less than five minutes on two cores
     python benchmarks/attn.py --full --plot         everything at every length, for the committed results
     python benchmarks/attn.py --lengths 1024 --sections core --direction forward
+    python benchmarks/attn.py --lengths 512 --sections terms        what mask, segments, memory, query stream cost
 
 Prints tables, writes every number to a JSON file. Ctrl-C keeps what has been measured so far.
 """
@@ -17,18 +18,19 @@ import torch
 import sections
 import session
 import xlnet_kernels as xk
-from implementations import Implementation, registry
+from implementations import FLOOR, Implementation, registry
 from measure import DIRECTIONS, Bench
 from problem import Case
 from session import positive
 
-SECTIONS = ("core", "streams", "module", "precision", "long")
-RESERVED = {"streams": 12, "module": 15, "precision": 12, "long": 25}  # seconds of the budget that core leaves them
+SECTIONS = ("core", "streams", "module", "precision", "long", "terms")
+# seconds of the budget that core leaves them
+RESERVED = {"streams": 12, "module": 15, "precision": 12, "long": 25, "terms": 60}
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 # defaults per device
 SIZES = {
     "cpu": dict(lengths=(128, 512, 1024, 2048), tokens=2048, heads=12, dtype="float32"),
-    "cuda": dict(lengths=(128, 512, 1024, 2048, 8192), tokens=16384, heads=16, dtype="bfloat16"),
+    "cuda": dict(lengths=(128, 512, 1024, 2048, 8192, 16384), tokens=16384, heads=16, dtype="bfloat16"),
 }
 
 
@@ -37,7 +39,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     session.common_options(parser, DTYPES)
     parser.set_defaults(dtype=None)
-    add("--lengths", type=positive, nargs="+", help="default 128 512 1024 2048, on a GPU also 8192")
+    add("--lengths", type=positive, nargs="+", help="default 128 512 1024 2048, on a GPU also 8192 16384")
     add("--tokens", type=positive, help="tokens per call, B = tokens / length (at least 1); default 2048, GPU 16384")
     add("--batch", type=positive, help="one batch size for all lengths, instead of --tokens")
     add("--heads", type=positive, help="default 12, on a GPU 16")
@@ -46,7 +48,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--direction", choices=("forward", "backward", "both"), default="both", help="backward: forward and backward")
     add("--implementations", nargs="+", metavar="NAME", help='only names that contain one, e.g. "cpu" "SDPA"')
     add("--compiled-lengths", type=positive, nargs="+", help="where compiled peers run; default wherever they fit")
-    add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS[:-1], help="default: all but terms")
     add("--seconds", type=float, help="of samples per implementation and direction; default 1, with --full 4")
     add("--budget", type=float, default=240, help="seconds in all; compiled peers that do not fit are left out")
     add("--full", action="store_true", help="no budget, more samples")
@@ -83,7 +85,8 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
     """The chosen sections, one after the other."""
     implementations = chosen(options.implementations, options.device)
     cases = [case(options, length) for length in options.lengths]
-    own = _best_own_backend(implementations, options.device)
+    ready = _own_backends(implementations, options.device)
+    own = ready[0] if ready else None
     # The extra sections are about two lengths: one that is batched and the longest.
     extra = [one for one in cases if one.length in (512, 2048)] or cases[-1:]
     if own == "reference":
@@ -100,11 +103,14 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
     present = {name: one for name, one in implementations.items() if name not in absent}
     layer = case(options, 512 if options.device == "cpu" else 1024)
     long = case(options, sections.LONG_LENGTHS[options.device])
+    fused = [f"xlnet_kernels {name}" for name in ready if name != "reference"] or ["xlnet_kernels reference"]
+    with_floors = {name: one for name, one in present.items() if name in fused or name.startswith(FLOOR)}
     others = {
         "streams": (extra, lambda: sections.streams(bench, own, extra)),
         "module": ([layer], lambda: sections.module(bench, own, layer)),
         "precision": (extra, lambda: sections.precision(bench, own, extra)),
         "long": ([long], lambda: sections.long(bench, present, long)),
+        "terms": (extra, lambda: [sections.terms(bench, with_floors, one) for one in extra]),
     }
     if options.dtype != "float32":
         del others["precision"]
@@ -118,12 +124,10 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
                 bench.skip(name, "all", sections.labels(one), sections.USED_UP)
 
 
-def _best_own_backend(implementations: dict, device: str) -> str | None:
-    """The first of this package's backends that was chosen and is ready."""
-    for name, state in xk.backends().items():
-        if state.available and f"xlnet_kernels {name}" in implementations and (name != "cpu" or device == "cpu"):
-            return name
-    return None
+def _own_backends(implementations: dict, device: str) -> list[str]:
+    """This package's backends that were chosen and are ready, the best first."""
+    ready = [name for name, state in xk.backends().items() if state.available and (name != "cpu" or device == "cpu")]
+    return [name for name in ready if f"xlnet_kernels {name}" in implementations]
 
 
 def main(arguments: list[str] | None = None) -> int:

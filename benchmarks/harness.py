@@ -271,8 +271,21 @@ def environment(device: str) -> dict[str, object]:
 
         facts["transformers"] = transformers.__version__
     if device == "cuda":
-        facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {"gpu": properties.name, "gpu_bytes": properties.total_memory, "cuda": torch.version.cuda}
+        facts["driver"] = _printed(["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"])
+        with contextlib.suppress(ImportError):
+            import triton
+
+            facts["triton"] = triton.__version__
     return facts
+
+
+def _printed(command: list[str]) -> str | None:
+    """What a program prints; None where it is not there or fails."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return None
 
 
 def _cpu_model() -> str:
@@ -284,16 +297,17 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this file is in, "+changes" if it has been edited; None outside of one."""
-    here = Path(__file__).parent
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        git = ["git", "-C", str(here)]
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        # Results that an earlier run wrote are no change to what is measured.
-        changed = [*git, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":!results"]
-        dirty = subprocess.run(changed, capture_output=True, text=True, check=True).stdout.strip()
-        return commit + ("+changes" if dirty else "")
-    return None
+    """The commit of the checkout this file is in, "+changes" if it has been edited.
+
+    Outside of one, where files were copied without git's, the environment variable COMMIT or None.
+    """
+    git = ["git", "-C", str(Path(__file__).parent)]
+    commit = _printed([*git, "rev-parse", "HEAD"])
+    if commit is None:
+        return os.environ.get("COMMIT")
+    # Results that an earlier run wrote are no change to what is measured.
+    changed = _printed([*git, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":!results"])
+    return commit + ("+changes" if changed else "")
 
 
 def write_json(path: Path, results: dict) -> None:

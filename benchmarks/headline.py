@@ -1,11 +1,23 @@
-"""What a run of attn.py comes to in a few lines: this package against the best of plain attention and its peers."""
+"""What runs of attn.py come to in a few lines: this package against the best of plain attention and its peers.
+
+    python benchmarks/headline.py RESULTS.json [RESULTS.json ...]            prints a table
+    python benchmarks/headline.py RESULTS.json [RESULTS.json ...] README.md  puts it into a page
+
+The page has a line `<!-- headline -->` for where the table begins and `<!-- end -->` for where it ends.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from implementations import FLOOR, TRANSFORMERS
+from report import floor_kernel, put
 
+OWN = "xlnet_kernels "
 PEERS = {
     TRANSFORMERS: "transf.",
     "SDPA + bias": "SDPA+bias",
@@ -14,23 +26,58 @@ PEERS = {
 }
 
 
-def headline(rows: list[dict]) -> Iterator[str]:
-    """Lines of text, one backend of this package after the other; none where nothing was timed.
+@dataclass(frozen=True)
+class Line:
+    """One backend at one length.
 
-    "backward" is forward and backward together less the forward, for both sides.
+    `forward` and `backward` are multiples of the time that the fastest kernel of plain SDPA takes, with that kernel's
+    name ("" where there is one alone). Backward is forward and backward together less the forward, for both sides.
+    `peers` are how many times as long forward and backward together take them.
     """
-    timed = [row for row in rows if "median_ms" in row]
-    core = [row for row in timed if row["section"] == "core"]
-    own = dict.fromkeys(row["implementation"] for row in core if row["implementation"].startswith("xlnet_kernels "))
-    for name in own:
-        yield f"{name}: times the best plain SDPA's, and how many times as fast as peers (forward + backward)"
-        yield f"{'L':>7}{'forward':>10}{'backward':>10}" + "".join(f"{short:>11}" for short in PEERS.values())
+
+    name: str
+    length: int
+    forward: tuple[float, str] | None
+    backward: tuple[float, str] | None
+    peers: list[float | None]
+
+
+def summarise(rows: list[dict]) -> list[Line]:
+    """The core section's lines, one backend of this package after the other; none where nothing was timed."""
+    core = [row for row in rows if row["section"] == "core" and "median_ms" in row]
+    names = dict.fromkeys(row["implementation"] for row in core if row["implementation"].startswith(OWN))
+    lines = []
+    for name in names:
         for length in sorted({row["length"] for row in core}):
-            here = {
-                (row["implementation"], row["direction"]): row["median_ms"] for row in core if row["length"] == length
-            }
-            yield f"{length:7}" + _against_floor(here, name) + _against_peers(here, name)
-    for row in timed:
+            here = [row for row in core if row["length"] == length]
+            forward = {row["implementation"]: row["median_ms"] for row in here if row["direction"] == "forward"}
+            both = {row["implementation"]: row["median_ms"] for row in here if row["direction"] == "backward"}
+            backward = {one: both[one] - forward[one] for one in both if one in forward and both[one] > forward[one]}
+            peers = [both[peer] / both[name] if {peer, name} <= both.keys() else None for peer in PEERS]
+            lines.append(Line(name, length, _against_floor(forward, name), _against_floor(backward, name), peers))
+    return lines
+
+
+def _against_floor(times: dict[str, float], name: str) -> tuple[float, str] | None:
+    best = min((one for one in times if one.startswith(FLOOR)), key=times.get, default=None)
+    if best is None or name not in times:
+        return None
+    return times[name] / times[best], floor_kernel({"floor": best})
+
+
+def headline(rows: list[dict]) -> Iterator[str]:
+    """Lines of plain text, for a terminal."""
+    name = None
+    for line in summarise(rows):
+        if line.name != name:
+            name = line.name
+            yield f"{name}: times the best plain SDPA's, and how many times as fast as peers (forward + backward)"
+            yield f"{'L':>7}{'forward':>16}{'backward':>16}" + "".join(f"{short:>11}" for short in PEERS.values())
+        cells = [f"{_ratio(line.forward):>16}{_ratio(line.backward):>16}", *(f"{_cell(x):>11}" for x in line.peers)]
+        yield f"{line.length:7}" + "".join(cells)
+    for row in rows:
+        if "median_ms" not in row:
+            continue
         if row["section"] == "streams" and row.get("ratio_to_floor", 1) != 1:
             both = " + backward" if row["direction"] == "backward" else ""
             yield f"both streams, L {row['length']}, forward{both}: {row['ratio_to_floor']:.2f} x the content stream"
@@ -39,24 +86,44 @@ def headline(rows: list[dict]) -> Iterator[str]:
             yield f"L {row['length']}, forward + backward: {row['implementation']} needs {peak}"
 
 
-def _against_floor(here: dict[tuple[str, str], float], name: str) -> str:
-    floors = {direction: [ms for (one, d), ms in here.items() if one.startswith(FLOOR) and d == direction]
-              for direction in ("forward", "backward")}  # fmt: skip
-    best = {direction: min(found, default=None) for direction, found in floors.items()}
-    mine = {direction: here.get((name, direction)) for direction in floors}
-    forward = backward = None
-    if mine["forward"] and best["forward"]:
-        forward = mine["forward"] / best["forward"]
-        if mine["backward"] and best["backward"]:
-            backward = (mine["backward"] - mine["forward"]) / (best["backward"] - best["forward"])
-    return _cell(forward, 10) + _cell(backward, 10)
+def markdown(runs: list[dict]) -> str:
+    """One table of several runs: a line for each dtype, head width, backend and length."""
+    heads = ["dtype, head width", "L", "backend", "forward", "backward", *(f"vs {peer}" for peer in PEERS)]
+    found = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for run in runs:
+        settings = run["settings"]
+        kind = f"{settings['dtype']}, {settings['head_dim']}"
+        for line in sorted(summarise(run["rows"]), key=lambda line: line.length):
+            peers = [_cell(ratio) + "x" * (ratio is not None) for ratio in line.peers]
+            cells = [kind, str(line.length), line.name.removeprefix(OWN), _ratio(line.forward), _ratio(line.backward)]
+            found.append(f"| {' | '.join([*cells, *peers])} |")
+    machines = dict.fromkeys(
+        f"{run['environment'].get('gpu') or run['environment']['cpu']}, torch {run['environment']['torch']}"
+        for run in runs
+    )
+    found += ["", f"Forward and backward in multiples of the best plain SDPA's time; {'; '.join(machines)}.", ""]
+    return "\n".join(found)
 
 
-def _against_peers(here: dict[tuple[str, str], float], name: str) -> str:
-    mine = here.get((name, "backward"))
-    theirs = (here.get((peer, "backward")) for peer in PEERS)
-    return "".join(_cell(ms / mine if ms and mine else None, 11) for ms in theirs)
+def _ratio(found: tuple[float, str] | None) -> str:
+    return "-" if found is None else f"{found[0]:.2f} {found[1]}".strip()
 
 
-def _cell(ratio: float | None, width: int) -> str:
-    return f"{'-' if ratio is None else f'{ratio:.2f}':>{width}}"
+def _cell(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments:
+        print(__doc__, file=sys.stderr)
+        return 2
+    page = Path(arguments.pop()) if arguments[-1].endswith(".md") else None
+    text = markdown([json.loads(Path(name).read_text()) for name in arguments])
+    if page is not None:
+        return put(page, "headline", text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

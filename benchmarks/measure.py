@@ -68,23 +68,30 @@ class Bench:
     ) -> list[dict]:
         """Measure `jobs` side by side; `floor` and `base` name the jobs that ratio and speed-up refer to.
 
-        The floor is the fastest of those jobs whose names begin with `floor`. With `single_pass`, each runs once, for
-        its peak memory; nothing is checked.
+        The floor is the fastest of those jobs whose names begin with `floor`, and rows say which it was. With
+        `single_pass`, each runs once, for its peak memory; nothing is checked. An interruption before all are ready
+        (compiling takes longest) comes through after a few samples of those that are.
         """
         rows: list[dict] = []
         ready: dict[str, dict[str, tuple[Run, dict]]] = {direction: {} for direction in self.directions}
-        for done, job in enumerate(jobs):
-            for direction, row, run in self._warm_up(job, section, labels, memory_limit, single_pass, done):
-                rows.append(row)
-                self.rows.append(row)  # at once, so that an interruption keeps it
-                if run is not None:
-                    ready[direction][job.name] = (run, row)
+        sample_seconds, interruption = self.seconds, None
+        try:
+            for done, job in enumerate(jobs):
+                for direction, row, run in self._warm_up(job, section, labels, memory_limit, single_pass, done):
+                    rows.append(row)
+                    self.rows.append(row)  # at once, so that an interruption keeps it
+                    if run is not None:
+                        ready[direction][job.name] = (run, row)
+        except KeyboardInterrupt as error:
+            sample_seconds, interruption = 0.0, error
         if not single_pass:
             for direction, runs in ready.items():
-                self._time(direction, runs, labels)
+                self._time(direction, runs, labels, sample_seconds)
         for direction in self.directions:
             _relate([row for row in rows if row["direction"] == direction], floor, base)
         self.save()
+        if interruption is not None:
+            raise interruption
         gc.collect()
         return rows
 
@@ -128,7 +135,7 @@ class Bench:
         if single_pass:
             row |= summary([elapsed])
 
-    def _time(self, direction: str, runs: dict[str, tuple[Run, dict]], labels: dict) -> None:
+    def _time(self, direction: str, runs: dict[str, tuple[Run, dict]], labels: dict, sample_seconds: float) -> None:
         calls = {name: (lambda run=run: run.step(direction)) for name, (run, _) in runs.items()}
         if not calls:
             return
@@ -136,7 +143,7 @@ class Bench:
             calls,
             {name: row["estimate_s"] for name, (_, row) in runs.items()},
             self.device,
-            self.seconds,
+            sample_seconds,
             self.rounds,
             lambda name, done, total: self.on_step(f"{_title('', labels)} {direction}: {name}", done, total),
         )
@@ -184,12 +191,13 @@ def _check_memory(need: int, limit: int | None, device: str) -> None:
 
 def _relate(rows: list[dict], floor: str | None, base: str | None) -> None:
     medians = {row["implementation"]: row["median_ms"] for row in rows if "median_ms" in row}
-    fastest = min((ms for name, ms in medians.items() if floor is not None and name.startswith(floor)), default=None)
+    floors = [name for name in medians if floor is not None and name.startswith(floor)]
+    fastest = min(floors, key=medians.get, default=None)
     for row in rows:
         if "median_ms" not in row:
             continue
         if fastest is not None:
-            row["ratio_to_floor"] = round(row["median_ms"] / fastest, 3)
+            row |= {"ratio_to_floor": round(row["median_ms"] / medians[fastest], 3), "floor": fastest}
         if base in medians:
             row["speedup"] = round(medians[base] / row["median_ms"], 3)
 

@@ -2,11 +2,13 @@
 
     python benchmarks/model.py --plot       base size, forward and training step; compiling takes most of the time
     python benchmarks/model.py --implementations xlnet_kernels eager --mem-lens 0 --seconds 1
+    python benchmarks/model.py --size large --lengths 512 2048 --dtype bfloat16
     python benchmarks/model.py --quick      a tiny model, to see that everything runs
 
 Pre-training: both streams, one target for six tokens (85 of 512), language-model loss. Fine-tuning: the content stream
 alone, classification loss. A training step is forward, backward and AdamW's update (fused, learning rate 0 so that
-every step is the same). Outputs and gradients are checked against transformers' model in float64 before they are timed.
+every step is the same). Outputs and gradients are checked against transformers' model in float64 before they are timed,
+at lengths where its maps fit into memory.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import contextlib
 import copy
 import functools
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +28,7 @@ from torch import Tensor, nn
 
 import session
 import xlnet_kernels as xk
-from harness import CannotRun, Run
+from harness import CannotRun, Run, free_memory
 from measure import DIRECTIONS, Bench, Job
 from session import positive
 from text import CLS, Batch, build_batch
@@ -34,7 +37,13 @@ OWN, OWN_COMPILED, OWN_PROJECTED = "xlnet_kernels", "xlnet_kernels compiled", "x
 THEIRS, THEIRS_COMPILED = "transformers eager", "transformers compiled"
 NAMES = (OWN, OWN_COMPILED, OWN_PROJECTED, THEIRS, THEIRS_COMPILED)
 TASKS = {"pre-training": "XLNetLMHeadModel", "fine-tuning": "XLNetForSequenceClassification"}
-QUICK = dict(layers=2, d_model=64, heads=4, d_inner=96, vocab=CLS + 1, length=48, mem_lens=[0, 24], seconds=0.01)
+SIZES = {
+    "base": dict(layers=12, d_model=768, heads=12, d_inner=3072),
+    "large": dict(layers=24, d_model=1024, heads=16, d_inner=4096),
+}
+QUICK = dict(layers=2, d_model=64, heads=4, d_inner=96, vocab=CLS + 1, lengths=[48], mem_lens=[0, 24], seconds=0.01)
+# (L, M + K) maps per layer that transformers' training step keeps at its peak, as measured
+MAPS = 14
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,7 @@ class ModelRun(Run):
     def gradients(self) -> tuple[Tensor, ...]:
         """Of the loss by every parameter."""
         self.model.train()
+        self.model.zero_grad(set_to_none=True)  # a step that ran out of memory leaves some
         self.call()[0].backward()
         # A parameter that is not part of this task has no gradient.
         return tuple(x.new_zeros(()).expand(x.shape) if x.grad is None else x.grad for x in self.leaves.values())
@@ -103,22 +113,36 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
 
 
-@functools.lru_cache(maxsize=1)
-def _models(case: ModelCase) -> tuple[nn.Module, nn.Module]:
-    """transformers' model and ours with the same random weights."""
+def _sizes(case: ModelCase) -> dict[str, float]:
+    sizes = dict(vocab_size=case.vocab, d_model=case.d_model, n_layer=case.layers, n_head=case.heads)
+    return sizes | dict(
+        d_inner=case.d_inner, dropout=case.dropout, mem_len=case.mem_len, summary_last_dropout=case.dropout
+    )
+
+
+def our_model(case: ModelCase) -> nn.Module:
+    """This package's, with random weights, on the CPU."""
+    return getattr(xk, TASKS[case.task])(xk.XLNetConfig(**_sizes(case)))
+
+
+def transformers_model(case: ModelCase) -> nn.Module:
+    """transformers', with random weights, on the CPU."""
     try:
         from transformers.models.xlnet import configuration_xlnet, modeling_xlnet
     except ImportError as error:
         raise CannotRun("transformers is not installed") from error
+    return getattr(modeling_xlnet, TASKS[case.task])(configuration_xlnet.XLNetConfig(**_sizes(case)))
 
-    sizes = dict(vocab_size=case.vocab, d_model=case.d_model, n_layer=case.layers, n_head=case.heads)
-    sizes |= dict(d_inner=case.d_inner, dropout=case.dropout, mem_len=case.mem_len, summary_last_dropout=case.dropout)
+
+@functools.lru_cache(maxsize=1)
+def _models(case: ModelCase) -> tuple[nn.Module, nn.Module]:
+    """transformers' model and ours with the same random weights."""
     torch.manual_seed(0)
-    theirs = getattr(modeling_xlnet, TASKS[case.task])(configuration_xlnet.XLNetConfig(**sizes))
+    theirs = transformers_model(case)
     for name, parameter in theirs.named_parameters():
         if name.endswith(("r_w_bias", "r_r_bias", "r_s_bias")):  # of some size, so that they count
             nn.init.normal_(parameter, std=0.3)
-    ours = getattr(xk, TASKS[case.task])(xk.XLNetConfig(**sizes))
+    ours = our_model(case)
     ours.load_state_dict(theirs.state_dict())
     return theirs.to(case.device), ours.to(case.device)
 
@@ -149,9 +173,11 @@ def _common(case: ModelCase) -> dict[str, object]:
     return {name: x.to(device) for name, x in arguments.items()} | {"use_mems": case.mem_len > 0}
 
 
-def our_run(case: ModelCase, compiled: bool = False, projected: bool = False) -> Run:
-    """The query stream at the targets only, ranks for masks."""
-    model, batch, mems = _models(case)[1], _batch(case), _mems(case)
+def our_run(
+    case: ModelCase, compiled: bool = False, projected: bool = False, model: nn.Module | None = None
+) -> ModelRun:
+    """The query stream at the targets only, ranks for masks; with `model` in place of the one that all cases share."""
+    model, batch, mems = model or _models(case)[1], _batch(case), _mems(case)
     arguments = _common(case)
     if case.task == "pre-training":
         positions = batch.target_positions.to(case.device)
@@ -161,9 +187,11 @@ def our_run(case: ModelCase, compiled: bool = False, projected: bool = False) ->
     return _run(case, model, arguments | {"mems": mems}, compiled, projected)
 
 
-def transformers_run(case: ModelCase, compiled: bool = False, double: bool = False) -> Run:
-    """Dense perm_mask and one-hot target_mapping, as its data collator makes them."""
-    model, batch, mems = _models(case)[0], _batch(case), _mems(case)
+def transformers_run(
+    case: ModelCase, compiled: bool = False, double: bool = False, model: nn.Module | None = None
+) -> ModelRun:
+    """Dense perm_mask and one-hot target_mapping, as its data collator makes them; `model` as in `our_run`."""
+    model, batch, mems = model or _models(case)[0], _batch(case), _mems(case)
     dtype = torch.float64 if double else torch.float32
     if double:
         model = copy.deepcopy(model).double()
@@ -183,7 +211,7 @@ def _exact_positions(d_model: int, query_len: int, key_len: int, bsz: int, devic
     return positions[:, None].expand(-1, bsz, -1)
 
 
-def _run(case: ModelCase, model: nn.Module, arguments: dict, compiled: bool, projected: bool = False) -> Run:
+def _run(case: ModelCase, model: nn.Module, arguments: dict, compiled: bool, projected: bool = False) -> ModelRun:
     if compiled:
         torch.compiler.reset()
     module = torch.compile(model) if compiled else model
@@ -214,8 +242,15 @@ def reference(case: ModelCase, direction: str) -> dict[str, Tensor]:
     return dict(zip(run.leaves, run.gradients(), strict=True))
 
 
+def _can_check(case: ModelCase) -> bool:
+    """Whether transformers' maps in float64 leave half of the memory free; with dropout there is nothing to compare."""
+    needed = MAPS * case.layers * case.batch * case.heads * case.length * (case.mem_len + case.length) * 8
+    free = free_memory(case.device)
+    return not case.dropout and (free is None or needed <= free / 2)
+
+
 def measure(options: argparse.Namespace, bench: Bench) -> None:
-    """Every task with and without memory."""
+    """Every task at every length, with and without memory."""
     prepare = {
         OWN: our_run,
         OWN_COMPILED: functools.partial(our_run, compiled=True),
@@ -223,21 +258,21 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
         THEIRS: transformers_run,
         THEIRS_COMPILED: functools.partial(transformers_run, compiled=True),
     }
-    for task in options.tasks:
-        for mem_len in options.mem_lens:
-            sizes = {name: getattr(options, name) for name in ("layers", "d_model", "heads", "d_inner", "vocab")}
-            case = ModelCase(
-                task, options.length, options.batch, mem_len, dropout=options.dropout,
-                dtype=getattr(torch, options.dtype), device=options.device, **sizes,
-            )  # fmt: skip
-            _optimizer.cache_clear()  # the last case's models
-            # Dropout differs between implementations: nothing to compare then.
-            known = None if case.dropout else functools.cache(functools.partial(reference, case))
-            names = [name for name in options.implementations if mem_len or name != OWN_PROJECTED]
-            jobs = [Job(name, functools.partial(prepare[name], case), known, dtype=case.dtype) for name in names]
-            rows = bench.group("model", jobs, case.labels, base=THEIRS)
-            _relate_to_compiled(rows)
-            bench.save()
+    for task, length, mem_len in itertools.product(options.tasks, options.lengths, options.mem_lens):
+        case = case_of(options, task=task, length=length, batch=options.batch, mem_len=mem_len)
+        _optimizer.cache_clear()  # the last case's models
+        known = functools.cache(functools.partial(reference, case)) if _can_check(case) else None
+        names = [name for name in options.implementations if mem_len or name != OWN_PROJECTED]
+        jobs = [Job(name, functools.partial(prepare[name], case), known, dtype=case.dtype) for name in names]
+        rows = bench.group("model", jobs, case.labels, base=THEIRS)
+        _relate_to_compiled(rows)
+        bench.save()
+
+
+def case_of(options: argparse.Namespace, **problem: object) -> ModelCase:
+    """The model that `size_options` describe, on a problem of `task`, `length`, `batch` and `mem_len`."""
+    sizes = {name: getattr(options, name) for name in ("layers", "d_model", "heads", "d_inner", "vocab", "dropout")}
+    return ModelCase(**problem, **sizes, dtype=getattr(torch, options.dtype), device=options.device)
 
 
 def _relate_to_compiled(rows: list[dict]) -> None:
@@ -252,14 +287,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     session.common_options(parser, ("float32", "bfloat16", "float16"))
     add = parser.add_argument
-    for name, default in (("layers", 12), ("d-model", 768), ("heads", 12), ("d-inner", 3072), ("vocab", 32000)):
-        add(f"--{name}", type=positive, default=default)
-    add("--length", type=positive, default=512)
+    size_options(parser)
+    add("--lengths", type=positive, nargs="+", default=[512], help="one run of everything for each")
     add("--batch", type=positive, default=1)
     add("--mem-lens", type=int, nargs="+", default=[0, 384], help="memory positions, one run of everything for each")
     add("--tasks", nargs="+", choices=tuple(TASKS), default=tuple(TASKS))
     add("--direction", choices=("forward", "backward", "both"), default="both", help="backward: training step")
-    add("--dropout", type=float, default=0.0, help="with dropout nothing can be checked")
     add("--implementations", nargs="+", metavar="WORD", help="only these, or names with these in them")
     add("--seconds", type=float, default=20.0, help="of samples per implementation and direction")
     add("--quick", action="store_true", help="a tiny model and few samples")
@@ -267,20 +300,37 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.set_defaults(**QUICK)
     options = parser.parse_args(arguments)
     session.check_common(parser, options, "model")
+    check_sizes(parser, options)
     if min(options.mem_lens) < 0:
         parser.error("--mem-lens must not be negative")
-    if options.vocab <= CLS:
-        parser.error(f"--vocab must be above {CLS}: the text has that many tokens")
-    if options.d_model % (2 * options.heads):
-        parser.error("--d-model must be an even multiple of --heads")
-    if not 0 <= options.dropout < 1:
-        parser.error("--dropout must be in [0, 1)")
     words = options.implementations or [""]
     # A whole name means that one alone, not all that begin like it.
     options.implementations = [n for n in NAMES if any(word == n if word in NAMES else word in n for word in words)]
     if not options.implementations:
         parser.error(f"--implementations: none has a name with {words} in it; {', '.join(NAMES)}")
     return options
+
+
+def size_options(parser: argparse.ArgumentParser) -> None:
+    """Options that describe a model: a named size, and what differs from it."""
+    add = parser.add_argument
+    add("--size", choices=tuple(SIZES), default="base")
+    for name in ("layers", "d-model", "heads", "d-inner"):
+        add(f"--{name}", type=positive, help="default: that of --size")
+    add("--vocab", type=positive, default=32000)
+    add("--dropout", type=float, default=0.0, help="with dropout nothing can be checked")
+
+
+def check_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Fills in what --size says, and stops where there is no such model."""
+    for name, value in SIZES[options.size].items():
+        setattr(options, name, getattr(options, name) or value)
+    if options.vocab <= CLS:
+        parser.error(f"--vocab must be above {CLS}: the text has that many tokens")
+    if options.d_model % (2 * options.heads):
+        parser.error("--d-model must be an even multiple of --heads")
+    if not 0 <= options.dropout < 1:
+        parser.error("--dropout must be in [0, 1)")
 
 
 def main(arguments: list[str] | None = None) -> int:

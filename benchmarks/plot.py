@@ -32,6 +32,9 @@ PEERS = {
     "SDPA + bias compiled": ("#2f9e6e", "--"),
     "FlexAttention": ("#a463c9", "-"),
     "plain SDPA, no positions": (INK, ":"),
+    "plain SDPA, no positions, flash": (INK, ":"),
+    "plain SDPA, no positions, cuDNN": (INK, "-."),
+    "plain SDPA, no positions, efficient": (INK, "--"),
 }
 BARS = {
     "xlnet_kernels": "#d9480f",
@@ -53,7 +56,10 @@ def plot(results: dict, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    draw, section, bottom = PICTURES[results.get("benchmark", "attn")]
+    benchmark = results.get("benchmark", "attn")
+    if benchmark not in PICTURES:
+        raise ValueError(f"there is no picture for {benchmark}.py")
+    draw, section, bottom = PICTURES[benchmark]
     rows = [row for row in results["rows"] if row["section"] == section and "median_ms" in row]
     if not rows:
         raise ValueError("there is nothing to plot: no implementation has times")

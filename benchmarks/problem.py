@@ -35,7 +35,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Problem:
-    """Arguments of rel_attention, by its names; rows are the content stream's, or both streams' stacked."""
+    """Arguments of rel_attention, by its names; rows are the content stream's, or both streams' stacked.
+
+    `mask` may be None, and both ids: then there is no mask, and there are no segments.
+    """
 
     query: Tensor
     key: Tensor
@@ -48,9 +51,9 @@ class Problem:
     memory_key: Tensor
     memory_value: Tensor
     grad_out: Tensor
-    query_ids: Tensor
-    key_ids: Tensor
-    mask: RankMask
+    query_ids: Tensor | None
+    key_ids: Tensor | None
+    mask: RankMask | None
     query_positions: Tensor | None
 
     INPUTS = (
@@ -62,7 +65,9 @@ class Problem:
         """The same values in float64."""
         return replace(self, **{name: getattr(self, name).double() for name in (*self.INPUTS, "grad_out")})
 
-    def segments(self, embed: Tensor, bias: Tensor) -> Segments:
+    def segments(self, embed: Tensor, bias: Tensor) -> Segments | None:
+        if self.query_ids is None:
+            return None
         return Segments(self.query_ids, self.key_ids, embed, bias)
 
     def visible(self) -> Tensor:

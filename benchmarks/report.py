@@ -21,16 +21,18 @@ except ImportError:  # then there is plain text alone
 
 TITLES = {
     "core": "Attention core: operator against operator",
+    "terms": "What each part costs: left out or added",
     "streams": "Two streams: what the query stream adds",
     "module": "Whole layer, both streams",
     "precision": "float32 and bfloat16",
     "long": "Long sequences: one forward and backward pass",
     "model": "Whole model against transformers'",
+    "capacity": "Largest training step",
     "recurrence": "Evaluation with memory against a sliding window recomputed for every token",
     "speech": "Attention of a speech encoder against the best of transformers' own",
     "speech-layer": "The same with the layer's projections",
 }
-RATIOS = {"core": "x floor", "streams": "x content", "precision": "x float32", "long": "x floor"}
+RATIOS = {"core": "x floor", "terms": "x floor", "streams": "x content", "precision": "x float32", "long": "x floor"}
 DIRECTION_NAMES = {"forward": "forward", "backward": "fwd + bwd"}
 DIRECTIONS = tuple(DIRECTION_NAMES)
 PUBLISHED = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}  # speed-ups with memory, Dai et al. 2019, table 9
@@ -39,7 +41,7 @@ PUBLISHED = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}  # speed-ups with memo
 def tables(rows: list[dict]) -> list[Table]:
     """One table per section that was measured."""
     by_section = {section: [row for row in rows if row["section"] == section] for section in TITLES}
-    special = {"recurrence": _recurrence}
+    special = {"recurrence": _recurrence, "capacity": _capacity}
     return [special.get(section, _table)(section, found) for section, found in by_section.items() if found]
 
 
@@ -47,6 +49,9 @@ def lines(rows: list[dict]) -> list[str]:
     """The rows one by one, for where rich is missing."""
     found = []
     for row in rows:
+        if row["section"] == "capacity":
+            found.append(f"{row['case']}: {row['implementation']} {row.get('largest', row['status'])}")
+            continue
         what = f"{row['section']} L {row['length']} x {row['batch']} {row['direction']} {row['implementation']}"
         found.append(" ".join([f"{what}:", *_numbers(row), _times(row.get("ratio_to_floor")), row["status"]]))
     return found
@@ -78,10 +83,28 @@ def _recurrence(section: str, rows: list[dict]) -> Table:
     return table
 
 
+def _capacity(section: str, rows: list[dict]) -> Table:
+    """The largest that fits, for each question."""
+    table = Table(title=TITLES[section], title_justify="left", title_style="bold", header_style="bold")
+    for header in ("largest", "implementation"):
+        table.add_column(header, no_wrap=True)
+    for header in ("found", "tokens", "vs transformers"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in rows:
+        if row["status"] != "ok":
+            table.add_row(row["case"], row["implementation"], f"[dim]{row['status']}[/dim]", "", "")
+            continue
+        found = f"{row['largest']:,}" + (" or more" if row["largest"] == row["most"] else "")
+        tokens = f"{row['length'] * row['batch']:,}"
+        table.add_row(row["case"], row["implementation"], found, tokens, _times(row.get("speedup")))
+    return table
+
+
 def _table(section: str, rows: list[dict]) -> Table:
     speedups = section in ("core", "module", "model", "speech", "speech-layer")
     table = Table(title=TITLES[section], title_justify="left", title_style="bold", header_style="bold")
     heads = {"model": "task, L x B + memory", "speech": "audio, L x B", "speech-layer": "audio, L x B"}
+    heads["terms"] = "L x B, parts"
     head = heads.get(section, "L x B")
     for header in (head, "direction", "implementation"):
         table.add_column(header, no_wrap=True)
@@ -97,14 +120,19 @@ def _table(section: str, rows: list[dict]) -> Table:
 
     columns = len(table.columns)
     names = list(dict.fromkeys(row["implementation"] for row in rows))
-    order = sorted(rows, key=lambda row: (_block(row), names.index(row["implementation"])))
-    blocks = groupby(order, key=_block)
-    for (length, batch, case, backward), group in blocks:
-        head = (case or f"{length} x {batch}", _direction({"section": section, "direction": DIRECTIONS[backward]}))
+    cases = list(dict.fromkeys(row.get("case") for row in rows))
+
+    def block(row: dict) -> tuple[int, int, int, bool]:
+        return row["length"], row["batch"], cases.index(row.get("case")), row["direction"] == "backward"
+
+    order = sorted(rows, key=lambda row: (block(row), names.index(row["implementation"])))
+    for _, group in groupby(order, key=block):
+        head = None
         for row in group:
+            head = (_problem(row), _direction(row)) if head is None else ("", "")
             cells = [*head, row["implementation"], _result(row, rows), *_numbers(row)]
             if section in RATIOS:
-                cells.append(_times(row.get("ratio_to_floor")))
+                cells.append(f"{_times(row.get('ratio_to_floor'))} {floor_kernel(row)}".strip())
             if speedups:
                 cells.append(_times(row.get("speedup")))
             if section == "model":
@@ -113,13 +141,18 @@ def _table(section: str, rows: list[dict]) -> Table:
                 table.add_row(*cells[:3], f"[dim]{row['status']}[/dim]", *[""] * (columns - 4))
             else:
                 table.add_row(*cells)
-            head = ("", "")
         table.add_section()
     return table
 
 
-def _block(row: dict) -> tuple[int, int, str, bool]:
-    return row["length"], row["batch"], row.get("case", ""), row["direction"] == "backward"
+def _problem(row: dict) -> str:
+    size = f"{row['length']} x {row['batch']}"
+    return f"{size}, {row['case']}" if row["section"] == "terms" else row.get("case") or size
+
+
+def floor_kernel(row: dict) -> str:
+    """Which of plain SDPA's kernels is the floor, "flash"; "" where nothing had to choose one."""
+    return ", ".join(row.get("floor", "").split(", ")[2:])
 
 
 def _direction(row: dict) -> str:
@@ -130,7 +163,8 @@ def _direction(row: dict) -> str:
 
 def _result(row: dict, rows: list[dict]) -> str:
     """A tick or a cross: of this row's check, or of the same implementation's at the length that was checked."""
-    keys = ("implementation", "direction", "dtype", "case")
+    # A model's check at one length stands for its other lengths; their `case` names the length.
+    keys = ("implementation", "direction", "dtype", *(("task", "mem_len") if "task" in row else ("case",)))
     same = [one["check"] for one in rows if "check" in one and all(one.get(key) == row.get(key) for key in keys)]
     if not same:
         return "-"
@@ -178,9 +212,23 @@ def notes(results: dict) -> list[str]:
         if not row.get("check", {"passed": True})["passed"]:
             lines.append(_wrong(row))
     cpu = f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads, {facts['cpu_capability']}"
+    lines += _settings(results)
     lines.append(f"{facts.get('gpu') or cpu}; torch {facts['torch']}.")
-    lines.append(f"Peak memory above inputs and outputs: {facts['peak_memory']}.")
+    if results.get("benchmark") != "capacity":
+        lines.append(f"Peak memory above inputs and outputs: {facts['peak_memory']}.")
     return lines
+
+
+def _settings(results: dict) -> list[str]:
+    """What tells the runs of one page apart."""
+    settings = results.get("settings", {})
+    if results.get("benchmark") == "attn":
+        memory = f", {settings['mem_len']} positions of memory" if settings["mem_len"] else ""
+        return [f"{settings['heads']} heads of {settings['head_dim']}, {settings['dtype']}{memory}."]
+    if results.get("benchmark") in ("model", "capacity"):
+        size = f"{settings['layers']} layers, {settings['d_model']} wide, {settings['heads']} heads"
+        return [f"{size}, {settings['dtype']}."]
+    return []
 
 
 def _wrong(row: dict) -> str:
@@ -199,6 +247,8 @@ def markdown(results: dict) -> str:
         return _compiled_by_triton(results)
     if "torch_cuda" in results:
         return _compiled_by_nvcc(results)
+    if "kernels" in results:
+        return _counted_by_ncu(results)
     text = io.StringIO()
     console = Console(file=text, width=240, color_system=None)
     for table in tables(results["rows"]):
@@ -249,18 +299,46 @@ def _compiled_by_nvcc(results: dict) -> str:
     return "\n".join(found) + "\n"
 
 
+def _counted_by_ncu(results: dict) -> str:
+    """What counters.py found, a line for each kernel that takes 1 % of the call's time or more."""
+    kernels = sorted(results["kernels"], key=lambda kernel: -(kernel["us"] or 0))
+    total = sum(kernel["us"] or 0 for kernel in kernels)
+    units = list(kernels[0]["shares"]) if kernels else []
+    heads = ["kernel", "µs", "registers", "warps", *units, "binds"]
+    found = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for kernel in kernels:
+        if (kernel["us"] or 0) < total / 100:
+            continue
+        shares = [_share(kernel["occupancy"]), *(_share(kernel["shares"][unit]) for unit in units)]
+        numbers = ["-" if kernel[name] is None else f"{kernel[name]:,.0f}" for name in ("us", "registers")]
+        found.append(f"| {' | '.join([kernel['kernel'], *numbers, *shares, kernel['binds']])} |")
+    settings, facts = results["settings"], results["environment"]
+    batch = max(1, settings["tokens"] // settings["length"])
+    heads_of = f"{settings['heads']} heads of {settings['head_dim']}, {settings['dtype']}"
+    problem = f"{settings['implementation']}, {settings['length']} x {batch}, {heads_of}"
+    return "\n".join([*found, "", f"{problem}; {facts.get('gpu', 'GPU unknown')}, by ncu.", ""])
+
+
+def _share(percent: float | None) -> str:
+    return "-" if percent is None else f"{percent:.0f} %"
+
+
 def main(arguments: list[str]) -> int:
     if len(arguments) != 2:
         print(__doc__, file=sys.stderr)
         return 2
     source, page = map(Path, arguments)
-    text = page.read_text()
-    pattern = re.compile(rf"(<!-- {re.escape(source.name)} -->\n).*?(<!-- end -->)", re.DOTALL)
-    if not pattern.search(text):
-        print(f"{page}: there is no <!-- {source.name} --> ... <!-- end -->", file=sys.stderr)
+    return put(page, source.name, markdown(json.loads(source.read_text())))
+
+
+def put(page: Path, name: str, text: str) -> int:
+    """Replaces what stands between `<!-- name -->` and `<!-- end -->`; 1 where the page has no such place."""
+    before = page.read_text()
+    pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    if not pattern.search(before):
+        print(f"{page}: there is no <!-- {name} --> ... <!-- end -->", file=sys.stderr)
         return 1
-    tables_text = markdown(json.loads(source.read_text()))
-    page.write_text(pattern.sub(lambda found: f"{found[1]}\n{tables_text}\n{found[2]}", text))
+    page.write_text(pattern.sub(lambda found: f"{found[1]}\n{text}\n{found[2]}", before))
     return 0
 
 

@@ -16,6 +16,16 @@ from modules import MODULE, TRANSFORMERS_MODULE, module_reference, our_module, t
 from problem import Case, Problem, build_problem
 
 CHECKED_LENGTH = 512  # the longest sequence that is also computed in float64, every map in memory
+# what a problem has of (mask, segments, memory of half its length, query stream)
+TERMS = {
+    "mask, segments": (True, True, False, False),
+    "no mask": (False, True, False, False),
+    "no segments": (True, False, False, False),
+    "positions alone": (False, False, False, False),
+    "with memory": (True, True, True, False),
+    "with query stream": (True, True, False, True),
+    "everything": (True, True, True, True),
+}
 LONG_LENGTHS = {"cpu": 8192, "cuda": 65536}
 USED_UP = "left out: the time budget is used up (--budget, --full)"
 LONG_LIMIT = 4_000_000_000  # bytes; what needs more at that length is left out with that as its reason
@@ -98,6 +108,20 @@ def streams(bench: Bench, backend: str, cases: list[Case]) -> None:
             problem = build_problem(case, two_streams)
             jobs.append(_job(name, case, problem, package_backend(backend), _reference(problem, case)))
         bench.group("streams", jobs, labels(case), floor="content stream")
+
+
+def terms(bench: Bench, implementations: dict[str, Implementation], case: Case) -> None:
+    """What each part of the problem costs, left out or added, against plain SDPA of as many rows and keys."""
+    for name, (masked, segmented, memory, two_streams) in TERMS.items():
+        sized = replace(case, mem_len=case.length // 2 if memory else 0)
+        problem = build_problem(sized, two_streams)
+        if not masked:
+            problem = replace(problem, mask=None)
+        if not segmented:
+            problem = replace(problem, query_ids=None, key_ids=None)
+        reference = _reference(problem, sized)
+        jobs = [_implementation_job(one, sized, problem, reference) for one in implementations.values()]
+        bench.group("terms", jobs, labels(sized) | {"case": name}, floor=FLOOR)
 
 
 def precision(bench: Bench, backend: str, cases: list[Case]) -> None:

@@ -24,6 +24,8 @@ from xlnet_kernels.backends.triton import tuning
 from xlnet_kernels.backends.triton.tuning import KERNELS, Config
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}  # of the largest value of each result
+# After these a process cannot use the GPU any more: every later candidate would be out as well.
+LOST = ("illegal memory access", "misaligned address", "illegal instruction", "unspecified launch failure")
 HEADER = "# (GPU family, kind of dtype, head width up to): forward, rows, keys\n"
 
 
@@ -49,6 +51,9 @@ def tune(
 
     `measure(kernel, configs)` gives the milliseconds of what the kernel is part of, a forward or a backward pass, with
     these three configurations; it raises what stands against them, and then the candidate is out.
+
+    Raises:
+        RuntimeError: no candidate works, or one of them has cost this process the GPU.
     """
     best = [Config(*config) for config in entries[key]]
     for index, kernel in enumerate(KERNELS):
@@ -58,6 +63,8 @@ def tune(
             try:
                 times[config] = measure(kernel, configs)
             except Exception as error:  # out of registers or shared memory, wrong results: whatever it is, it is out
+                if any(text in str(error) for text in LOST):
+                    raise RuntimeError(f"{key} {kernel} {tuple(config)} has cost this process the GPU") from error
                 log(f"{key} {kernel} {tuple(config)}: {type(error).__name__}: {str(error).splitlines()[:1]}")
                 continue
             log(f"{key} {kernel} {tuple(config)}: {times[config]:.4f} ms")
@@ -157,6 +164,7 @@ def main(arguments: list[str]) -> int:
         ]
         checked = build_problem(Case(min(options.lengths), 1, 2, width, 0, dtype, "cuda"), two_streams=True)
         found |= tune(start, key, OnGPU(key, checked, problems), log=lambda line: print(line, flush=True))
+        tuning.TABLE.update(found)  # what was measured last is not what was best
         if options.output:  # what is known so far stays when the run is stopped
             options.output.write_text(f"# {torch.cuda.get_device_name()}\n{write(found)}")
     print(write(found))

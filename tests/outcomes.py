@@ -10,7 +10,7 @@ import json
 import os
 
 WORKER = "PYTEST_XDIST_WORKER" in os.environ
-GPU_ERRORS = ("CUDA error", "Triton Error [CUDA]")
+GPU_ERRORS = ("CUDA error", "Triton Error [CUDA]", "rel_attention: the CUDA kernel")
 _gpu_is_lost = False
 
 

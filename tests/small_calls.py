@@ -9,7 +9,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
 
-from cases import make  # noqa: E402
+from cases import MODULES, make  # noqa: E402
+from xlnet_kernels import backends  # noqa: E402
 
 PROBLEMS = (
     dict(length=75, mask="order"),
@@ -18,7 +19,10 @@ PROBLEMS = (
 )
 
 if __name__ == "__main__":
+    if "cuda" not in MODULES:
+        sys.exit(f"the CUDA backend is {backends()['cuda']}")
     for dtype, width in ((torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 24)):
+        width = min(width, MODULES["cuda"].max_width(dtype))
         for problem in PROBLEMS:
             for deterministic in (True, False):
                 given = make(1, 2, width=width, dtype=dtype, **problem).with_options(deterministic=deterministic)

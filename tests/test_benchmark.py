@@ -232,6 +232,20 @@ def test_interruption_keeps_what_was_measured(monkeypatch, tmp_path):
     assert not results["complete"] and results["rows"][0]["reason"] == "left out"
 
 
+def test_what_was_ready_when_the_run_was_stopped_is_timed(bench, small_case):
+    from implementations import FLOOR, Implementation, registry
+    from sections import core
+
+    def stopped(problem):
+        raise KeyboardInterrupt
+
+    bench.seconds = 3600
+    floor = registry()[FLOOR]
+    with pytest.raises(KeyboardInterrupt):
+        core(bench, {FLOOR: floor, "compiling": Implementation("compiling", stopped), "late": floor}, [small_case])
+    assert [(row["implementation"], len(row["samples_ms"])) for row in bench.rows] == [(FLOOR, 3)] * 2
+
+
 def test_plan_drops_peers_that_do_not_fit():
     from sections import plan
 
@@ -267,6 +281,44 @@ def test_floor_is_the_fastest_kernel_of_plain_sdpa(bench, small_case):
     rows = [{"implementation": name, "median_ms": ms} for name, ms in zip([*names, "own"], (4, 2, 8, 3), strict=True)]
     _relate(rows, FLOOR, None)
     assert [row["ratio_to_floor"] for row in rows] == [2, 1, 4, 1.5]
+    assert {row["floor"] for row in rows} == {names[1]}
+
+
+def test_parts_are_left_out_and_added(bench, small_case, monkeypatch):
+    from implementations import FLOOR, registry
+    from report import markdown
+    from sections import TERMS, terms
+
+    monkeypatch.setattr("gc.collect", lambda *_: 0)  # slow with all of transformers in memory
+
+    own = "xlnet_kernels reference"
+    terms(bench, {name: registry()[name] for name in (own, FLOOR)}, small_case)
+    rows = {(row["case"], row["implementation"], row["direction"]): row for row in bench.rows}
+    assert len(rows) == len(TERMS) * 2 * 2 and all(row["status"] == "ok" for row in bench.rows), bench.rows
+    for (name, implementation, direction), row in rows.items():
+        _, segmented, memory, two_streams = TERMS[name]
+        assert row["rows"] == 48 + (48 // 6 if two_streams else 0) and row["mem_len"] == (24 if memory else 0)
+        if implementation == own:
+            assert row["check"]["passed"] and row["ratio_to_floor"] > 0
+            if direction == "backward":  # the largest gradient of what is not there is zero, and so is the error
+                assert (row["check"]["errors"]["segment_embed"] > 0) == segmented
+    results = {"benchmark": "attn", "rows": bench.rows, "environment": environment()}
+    page = markdown(results | {"settings": {"heads": 2, "head_dim": 16, "dtype": "float32", "mem_len": 0}})
+    lines = page.splitlines()
+    order = [next(i for i, line in enumerate(lines) if f"| 48 x 2, {name} " in line) for name in TERMS]
+    assert order == sorted(order) and "* 2 heads of 16, float32." in lines
+
+
+def test_parts_are_measured_where_they_are_asked_for(bench, monkeypatch):
+    import attn
+    import sections
+
+    measured = []
+    monkeypatch.setattr(sections, "terms", lambda bench, chosen, case: measured.append((sorted(chosen), case.length)))
+    common = ["--device", "cpu", "--implementations", "reference", "plain", "--lengths", "64", "512"]
+    attn.measure(attn.parse([*common, "--sections", "terms"]), bench)
+    assert measured == [(["plain SDPA, no positions", "xlnet_kernels reference"], 512)]
+    assert "terms" not in attn.parse(common).sections
 
 
 def test_memory_is_seen():

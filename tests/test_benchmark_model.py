@@ -63,6 +63,29 @@ def test_models_compute_the_same_and_are_timed(tmp_path, capsys):
         assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_several_lengths_of_a_named_size(tmp_path, monkeypatch, capsys):
+    import model
+
+    pytest.importorskip("transformers")
+    options = model.parse(["--device", "cpu", "--size", "large", "--d-inner", "96"])
+    assert (options.layers, options.d_model, options.heads, options.d_inner) == (24, 1024, 16, 96)
+    options = model.parse(["--device", "cpu"])
+    assert (options.layers, options.d_model, options.heads, options.d_inner) == (12, 768, 12, 3072)
+
+    output = tmp_path / "model.json"
+    one = 2 * 4 * 8 * model.MAPS  # bytes for each element of a map: layers, heads, float64
+    monkeypatch.setattr(model, "free_memory", lambda device: 2 * one * 48 * 48)
+    arguments = ["--device", "cpu", "--quick", "--tasks", "pre-training", "--mem-lens", "0", "--direction", "forward"]
+    arguments += ["--implementations", model.OWN, "--lengths", "48", "64", "--output", str(output)]
+    assert model.main(arguments) == 0
+    short, long = rows_of(output)
+    # the longer one's maps do not fit in float64: the shorter one's check stands for both
+    assert short["length"] == 48 and short["check"]["passed"] and long["length"] == 64 and "check" not in long
+    shown = capsys.readouterr().out
+    assert shown.count("✓") == 2 and "8 targets, 48 x 1" in shown and "10 targets, 64 x 1" in shown
+    assert "checked against float64 at L 48;" in shown
+
+
 def test_a_wrong_model_is_found(tmp_path, monkeypatch, capsys):
     import model
 
@@ -86,8 +109,7 @@ def test_a_training_step_changes_no_weights(tmp_path):
 
     pytest.importorskip("transformers")
     options = model.parse(["--device", "cpu", "--quick"])
-    sizes = {name: getattr(options, name) for name in ("layers", "d_model", "heads", "d_inner", "vocab", "length")}
-    case = model.ModelCase("pre-training", batch=2, mem_len=0, dropout=0.0, dtype=torch.float32, device="cpu", **sizes)
+    case = model.case_of(options, task="pre-training", length=48, batch=2, mem_len=0)
     run = model.our_run(case)
     before = {name: x.detach().clone() for name, x in run.leaves.items()}
     first, second = run.step("backward"), run.step("backward")
@@ -224,7 +246,11 @@ def test_published_factors_stand_beside_ours():
         ("model", ["--vocab", "100"]),
         ("model", ["--dropout", "1"]),
         ("model", ["--d-model", "100"]),
-        ("model", ["--length", "0"]),
+        ("model", ["--lengths", "0"]),
+        ("model", ["--size", "huge"]),
+        ("capacity", ["--step", "8"]),
+        ("capacity", ["--memory", "0"]),
+        ("capacity", ["--vocab", "100"]),
         ("model", ["--implementations", "nobody"]),
         ("speech", ["--audio", "0.01"]),
         ("speech", ["--heads", "0"]),

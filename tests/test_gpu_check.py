@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,6 +82,27 @@ def test_outcomes_are_kept_even_if_the_run_is_stopped(tmp_path, seconds, monkeyp
     assert found["skipped_because"] == {"no such thing here": 1}
     assert [one["test"].rpartition("::")[2] for one in found["failures"]] == ["test_bad[1]", "test_bad[2]"]
     assert all(one["reason"].startswith("AssertionError: too small") for one in found["failures"])
+
+
+@pytest.mark.parametrize(
+    "text, ends",
+    [
+        ("torch.AcceleratorError: CUDA error: an illegal memory access was encountered", True),
+        ("RuntimeError: Triton Error [CUDA]: an illegal memory access was encountered", True),
+        ("RuntimeError: rel_attention: the CUDA kernel forward for B=1: misaligned address", True),
+        ("AssertionError: off by one", False),
+    ],
+)
+def test_a_worker_that_has_lost_the_gpu_ends_itself(monkeypatch, text, ends):
+    import outcomes
+
+    ended = []
+    monkeypatch.setattr(outcomes, "WORKER", True)
+    monkeypatch.setattr(outcomes, "_gpu_is_lost", False)
+    monkeypatch.setattr(outcomes.os, "_exit", ended.append)
+    outcomes.pytest_runtest_logreport(SimpleNamespace(failed=True, longreprtext=text))
+    outcomes.pytest_runtest_logfinish("a test")
+    assert bool(ended) == ends
 
 
 def test_a_step_is_stopped_at_its_limit(capsys):
@@ -154,7 +176,7 @@ def test_the_table_comes_last(monkeypatch, tmp_path, capsys):
     assert status == 0 and record["complete"]
     shown = capsys.readouterr().out
     (line,) = (line for line in shown.splitlines() if line.split()[:1] == ["512"])
-    assert line.split() == ["512", "1.50", "2.00", "10.00", "-", "-", "-"]
+    assert line.split() == ["512", "1.50", "flash", "2.00", "flash", "10.00", "-", "-", "-"]
     assert "1.21 x the content stream" in shown and "xlnet_kernels triton needs 2.50 GB" in shown
     assert shown.splitlines()[-4:-2] == ["memcheck: clean", "racecheck: stopped"]
     assert shown.splitlines()[-2:][0] == "tests: 3 passed, 0 failed, 1 skipped"
@@ -194,17 +216,44 @@ def test_what_went_wrong_shows_in_status_and_table(monkeypatch, tmp_path, capsys
     assert record["complete"] == (status == 1)
 
 
-@pytest.mark.parametrize("exit_status, said", [(0, "clean"), (9, "errors"), (3, "exit status 3")])
-def test_what_the_sanitizer_says(monkeypatch, tmp_path, exit_status, said):
+@pytest.mark.parametrize(
+    "commands, said",
+    [
+        ("exit 0", "clean"),
+        ("exit 9", "errors"),
+        ("exit 3", "exit status 3"),
+        ("sleep 600", "stopped"),
+        ("echo '========= Invalid __global__ write of size 4 bytes'; sleep 600", "errors"),
+        ("echo '========= Error: Race reported between two places'; sleep 600", "errors"),
+    ],
+)
+def test_what_the_sanitizer_says(monkeypatch, tmp_path, commands, said):
     import gpu_check
 
     program = tmp_path / "compute-sanitizer"
-    program.write_text(f"#!/bin/sh\nexit {exit_status}\n")
+    program.write_text(f"#!/bin/sh\n{commands}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda name: str(program))
+    monkeypatch.setattr(gpu_check, "SANITIZER", 2)
+    check = gpu_check.Check(tmp_path, "GPU")
+    check.file("-memcheck.log").write_text("========= Invalid __global__ read, in an earlier run\n")
+    check.sanitize()
+    assert check.record["sanitizer"] == {"memcheck": said, "racecheck": said}
+
+
+def test_the_sanitizer_sees_every_tensors_end_and_our_kernels_alone(monkeypatch, tmp_path):
+    import gpu_check
+
+    program = tmp_path / "compute-sanitizer"
+    program.write_text('#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING $*"\n')
     program.chmod(0o755)
     monkeypatch.setattr(gpu_check.shutil, "which", lambda name: str(program))
     check = gpu_check.Check(tmp_path, "GPU")
     check.sanitize()
-    assert check.record["sanitizer"] == {"memcheck": said, "racecheck": said}
+    for tool in ("memcheck", "racecheck"):
+        said = check.file(f"-{tool}.log").read_text()
+        assert said.startswith(f"1 --tool {tool} --kernel-name kns=xlnet_kernels --report-api-errors no ")
+        assert said.endswith(f"{sys.executable} tests/small_calls.py\n")
 
 
 def test_the_benchmark_needs_no_rich(tmp_path):

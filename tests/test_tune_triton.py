@@ -54,6 +54,38 @@ def test_what_fails_is_out():
         tune_triton.tune(tuning.TABLE, KEY, lambda *_: 1 / 0)
 
 
+def test_a_candidate_that_loses_the_gpu_ends_the_search():
+    def measure(kernel, configs):
+        if configs[0].num_warps == 8:
+            raise RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
+        return 1.0
+
+    with pytest.raises(RuntimeError, match="has cost this process the GPU"):
+        tune_triton.tune(tuning.TABLE, KEY, measure)
+
+
+def test_each_width_starts_from_the_best_of_those_before(monkeypatch):
+    """A width without an entry starts from that of the next larger one, which must not be the last one measured."""
+    monkeypatch.setattr(tuning, "TABLE", dict(tuning.TABLE))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(tune_triton, "build_problem", lambda *_, **__: None)
+    starts = []
+
+    class Measure:
+        def __init__(self, key, *_):
+            self.key = key
+            starts.append(tuple(tuning.choose(kernel, torch.float32, key[2], (9, 0)) for kernel in tuning.KERNELS))
+
+        def __call__(self, kernel, configs):
+            tuning.TABLE[self.key] = configs
+            return float(configs != starts[0])
+
+    monkeypatch.setattr(tune_triton, "OnGPU", Measure)
+    assert tune_triton.main(["--widths", "128", "64", "--dtype", "float32"]) == 0
+    assert starts[0] == starts[1]
+
+
 def test_entries_are_read_as_they_were_written():
     assert tune_triton.read("# a GPU\n" + tune_triton.write(tuning.TABLE)) == tuning.TABLE
 

@@ -120,6 +120,18 @@ BAD = {
     "rel-key-device": (dict(rel_key=zeros(H, 16, D, **META)), "rel_key must be on query's device"),
     "mask-device": (dict(mask=zeros(L, M + K, **META).bool()), "mask must be on query's device"),
     "rank-mask-device": (dict(mask=rank_mask().to("meta")), "mask must be on query's device"),
+    "key-ranks-device": (
+        dict(mask=xk.RankMask(ids(B, L), ids(B, M + K).to("meta"))),
+        "mask.key_rank must be on query's device",
+    ),
+    "floor-device": (
+        dict(mask=xk.RankMask(ids(B, L), ids(B, M + K), ids(B, L).to("meta"))),
+        "mask.query_floor must be on query's device",
+    ),
+    "sees-self-device": (
+        dict(mask=xk.RankMask(ids(B, L), ids(B, M + K), None, ids(B, L).bool().to("meta"))),
+        "mask.sees_self must be on query's device",
+    ),
     "positions-device": (dict(query_positions=ids(B, L).to("meta")), "query_positions must be on query's device"),
     # values
     "positions-high": (

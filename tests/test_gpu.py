@@ -127,6 +127,20 @@ def test_cuda_graph_draws_new_dropout_for_every_replay(backend, problem):
     assert not torch.equal(found["out"], first)
 
 
+def test_positions_that_a_graph_has_not_computed_yet_are_not_kept():
+    layer, h = xk.TwoStreamAttention(64, 4, device="cuda"), torch.randn(2, 33, 64, device="cuda")
+
+    def forward():
+        xk.positions._kept.cache_clear()
+        return layer(h)[0].detach()
+
+    wanted = forward()
+    graph, found = captured(forward)
+    assert torch.equal(layer(h)[0], wanted)
+    graph.replay()
+    assert torch.equal(found, wanted)
+
+
 def test_autocast_computes_in_bfloat16(backend, problem):
     with torch.autocast("cuda", torch.bfloat16):
         out, lse = problem.run(backend, "cuda")

@@ -271,7 +271,10 @@ def _check_mask(mask: RankMask | Tensor | None, query: Tensor, keys: int) -> Ran
         if mask.key_rank.shape[1] != keys:
             raise ValueError(f"mask.key_rank must have M + K = {keys} ranks, got {mask.key_rank.shape[1]}")
         _check_device("mask", mask.query_rank, query)
-        _check_device("mask.key_rank", mask.key_rank, query)
+        for name in ("key_rank", "query_floor", "sees_self"):
+            values = getattr(mask, name)
+            if isinstance(values, Tensor):
+                _check_device(f"mask.{name}", values, query)
         return mask.expand(batch)
     if not isinstance(mask, Tensor):
         raise ValueError(f"mask must be a RankMask or a bool tensor, got {type(mask).__name__}")

@@ -69,8 +69,10 @@ def relative_positions(
 
 def kept_positions(h: Tensor, key_len: int, query_len: int, d_model: int, **options) -> Tensor:
     """`relative_positions` of h's dtype and device, computed once for the layers and steps that ask for the same."""
-    # Under a compiler, a fake mode or a transform the result is no tensor that later calls could use.
+    # Under a compiler, a fake mode or a transform, or while a CUDA graph is captured, which computes nothing yet, the
+    # result is no tensor that later calls could use.
     plain = readable(h) and not transformed() and _get_current_dispatch_mode() is None
+    plain = plain and not (h.is_cuda and torch.cuda.is_current_stream_capturing())
     compute = _kept if plain else relative_positions
     return compute(key_len, query_len, d_model, dtype=h.dtype, device=h.device, **options)
 

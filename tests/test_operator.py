@@ -307,6 +307,14 @@ def test_nan_does_not_reach_gradients_of_what_is_hidden(backend, where):
     assert found["grad query"].isnan().any()
 
 
+def test_what_an_earlier_call_left_in_memory_does_not_matter(backend):
+    problem = make(2, 2, 50, mem=9, width=24, mask="order").to(torch.float32).with_options(deterministic=True)
+    wanted = problem.results(backend)
+    problem.map(lambda leaf: torch.full_like(leaf, torch.nan)).results(backend)
+    found = problem.results(backend)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
 def test_a_row_of_nan_is_no_row_of_zeros(backend):
     problem = make(length=5).to(torch.float32)
     problem.leaves["query"].data.fill_(torch.nan)

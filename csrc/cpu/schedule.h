@@ -1,23 +1,36 @@
 // Tasks handed out in order, one at a time, to however many threads there are.
 
-// One buffer, a piece per slot; on huge pages where there are some, for rows are pages apart (5% of backward).
+// One buffer, a piece per slot; on huge pages where there are some, for rows are pages apart (5% of backward). One is kept
+// for the next call, unless it is large: new pages cost short sequences more than their products.
 struct Scratch {
-  char* data = nullptr;
+  static constexpr size_t HEAD = 4096, HUGE_PAGE = 2 << 20, MOST_KEPT = 64 << 20;
+  char* data = nullptr;  // a head with its own size comes before
   int64_t bytes_per_slot;
 
   Scratch(int64_t slots, int64_t bytes) : bytes_per_slot(round_up(bytes, 4096)) {
-    constexpr size_t huge_page = 2 << 20;
-    const size_t total = static_cast<size_t>(slots * bytes_per_slot);
-    void* memory = nullptr;
-    if (posix_memalign(&memory, huge_page, total) != 0) return;
+    const size_t total = HEAD + static_cast<size_t>(slots * bytes_per_slot);
+    void* memory = __atomic_exchange_n(&kept, static_cast<void*>(nullptr), __ATOMIC_ACQUIRE);
+    if (memory == nullptr || *static_cast<size_t*>(memory) < total) {
+      free(memory);
+      if (posix_memalign(&memory, HUGE_PAGE, total) != 0) return;
 #ifdef MADV_HUGEPAGE
-    madvise(memory, total, MADV_HUGEPAGE);
+      madvise(memory, total, MADV_HUGEPAGE);
 #endif
-    data = static_cast<char*>(memory);
+      *static_cast<size_t*>(memory) = total;
+    }
+    data = static_cast<char*>(memory) + HEAD;
   }
-  ~Scratch() { free(data); }
+  ~Scratch() {
+    if (data == nullptr) return;
+    void* memory = data - HEAD;
+    if (*static_cast<size_t*>(memory) <= MOST_KEPT) memory = __atomic_exchange_n(&kept, memory, __ATOMIC_ACQ_REL);
+    free(memory);
+  }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
+
+ private:
+  static inline void* kept = nullptr;
 };
 
 // run(task, slot_scratch) for task = 0 .. tasks-1, started in ascending order. False if memory runs out.

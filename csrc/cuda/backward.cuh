@@ -280,7 +280,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
             for (int parity = 0; parity < 2; ++parity) store_one(to + 8 * n + parity, score[n][2 * r + parity]);
         }
         first = least_of_warp(first);
-        last = -least_of_warp(-last);
+        last = largest_of_warp(last);
         if (lane == 0 && part == 0) {
           lag_bounds[2 * strip] = first;
           lag_bounds[2 * strip + 1] = last;

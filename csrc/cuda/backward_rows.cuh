@@ -2,15 +2,11 @@
 #pragma once
 
 #include "labels.cuh"
+#include "rows.cuh"
 
 namespace xlnet_kernels::cuda {
 
 constexpr int ROW_THREADS = 128;
-
-DEVICE float sum_of_warp(float x) {
-  for (int step = 1; step < WARP; step *= 2) x += shuffle_xor(x, step);
-  return x;
-}
 
 // A warp for each row.
 template <typename T>
@@ -21,9 +17,7 @@ KERNEL THREADS_PER_BLOCK(ROW_THREADS, 1) rows_kernel(Backward a) {
   const int64_t row = int64_t(block_index().x) * (ROW_THREADS / WARP) + thread_index() / WARP;
   if (row >= all_rows) return;
   const int64_t i = row % p.length, head = row / p.length, b = head / p.heads, h = head % p.heads;
-  const auto row_of = [&](const Tensor4& of) {
-    return static_cast<const T*>(of.data) + b * of.stride[0] + h * of.stride[1] + i * of.stride[2];
-  };
+  const auto row_of = [&](const Tensor4& of) { return rows_of<const T>(of, int(b), int(h))(int(i)); };
   const T *query = row_of(p.query), *out = row_of(p.out), *grad_out = row_of(grad.out);
   const T* own = static_cast<const T*>(p.segment_embed) + h * p.width;
   const T* other = own + p.heads * p.width;

@@ -9,8 +9,6 @@ namespace xlnet_kernels::cuda {
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr int32_t LOWEST = -2147483647 - 1, HIGHEST = 2147483647;
 
-DEVICE int smaller(int a, int b) { return a < b ? a : b; }
-DEVICE int larger(int a, int b) { return a > b ? a : b; }
 DEVICE int tiles_of(int64_t length, int size) { return int((length + size - 1) / size); }
 
 // What decides about most pairs of a query row.

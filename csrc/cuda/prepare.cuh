@@ -16,19 +16,6 @@ DEVICE float bias_product(const T* bias, const T* row, int width) {
   return sum;
 }
 
-// One warp's reduction of `value` by `better`
-template <typename Better>
-DEVICE int32_t reduce(int32_t value, Better better) {
-  for (int step = 1; step < WARP; step *= 2) value = better(value, shuffle_xor(value, step));
-  return value;
-}
-DEVICE int32_t least(int32_t value) {
-  return reduce(value, [](int a, int b) { return smaller(a, b); });
-}
-DEVICE int32_t largest(int32_t value) {
-  return reduce(value, [](int a, int b) { return larger(a, b); });
-}
-
 DEVICE void label_keys(const Call& call, int tile, int lane) {
   const RelAttention& p = call.p;
   const int keys = int(p.mem_len + p.key_len), tiles = tiles_of(keys, LABEL_TILE), b = tile / tiles;
@@ -39,7 +26,7 @@ DEVICE void label_keys(const Call& call, int tile, int lane) {
     const int32_t rank = p.key_rank[int64_t(b) * keys + j];
     labels = {smaller(labels.least_rank, rank), larger(labels.largest_rank, rank)};
   }
-  labels = {least(labels.least_rank), largest(labels.largest_rank)};
+  labels = {least_of_warp(labels.least_rank), largest_of_warp(labels.largest_rank)};
   if (lane == 0) call.workspace.key_labels[tile] = labels;
 }
 
@@ -53,8 +40,8 @@ DEVICE void label_rows(const Call& call, int tile, int lane) {
     const Row row = load_row(p, b, place);
     labels = merged(labels, {row.rank, row.rank, row.floor, row.floor, row.own_key >= 0});
   }
-  labels = {least(labels.least_rank), largest(labels.largest_rank), least(labels.least_floor),
-            largest(labels.largest_floor), largest(labels.any_sees_self)};
+  labels = {least_of_warp(labels.least_rank), largest_of_warp(labels.largest_rank), least_of_warp(labels.least_floor),
+            largest_of_warp(labels.largest_floor), largest_of_warp(labels.any_sees_self)};
   if (lane == 0) call.workspace.row_labels[tile] = labels;
 }
 

@@ -13,6 +13,9 @@ constexpr int DEPTH = 2 * CHUNK<T>;
 
 constexpr int WARP = 32;
 
+DEVICE int smaller(int a, int b) { return a < b ? a : b; }
+DEVICE int larger(int a, int b) { return a > b ? a : b; }
+
 // The least power of two that is not below N
 template <int N>
 constexpr int POWER_OF_TWO = 2 * POWER_OF_TWO<(N + 1) / 2>;
@@ -204,12 +207,17 @@ DEVICE float largest_of_quad(float x) {
   x = fmaxf(x, shuffle_xor(x, 1));
   return fmaxf(x, shuffle_xor(x, 2));
 }
-DEVICE int least_of_warp(int x) {
-  for (int step = 1; step < WARP; step *= 2) {
-    const int other = shuffle_xor(x, step);
-    x = other < x ? other : x;
-  }
+
+// What `merge` makes of all lanes' values.
+template <typename Value, typename Merge>
+DEVICE Value of_warp(Value x, Merge merge) {
+  for (int step = 1; step < WARP; step *= 2) x = merge(x, shuffle_xor(x, step));
   return x;
+}
+DEVICE int least_of_warp(int x) { return of_warp(x, smaller); }
+DEVICE int largest_of_warp(int x) { return of_warp(x, larger); }
+DEVICE float sum_of_warp(float x) {
+  return of_warp(x, [](float a, float b) { return a + b; });
 }
 
 }  // namespace xlnet_kernels::cuda

@@ -1,9 +1,10 @@
-"""What a result may not depend on (the number of threads) and what a call may not cost (memory that grows as L x K)."""
+"""What a result may not depend on (the number of threads, other calls at the same time) and what a call may not cost (memory that grows as L x K)."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -40,6 +41,17 @@ def test_same_call_gives_the_same_bits():
     problem = make(1, 2, 200, mem=31, mask="order")
     first, second = problem.results("cpu"), problem.results("cpu")
     assert all(torch.equal(second[name], value) for name, value in first.items())
+
+
+def test_calls_from_several_threads_do_not_meet(threads):
+    """Of memory that is kept between calls, each has its own."""
+    threads(1)
+    problems = [make(1, 2, 20 + 13 * n % 150, width=32, mask="order") for n in range(30)]
+    wanted = [problem.results("cpu") for problem in problems]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            for found, expected in zip(pool.map(lambda problem: problem.results("cpu"), problems), wanted, strict=True):
+                assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 # A process of its own, since the peak that the system reports never falls again. The short run first pays for what

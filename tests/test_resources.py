@@ -1,4 +1,4 @@
-"""What a result may not depend on (the number of threads, other calls at the same time) and what a call may not cost (memory that grows as L x K)."""
+"""What a result may not depend on (threads, other calls at that time) and what a call may not cost (L x K memory)."""
 
 from __future__ import annotations
 

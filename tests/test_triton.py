@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,6 +60,31 @@ def test_tiles_are_those_of_the_table():
 def test_any_tile_shape(monkeypatch, tiles, problem):
     use_tiles(monkeypatch, *TILES[tiles])
     assert_right(make(1, 1, width=WIDTH, **PROBLEMS[problem]), "triton")
+
+
+@pytest.mark.parametrize("mask", [None, "window", "causal", "padding", "blocks"])
+def test_tiles_that_are_all_seen_or_of_one_segment(monkeypatch, mask):
+    """Tiles without a test for each score, beside those with one: long runs of one segment, borders of masks."""
+    use_tiles(monkeypatch, 32, 32)
+    length, mem = 150, 45
+    problem = make(1, 1, length, mem=mem, mask=None if mask == "blocks" else mask)
+    keys = torch.arange(mem + length)[None]
+    problem = replace(problem, query_ids=(keys[:, mem:] >= 130).long(), key_ids=(keys >= 130).long())
+    if mask == "blocks":  # own keys inside and outside of what ranks show
+        rows = torch.arange(length)[None]
+        ranks = xk.RankMask(rows // 40, keys // 40, (rows // 40 - 2).clamp(min=0), rows % 3 == 0)
+        problem = problem.with_options(mask=ranks)
+    if mask is None:
+        problem = make(1, 1, length, mem=mem, rel_rows="uni")
+        problem = replace(problem, query_ids=keys[:, mem:] // 64, key_ids=keys // 64)
+    assert_right(problem, "triton")
+
+
+def test_bounds_of_ranks_follow_rows_sorted_by_position(monkeypatch):
+    use_tiles(monkeypatch, 32, 32)
+    positions = torch.arange(149, -1, -1)[None]
+    mask = xk.RankMask.causal(1, 150, window=100).rows(positions)
+    assert_right(make(1, 1, 150).with_options(query_positions=positions, mask=mask), "triton")
 
 
 @pytest.mark.parametrize(

@@ -24,17 +24,20 @@ from .chunks import (
 )
 from .shift import block_of, open_ring, rel_product, rotate, shift_blocks, shift_in, shift_out
 from .tiles import (
+    BLOCK,
     LOG2_E,
     SIZES,
     add_segments,
+    all_seen,
+    is_near,
     is_same_segment,
     load_positions,
     load_row_masks,
     load_segment,
     load_segments,
+    range_of,
     score_gradients,
     span_of_keys,
-    visible,
 )
 
 
@@ -48,11 +51,16 @@ def _add_rel_chunk(
     column = tl.arange(0, BN)
     d = c * BC + tl.arange(0, BC)
     pointer = (grad_rel + start * D) + (column[:, None] * D + d[None, :])
-    mask = (column < rel_rows - start)[:, None] & (d < D)[None, :]
+    if not KEEP:  # grad_rel has room for whole blocks; but without a mask the compiler unrolls the loop over chunks
+        mask = (column < rel_rows - start)[:, None] & (d < D)[None, :]
+    elif D % BC != 0:
+        mask = (d < D)[None, :]
+    else:
+        mask = None
     if ATOMIC:
         tl.atomic_add(pointer, tile, mask=mask, sem="relaxed")
     else:
-        tl.store(pointer, tl.load(pointer, mask=mask, other=0.0, volatile=True) + tile, mask=mask)
+        tl.store(pointer, tl.load(pointer, mask=mask, volatile=True) + tile, mask=mask)
 
 
 @triton.jit
@@ -80,14 +88,17 @@ def _add_rel_gradient(
 def _walk_keys(
     content_query, position_query, grad_rows, key, value, rel_key, key_l, value_l, rel_key_p, memory_key_l,
     memory_value_l, ids, same, different, row, inside, position, rank, floor, own, query_floor, sees_self, mask_l,
-    mask_k, dropout_state, head, shift, origin, begin, end, spread, mem_len, keys, rel_rows, threshold, scale,
-    kept_scale, lse_row, delta_row, grad_rel, memory_key, memory_value, key_ids, key_rank, mask, D: tl.constexpr,
-    BC: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, NEEDS_REL: tl.constexpr, ATOMIC: tl.constexpr, RING: tl.constexpr,
+    mask_k, dropout_state, head, shift, origin, begin, end, first_position, last_position, mem_len, keys, rel_rows,
+    threshold, scale, kept_scale, lse_row, delta_row, grad_rel, memory_key, memory_value, key_ids, id_least, id_largest,
+    key_rank, rank_least, rank_largest, mask, D: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, NEEDS_REL: tl.constexpr, ATOMIC: tl.constexpr,
+    RING: tl.constexpr,
 ):  # fmt: skip
     """dq of a tile of rows without the segment term, and rowsum(dS) over the keys of other segments."""
     acc = zeros(BM, D, BC)
     grad_different = tl.zeros((BM,), tl.float32)
+    lowest_rank, highest_floor = tl.min(rank, 0), tl.max(floor, 0)
+    spread = last_position - first_position
     if RING:
         first, middle = open_ring(
             position_query, rel_key, rel_key_p, origin + begin, rel_rows, shift, BM, BN, D, BC, KEEP, PRECISION
@@ -107,19 +118,30 @@ def _walk_keys(
             )  # fmt: skip
         tile_k = keep_keys(memory_key, memory_key_l, key, key_l, j0, mem_len, keys, BN, D, BC, KEEP)
         score = add_product(score, in_loop_rows(content_query, j0, KEEP), tile_k, BN, D, BC, KEEP, KEEP, PRECISION)
-        score = add_segments(score, scale * LOG2_E, ids, same, different, key_ids, j0, BN)
-        seen = visible(
-            row, inside, position, j0, keys, mem_len, rank, floor, own, key_rank, query_floor, sees_self, mask, mask_l,
-            mask_k, BN, CAUSAL,
-        )  # fmt: skip
+        id_low, id_high = range_of(id_least, id_largest, j0, BN)
+        score, term = add_segments(score, ids, same, different, key_ids, id_low, id_high, j0, BN)
         tile_v = keep_keys(memory_value, memory_value_l, value, value_l, j0, mem_len, keys, BN, D, BC, False)
         grad = tl.zeros((BM, BN), tl.float32)
         grad = add_product(grad, in_loop_rows(grad_rows, j0, KEEP), tile_v, BN, D, BC, KEEP, False, PRECISION)
+        every = False
+        near = True
+        if KEEP:  # without, scores that go through branches cost hundreds of spills
+            rank_low, rank_high = range_of(rank_least, rank_largest, j0, BN)
+            every = all_seen(
+                first_position, lowest_rank, highest_floor, j0, rank_low, rank_high, keys, mem_len, key_rank,
+                query_floor, mask, BN, CAUSAL,
+            )  # fmt: skip
+            near = is_near(first_position, last_position, j0, mem_len, sees_self, BN, CAUSAL)
         _, grad = score_gradients(
-            score, seen, lse_row, delta_row, grad, scale, kept_scale, dropout_state, row, head, j0, threshold, BM, BN
-        )
+            score, term * (scale * LOG2_E) - lse_row, delta_row * scale, grad, scale, kept_scale, dropout_state, head,
+            threshold, every, near, row, inside, position, j0, keys, mem_len, rank, floor, own, key_rank, query_floor,
+            sees_self, mask, mask_l, mask_k, BM, BN, CAUSAL,
+        )  # fmt: skip
         if key_ids is not None:
-            grad_different += tl.sum(tl.where(is_same_segment(ids, key_ids, j0, BN), 0.0, grad), 1)
+            if id_low == id_high:
+                grad_different += tl.where(ids == id_low, 0.0, tl.sum(grad, 1))
+            else:
+                grad_different += tl.sum(tl.where(is_same_segment(ids, key_ids, j0, BN), 0.0, grad), 1)
         narrowed = grad.to(key.dtype.element_ty)
         sums = ()
         for c in tl.static_range((D + BC - 1) // BC):
@@ -127,7 +149,8 @@ def _walk_keys(
             sums = sums + (tl.dot(narrowed, tile, acc=acc[c], input_precision=PRECISION),)
         acc = sums
         if RING:
-            band, first_grad, middle_grad = shift_out(grad, first_grad, middle_grad, in_loop(shift, j0), BM, BN)
+            # another name for the shift: conditions that the compiler kept from above would cost more than new ones
+            band, first_grad, middle_grad = shift_out(grad, first_grad, middle_grad, in_loop(shift, end - j0), BM, BN)
             acc = _add_rel_gradient(
                 grad_rel, rel_key, rel_key_p, origin + j0, rel_rows, band, position_rows, acc, BN, D, BC, KEEP,
                 NEEDS_REL, ATOMIC, PRECISION,
@@ -155,22 +178,24 @@ def _walk_keys(
     return acc, grad_different
 
 
-@triton.jit(do_not_specialize=[*SIZES, "tiles", "items", "groups"])
+@triton.jit(do_not_specialize=[*SIZES, "tiles", "items", "groups", "grad_rel_rows"])
 def rows_kernel(
     query, key, value, rel_key, content_bias, position_bias, memory_key, memory_value, segment_embed, segment_bias,
-    query_ids, key_ids, query_rank, key_rank, query_floor, sees_self, mask, positions, order, dropout_state,
+    query_ids, key_ids, id_least, id_largest, query_rank, key_rank, rank_least, rank_largest, query_floor, sees_self,
+    mask, positions, order, dropout_state,
     out, lse, grad_out, grad_lse,
     grad_query,  # (B, L, H, D)
     delta,  # (B, H, L) float32
-    grad_rel,  # (slots, H or B * H, P, D) float32 of zeros
+    kinds,  # (B, H, 2, L) float32: scores of keys in the same segment and in another
+    grad_rel,  # (slots, H or B * H, grad_rel_rows, D) float32 of zeros: P rows and what blocks reach beyond them
     sums,  # (B * H, tiles, 4, D) float32: over rows, of dq without the segment term; dsame (q + b); ddifferent (q + b);
     #        and dq's segment term
     query_b, query_h, query_l, key_b, key_h, key_l, value_b, value_h, value_l, rel_key_b, rel_key_h, rel_key_p,
     memory_key_b, memory_key_h, memory_key_l, memory_value_b, memory_value_h, memory_value_l,
     mask_b, mask_h, mask_l, mask_k, grad_out_b, grad_out_h, grad_out_l,
     heads, rows, mem_len, keys, padded_keys, rel_rows, max_distance, threshold, scale, kept_scale, tiles, items, groups,
-    D: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, NEEDS_REL: tl.constexpr, ATOMIC: tl.constexpr,
+    grad_rel_rows, D: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, NEEDS_REL: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
     """dq, delta, drel_key and the sums that the biases' gradients are made of.
 
@@ -180,8 +205,7 @@ def rows_kernel(
     """
     group = tl.program_id(1)
     slot = 0 if ATOMIC else tl.program_id(0)
-    grad_rel += (slot * groups + group).to(tl.int64) * rel_rows * D
-    score_scale = scale * LOG2_E
+    grad_rel += (slot * groups + group).to(tl.int64) * grad_rel_rows * D
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         tile = tiles - 1 - item % tiles
         head = item // tiles * groups + group
@@ -196,11 +220,19 @@ def rows_kernel(
             memory_key_of += b * memory_key_b + h * memory_key_h
             memory_value_of += b * memory_value_b + h * memory_value_h
         key_ids_of = key_ids
+        id_least_of = id_least
+        id_largest_of = id_largest
         if key_ids is not None:
             key_ids_of += b * padded_keys
+            id_least_of += b * (padded_keys // BLOCK)
+            id_largest_of += b * (padded_keys // BLOCK)
         key_rank_of = key_rank
+        rank_least_of = rank_least
+        rank_largest_of = rank_largest
         if key_rank is not None:
             key_rank_of += b * padded_keys
+            rank_least_of += b * (padded_keys // BLOCK)
+            rank_largest_of += b * (padded_keys // BLOCK)
         mask_of = mask
         if mask is not None:
             mask_of += b * mask_b + h * mask_h
@@ -220,15 +252,18 @@ def rows_kernel(
         query_of = query + b * query_b + h * query_h
         grad_of = grad_out + b * grad_out_b + h * grad_out_h
         ids, same, different = load_segments(
-            query_of, query_l, segment_embed, segment_bias, query_ids, row, b * rows + row, inside, h, heads,
-            score_scale, D, BC, PRECISION,
+            query_of, query_l, segment_embed, segment_bias, query_ids, row, b * rows + row, inside, h, heads, D, BC,
+            PRECISION,
         )  # fmt: skip
         content_query = keep_rows(query_of, row, query_l, inside, content_bias, h, D, BC, KEEP)
         position_query = keep_rows(query_of, row, query_l, inside, position_bias, h, D, BC, KEEP)
         grad_rows = keep_rows(grad_of, row, grad_out_l, inside, None, h, D, BC, KEEP)
         out_row = (b * rows + row) * heads + h
         row_of_head = head.to(tl.int64) * rows + row
-        lse_row = tl.load(lse + row_of_head, mask=inside, other=0.0) * LOG2_E
+        if key_ids is not None:
+            tl.store(kinds + (row_of_head + head.to(tl.int64) * rows), same, mask=inside)
+            tl.store(kinds + (row_of_head + (head + 1).to(tl.int64) * rows), different, mask=inside)
+        lse_row = tl.load(lse + row_of_head, mask=inside, other=float("inf")) * LOG2_E  # rows that do not exist: P = 0
         delta_row = tl.zeros((BM,), tl.float32)
         for c in tl.static_range((D + BC - 1) // BC):
             out_tile = load_rows(out, out_row, D, inside, c, D, BC).to(tl.float32)
@@ -247,18 +282,20 @@ def rows_kernel(
         arguments = (
             content_query, position_query, grad_rows, key_of, value_of, rel_of, key_l, value_l, rel_key_p,
             memory_key_l, memory_value_l, ids, same, different, row, inside, position, rank, floor, own, query_floor,
-            sees_self, mask_l, mask_k, dropout_state, head, shift, origin, begin, end, last - first, mem_len, keys,
+            sees_self, mask_l, mask_k, dropout_state, head, shift, origin, begin, end, first, last, mem_len, keys,
             rel_rows, threshold, scale, kept_scale, lse_row, delta_row, grad_rel,
         )  # fmt: skip
         if narrow:
             acc, grad_different = _walk_keys(
-                *arguments, memory_key_of, memory_value_of, key_ids_of, key_rank_of, mask_of, D, BC, KEEP, BM, BN,
-                CAUSAL, PRECISION, NEEDS_REL, ATOMIC, True,
+                *arguments, memory_key_of, memory_value_of, key_ids_of, id_least_of, id_largest_of, key_rank_of,
+                rank_least_of, rank_largest_of, mask_of, D, BC, KEEP, BM, BN, CAUSAL, PRECISION, NEEDS_REL, ATOMIC,
+                True,
             )  # fmt: skip
         else:
             acc, grad_different = _walk_keys(
-                *arguments, memory_key_of, memory_value_of, key_ids_of, key_rank_of, mask_of, D, BC, KEEP, BM, BN,
-                CAUSAL, PRECISION, NEEDS_REL, ATOMIC, False,
+                *arguments, memory_key_of, memory_value_of, key_ids_of, id_least_of, id_largest_of, key_rank_of,
+                rank_least_of, rank_largest_of, mask_of, D, BC, KEEP, BM, BN, CAUSAL, PRECISION, NEEDS_REL, ATOMIC,
+                False,
             )  # fmt: skip
 
         grad_same = grad_total - grad_different

@@ -8,13 +8,17 @@ import triton.language as tl
 from .chunks import add_product, in_loop, in_loop_rows, keep_keys, keep_rows, key_chunk, zeros
 from .shift import open_ring, rel_product, shift_blocks, shift_in
 from .tiles import (
+    BLOCK,
     LOG2_E,
     SIZES,
     add_segments,
+    all_seen,
+    is_near,
     kept,
     load_positions,
     load_row_masks,
     load_segments,
+    range_of,
     span_of_keys,
     visible,
 )
@@ -23,13 +27,15 @@ from .tiles import (
 @triton.jit
 def _walk(
     content_query, position_query, key, value, rel_key, memory_key, memory_value, key_l, value_l, rel_key_p,
-    memory_key_l, memory_value_l, ids, same, different, key_ids, row, inside, position, rank, floor, own, key_rank,
-    query_floor, sees_self, mask, mask_l, mask_k, dropout_state, head, shift, origin, begin, end, spread, mem_len, keys,
-    rel_rows, threshold, scale, D: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, RING: tl.constexpr,
+    memory_key_l, memory_value_l, ids, same, different, key_ids, id_least, id_largest, row, inside, position, rank,
+    floor, own, key_rank, rank_least, rank_largest, query_floor, sees_self, mask, mask_l, mask_k, dropout_state, head,
+    shift, origin, begin, end, first_position, last_position, mem_len, keys, rel_rows, threshold, scale,
+    D: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """All tiles of keys that a tile of rows may see: (largest score, sum of exponentials, sum of values)."""
     largest = tl.full((BM,), -float("inf"), tl.float32)
+    lowest_rank, highest_floor = tl.min(rank, 0), tl.max(floor, 0)
     total = tl.zeros((BM,), tl.float32)
     acc = zeros(BM, D, BC)
     if RING:
@@ -44,21 +50,36 @@ def _walk(
             score, first, middle = shift_in(first, middle, new, in_loop(shift, j0), BM, BN)
         else:
             score = shift_blocks(
-                position_rows, rel_key, rel_key_p, origin + j0, rel_rows, shift, spread, BM, BN, D, BC, KEEP,
-                PRECISION, False,
+                position_rows, rel_key, rel_key_p, origin + j0, rel_rows, shift, last_position - first_position, BM, BN,
+                D, BC, KEEP, PRECISION, False,
             )  # fmt: skip
         tile_k = keep_keys(memory_key, memory_key_l, key, key_l, j0, mem_len, keys, BN, D, BC, False)
         score = add_product(score, in_loop_rows(content_query, j0, KEEP), tile_k, BN, D, BC, KEEP, False, PRECISION)
-        score = add_segments(score, scale, ids, same, different, key_ids, j0, BN)
-        seen = visible(
-            row, inside, position, j0, keys, mem_len, rank, floor, own, key_rank, query_floor, sees_self, mask, mask_l,
-            mask_k, BN, CAUSAL,
+        id_low, id_high = range_of(id_least, id_largest, j0, BN)
+        score, term = add_segments(score, ids, same, different, key_ids, id_low, id_high, j0, BN)
+        rank_low, rank_high = range_of(rank_least, rank_largest, j0, BN)
+        every = all_seen(
+            first_position, lowest_rank, highest_floor, j0, rank_low, rank_high, keys, mem_len, key_rank, query_floor,
+            mask, BN, CAUSAL,
         )  # fmt: skip
+        near = is_near(first_position, last_position, j0, mem_len, sees_self, BN, CAUSAL)
+        if not every:
+            if near:
+                seen = visible(
+                    row, inside, position, j0, keys, mem_len, rank, floor, own, key_rank, query_floor, sees_self, mask,
+                    mask_l, mask_k, BN, CAUSAL, True,
+                )  # fmt: skip
+                score = tl.where(seen, score, -float("inf"))
+            else:
+                seen = visible(
+                    row, inside, position, j0, keys, mem_len, rank, floor, own, key_rank, query_floor, sees_self, mask,
+                    mask_l, mask_k, BN, CAUSAL, False,
+                )  # fmt: skip
+                score = tl.where(seen, score, -float("inf"))
 
-        score = tl.where(seen, score, -float("inf"))
-        larger = tl.maximum(largest, tl.max(score, 1))
+        larger = tl.maximum(largest, (tl.max(score, 1) + term) * scale)
         pivot = tl.where(larger == -float("inf"), 0.0, larger)  # -inf - -inf would give NaN
-        probability = tl.exp2(score - pivot[:, None])
+        probability = tl.exp2(score * scale + (term * scale - pivot)[:, None])
         correction = tl.exp2(largest - pivot)
         total = total * correction + tl.sum(probability, 1)
         if dropout_state is not None:
@@ -77,7 +98,8 @@ def _walk(
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     query, key, value, rel_key, content_bias, position_bias, memory_key, memory_value, segment_embed, segment_bias,
-    query_ids, key_ids, query_rank, key_rank, query_floor, sees_self, mask, positions, order, dropout_state,
+    query_ids, key_ids, id_least, id_largest, query_rank, key_rank, rank_least, rank_largest, query_floor, sees_self,
+    mask, positions, order, dropout_state,
     out,  # (B, L, H, D)
     lse,  # (B, H, L) float32
     query_b, query_h, query_l, key_b, key_h, key_l, value_b, value_h, value_l, rel_key_b, rel_key_h, rel_key_p,
@@ -111,19 +133,22 @@ def forward_kernel(
     rank, floor, own = load_row_masks(query_rank, query_floor, sees_self, b * rows + row, inside)
     if key_rank is not None:
         key_rank += b * padded_keys
+        rank_least += b * (padded_keys // BLOCK)
+        rank_largest += b * (padded_keys // BLOCK)
     if mask is not None:
         mask += b * mask_b + h * mask_h
     begin, end = span_of_keys(rank, floor, first, last, key_rank, query_floor, sees_self, keys, mem_len, BN, CAUSAL)
 
     scale *= LOG2_E
     ids, same, different = load_segments(
-        query, query_l, segment_embed, segment_bias, query_ids, row, b * rows + row, inside, h, heads, scale, D, BC,
-        PRECISION,
+        query, query_l, segment_embed, segment_bias, query_ids, row, b * rows + row, inside, h, heads, D, BC, PRECISION,
     )  # fmt: skip
     content_query = keep_rows(query, row, query_l, inside, content_bias, h, D, BC, KEEP)
     position_query = keep_rows(query, row, query_l, inside, position_bias, h, D, BC, KEEP)
     if key_ids is not None:
         key_ids += b * padded_keys
+        id_least += b * (padded_keys // BLOCK)
+        id_largest += b * (padded_keys // BLOCK)
 
     if positions is None:
         narrow = True
@@ -131,9 +156,9 @@ def forward_kernel(
         narrow = last - first < tl.maximum(BM, BN)
     arguments = (
         content_query, position_query, key, value, rel_key, memory_key, memory_value, key_l, value_l, rel_key_p,
-        memory_key_l, memory_value_l, ids, same, different, key_ids, row, inside, position, rank, floor, own, key_rank,
-        query_floor, sees_self, mask, mask_l, mask_k, dropout_state, head, shift, origin, begin, end, last - first,
-        mem_len, keys, rel_rows, threshold, scale,
+        memory_key_l, memory_value_l, ids, same, different, key_ids, id_least, id_largest, row, inside, position, rank,
+        floor, own, key_rank, rank_least, rank_largest, query_floor, sees_self, mask, mask_l, mask_k, dropout_state,
+        head, shift, origin, begin, end, first, last, mem_len, keys, rel_rows, threshold, scale,
     )  # fmt: skip
     if narrow:
         largest, total, acc = _walk(*arguments, D, BC, KEEP, BM, BN, CAUSAL, PRECISION, True)

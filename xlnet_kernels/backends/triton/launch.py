@@ -9,14 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...dropout import threshold
-from ...masks import HIGHEST
+from ...masks import HIGHEST, LOWEST
 from ...ops import DIFFERENTIABLE, INPUT_NAMES, rows_first
 from . import INTERPRETED, tuning
 from .backward_keys import keys_kernel
 from .backward_rows import rows_kernel
 from .forward import forward_kernel
+from .tiles import BLOCK
 
 _KEY_PADDING = 128  # at least the largest BN, so that vectors over keys are read without a mask and aligned
+_LINEAR = ("query", "content_bias", "position_bias", "segment_bias")  # every score is linear in all of these together
+_TINY = torch.finfo(torch.float32).tiny  # instead of a scale of 0, as 0 times minus infinity is NaN
 _SLOT_BYTES = 2**30  # what the deterministic gradient of rel_key may take
 
 
@@ -49,7 +52,9 @@ def backward(
     grads = {f"grad_{name}": rows_first(tensors[name]) for name in ("query", "key", "value")}
     for name in ("memory_key", "memory_value"):
         grads[f"grad_{name}"] = None if call.arguments[name] is None else rows_first(tensors[name])
-    grad_rel = query.new_zeros(slots, groups, call.rel_rows, width, dtype=torch.float32)
+    # Blocks reach beyond the last row: with room for that no element is tested.
+    rel_rows = call.rel_rows + 4 * max(rows_config.BM, rows_config.BN)
+    grad_rel = query.new_zeros(slots, groups, rel_rows, width, dtype=torch.float32)
     sums = query.new_zeros(call.batch, call.heads, row_tiles, 4, width, dtype=torch.float32)
     key_sums = query.new_zeros(call.batch, call.heads, key_tiles, width, dtype=torch.float32)
     if call.is_empty:
@@ -58,18 +63,22 @@ def backward(
                 grad.zero_()
     else:
         shared = grads | _matrix("grad_out", grad_out) | {"lse": lse.contiguous(), "delta": torch.empty_like(lse)}
+        shared["kinds"] = None if call.arguments["key_ids"] is None else lse.new_empty(*lse.shape[:2], 2, call.rows)
         call.launch(
             rows_kernel, (slots if deterministic else items, groups), rows_config, **shared,
             out=out.transpose(1, 2).contiguous(), grad_lse=None if grad_lse is None else grad_lse.contiguous(),
-            grad_rel=grad_rel, sums=sums, tiles=row_tiles, items=items, groups=groups,
+            grad_rel=grad_rel, grad_rel_rows=rel_rows, sums=sums, tiles=row_tiles, items=items, groups=groups,
             NEEDS_REL=needs[INPUT_NAMES.index("rel_key")], ATOMIC=not deterministic,
         )  # fmt: skip
-        call.launch(keys_kernel, (key_tiles, call.batch * call.heads), keys_config, **shared, key_sums=key_sums)
+        call.launch(
+            keys_kernel, (key_tiles, call.batch * call.heads), keys_config, **shared, key_sums=key_sums,
+            **call.row_bounds(),
+        )  # fmt: skip
 
     rows_sum, same, different, segment_term = sums.sum((0, 2)).unbind(1)
     content = key_sums.sum((0, 2))
     grads |= {
-        "grad_rel_key": grad_rel.sum(0).view(rel_key.shape),
+        "grad_rel_key": grad_rel[:, :, : call.rel_rows].sum(0).view(rel_key.shape),
         "grad_content_bias": content,
         "grad_position_bias": rows_sum - content,  # dq = dq of the content term + dq of the position term
         "grad_segment_embed": torch.stack([same, different]),
@@ -81,7 +90,8 @@ def backward(
         if not needed or original is None:
             found.append(query.new_empty(0))
         else:  # memory of length zero has no gradient
-            found.append(torch.zeros_like(original) if grad is None else grad.to(original.dtype))
+            grad = torch.zeros_like(original) if grad is None else grad.to(original.dtype)
+            found.append(-grad if name in call.negated else grad)
     return found
 
 
@@ -90,8 +100,12 @@ class Call:
 
     def __init__(self, inputs: tuple) -> None:
         self.tensors = t = dict(zip(INPUT_NAMES, inputs, strict=False))
-        query, key, memory_key = t["query"], t["key"], t["memory_key"]
+        key, memory_key = t["key"], t["memory_key"]
         max_distance, dropout_p, scale = inputs[len(INPUT_NAMES) : -1]
+        self.negated = _LINEAR if scale < 0 else ()  # the kernels want a positive scale
+        for name in self.negated:
+            t[name] = None if t[name] is None else -t[name]
+        query = t["query"]
         self.batch, self.heads, self.rows, self.width = query.shape
         self.mem_len = 0 if memory_key is None else memory_key.shape[2]
         self.keys = self.mem_len + key.shape[2]
@@ -109,9 +123,12 @@ class Call:
             arguments[name] = None if t[name] is None else t[name].int().contiguous()
         padded_keys = _tiles(self.keys, _KEY_PADDING) * _KEY_PADDING
         for name, beyond in (("key_ids", 0), ("key_rank", HIGHEST)):
-            arguments[name] = (
-                None if t[name] is None else F.pad(t[name].int(), (0, padded_keys - self.keys), value=beyond)
-            )
+            kind = name.removeprefix("key_").removesuffix("s")
+            values = least = largest = None
+            if t[name] is not None:
+                values = F.pad(t[name].int(), (0, padded_keys - self.keys), value=beyond)
+                least, largest = values.view(self.batch, padded_keys // BLOCK.value, BLOCK.value).aminmax(dim=2)
+            arguments |= {name: values, f"{kind}_least": least, f"{kind}_largest": largest}
         sees_self, mask, positions = t["sees_self"], t["mask"], t["query_positions"]
         arguments["sees_self"] = None if sees_self is None else sees_self.contiguous().view(torch.uint8)
         arguments["mask"] = None if mask is None else mask.view(torch.uint8)
@@ -128,9 +145,21 @@ class Call:
             "heads": self.heads, "rows": self.rows, "mem_len": self.mem_len, "keys": self.keys,
             "padded_keys": padded_keys, "rel_rows": self.rel_rows, "max_distance": max_distance,
             "threshold": bits - 2**32 if bits >= 2**31 else bits,  # kernels take int32
-            "scale": scale, "kept_scale": 1 / (1 - dropout_p),
+            "scale": abs(scale) or _TINY, "kept_scale": 1 / (1 - dropout_p),
             "D": self.width, "CAUSAL": self.rel_rows == max_distance + 1, "PRECISION": "tf32" if tf32 else "ieee",
         }  # fmt: skip
+
+    def row_bounds(self) -> dict[str, Tensor | None]:
+        """The least rank and the largest floor of every BLOCK rows, sorted by position as the kernels take them."""
+        found: dict[str, Tensor | None] = {}
+        for name, result in (("query_rank", "row_rank_least"), ("query_floor", "row_floor_largest")):
+            values, order = self.arguments[name], self.arguments["order"]
+            if values is not None:
+                values = values if order is None else values.gather(1, order.long())
+                values = F.pad(values, (0, -self.rows % BLOCK.value), value=LOWEST).view(self.batch, -1, BLOCK.value)
+                values = values.amin(2) if name == "query_rank" else values.amax(2)
+            found[result] = values
+        return found
 
     def config(self, kernel: str) -> tuning.Config:
         query = self.tensors["query"]
@@ -145,6 +174,7 @@ class Call:
                 **{name: arguments[name] for name in kernel.arg_names},
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,
+                enable_fp_fusion=True,  # the default until Triton 3.10
             )
 
 

@@ -17,29 +17,47 @@ from .chunks import load_block, row_chunk
 
 @triton.jit
 def _swap(x, BIT: tl.constexpr):
-    """(BM, BN) with those columns exchanged whose indices differ in bit BIT."""
-    BM: tl.constexpr = x.shape[0]
-    BN: tl.constexpr = x.shape[1]
-    pairs = tl.reshape(x.to(tl.int32, bitcast=True), (BM, BN >> (BIT + 1), 2, 1 << BIT))
+    """(BM, BN / 8, 8) with those columns exchanged whose indices differ in bit BIT."""
+    pairs = tl.reshape(x.to(tl.int32, bitcast=True), (x.shape[0], x.shape[1] * 8 >> (BIT + 1), 2, 1 << BIT))
     pairs = tl.sum(pairs, 2, keep_dims=True) - pairs  # (a + b) - a = b modulo 2^32; the compiler sees that too
-    return tl.reshape(pairs, (BM, BN)).to(tl.float32, bitcast=True)
+    return tl.reshape(pairs, x.shape).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _roll(x, BIT: tl.constexpr):
+    """out[i, c] = x[i, (c + 2^BIT) % (8 GROUPS)] for x (BM, GROUPS, 8); other names for registers, where groups are."""
+    GROUPS: tl.constexpr = x.shape[1]
+    group = tl.arange(0, GROUPS)[None, :, None]
+    for k in tl.static_range(8):
+        if (1 << k) < GROUPS * 8 and k >= BIT:
+            # adding carries into bit k where all bits from BIT to k - 1 are set
+            x = tl.where((group | ~((1 << k - 3) - (1 << BIT - 3))) == -1, _swap(x, k), x)
+    return x
 
 
 @triton.jit
 def rotate(x, shift):
     """out[i, c] = x[i, (c + shift[i]) % BN] for float32 x (BM, BN).
 
-    A butterfly: step k puts bit k of the column right, by exchanging columns that differ in just that bit wherever
-    adding `shift` to the bits below carries into it. Columns live in registers but for two bits, which are lanes of a
+    Two halves. Within groups of 8 columns a butterfly: step k puts bit k of the column right, by exchanging columns
+    that differ in just that bit wherever adding `shift` to the bits below carries into it. Then whole groups, by the
+    bits of what is left. Groups live in registers; of the bits within a group one does too and two are lanes of a
     tensor-core fragment: no shared memory and no barrier, two warp shuffles and log2(BN) selections an element.
+    Conditions have the shape (BM, 1, 8): four in a thread for each step, however many groups there are.
     """
+    BM: tl.constexpr = x.shape[0]
     BN: tl.constexpr = x.shape[1]
-    column = tl.arange(0, BN)
-    for k in tl.static_range(8):
+    x = tl.reshape(x, (BM, BN // 8, 8))
+    column = tl.arange(0, 8)[None, None, :]
+    shift = shift[:, None, None]
+    for k in tl.static_range(3):
+        carried = (column & ((1 << k) - 1)) + shift
+        x = tl.where((carried & (1 << k)) != 0, _swap(x, k), x)
+    left = column + shift
+    for k in tl.static_range(3, 8):
         if (1 << k) < BN:
-            carried = (column & ((1 << k) - 1))[None, :] + shift[:, None]
-            x = tl.where((carried & (1 << k)) != 0, _swap(x, k), x)
-    return x
+            x = tl.where((left & (1 << k)) != 0, _roll(x, k), x)
+    return tl.reshape(x, (BM, BN))
 
 
 @triton.jit
@@ -124,16 +142,19 @@ def shift_blocks(
 
     `spread` is the distance between the tile's first and last position; NARROW promises that it is below max(BM, BN).
     """
-    block = block_of(shift, BN)
-    score = tl.zeros((BM, BN), tl.float32)
     if NARROW:
-        for index in tl.static_range(3 if BM > BN else 2):
-            at = start + index * BN
-            new = rel_product(position_query, rel_key, rel_key_p, at, rel_rows, BM, BN, D, BC, KEEP, PRECISION)
-            score = tl.where(block == index, new, score)
+        first, middle = open_ring(
+            position_query, rel_key, rel_key_p, start, rel_rows, shift, BM, BN, D, BC, KEEP, PRECISION
+        )
+        start += tl.maximum(BM, BN)
+        new = rel_product(position_query, rel_key, rel_key_p, start, rel_rows, BM, BN, D, BC, KEEP, PRECISION)
+        score, _, _ = shift_in(first, middle, new, shift, BM, BN)
     else:
+        block = block_of(shift, BN)
+        score = tl.zeros((BM, BN), tl.float32)
         for index in range(0, spread // BN + 2):
             at = start + index * BN
             new = rel_product(position_query, rel_key, rel_key_p, at, rel_rows, BM, BN, D, BC, KEEP, PRECISION)
             score = tl.where(block == index, new, score)
-    return rotate(score, shift)
+        score = rotate(score, shift)
+    return score

@@ -14,6 +14,7 @@ from .chunks import add_bias, load_rows
 
 LOWEST = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**31 - 1)
+BLOCK = tl.constexpr(32)  # keys whose least and largest rank and segment are known
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Kernel arguments that change from call to call: no variants of a kernel for multiples of 16 and ones among them.
 SIZES = ["heads", "rows", "mem_len", "keys", "rel_rows", "max_distance", "threshold"]
@@ -58,7 +59,7 @@ def load_segment(embed, h, heads, kind: tl.constexpr, c: tl.constexpr, D: tl.con
 
 @triton.jit
 def load_segments(
-    query, query_l, segment_embed, segment_bias, query_ids, row, id_row, inside, h, heads, scale, D: tl.constexpr,
+    query, query_l, segment_embed, segment_bias, query_ids, row, id_row, inside, h, heads, D: tl.constexpr,
     BC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Of a tile's rows: the id, and the score of a key in the same segment and of one in another."""
@@ -72,7 +73,6 @@ def load_segments(
             biased = add_bias(load_rows(query, row, query_l, inside, c, D, BC), segment_bias, h, c, D, BC)
             embed = load_rows(segment_embed + h * D, kind, heads * D, kind < 2, c, D, BC)
             both = tl.dot(biased, tl.trans(embed), acc=both, input_precision=PRECISION)
-        both *= scale
         same = tl.sum(tl.where((kind == 0)[None, :], both, 0.0), 1)
         different = tl.sum(tl.where((kind == 1)[None, :], both, 0.0), 1)
     return ids, same, different
@@ -84,12 +84,16 @@ def is_same_segment(ids, key_ids, j0, BN: tl.constexpr):
 
 
 @triton.jit
-def add_segments(score, scale, ids, same, different, key_ids, j0, BN: tl.constexpr):
-    """Scores (BM, BN) from those of positions and content: scaled, plus the segment term."""
-    score *= scale
+def add_segments(score, ids, same, different, key_ids, id_least, id_largest, j0, BN: tl.constexpr):
+    """Scores (BM, BN) plus the segment term, in two parts. Where all keys of the tile are of one segment, id_least to
+    id_largest, it is the second part (BM,), the same for all keys of a row."""
+    term = tl.zeros(same.shape, tl.float32)
     if key_ids is not None:
-        score += tl.where(is_same_segment(ids, key_ids, j0, BN), same[:, None], different[:, None])
-    return score
+        if id_least == id_largest:
+            term = tl.where(ids == id_least, same, different)
+        else:
+            score += tl.where(is_same_segment(ids, key_ids, j0, BN), same[:, None], different[:, None])
+    return score, term
 
 
 @triton.jit
@@ -110,11 +114,58 @@ def load_row_masks(query_rank, query_floor, sees_self, row, inside):
 
 
 @triton.jit
+def range_of(least, largest, j0, BN: tl.constexpr):
+    """The least and the largest value among keys j0 .. j0+BN-1, from those of every BLOCK keys; zeros without them."""
+    if least is None:
+        return 0, 0
+    else:
+        block = j0 // BLOCK
+        low, high = tl.load(least + block), tl.load(largest + block)
+        for i in tl.static_range(1, BN // BLOCK):
+            low = tl.minimum(low, tl.load(least + block + i))
+            high = tl.maximum(high, tl.load(largest + block + i))
+        return low, high
+
+
+@triton.jit
+def all_seen(
+    first, rank, floor, j0, rank_least, rank_largest, keys, mem_len, key_rank, query_floor, mask, BN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Whether all rows of a tile see all of its keys: rows with no rank below `rank`, no floor above `floor` and no
+    position before `first`, keys with ranks from rank_least to rank_largest."""
+    if mask is not None:
+        return False
+    else:
+        if key_rank is None:
+            every = j0 + BN <= keys
+        else:  # keys that do not exist have the highest rank, and rows that do not the lowest
+            every = rank_largest < rank
+            if query_floor is not None:
+                every = every & (rank_least >= floor)
+        if CAUSAL:
+            every = every & (j0 + BN <= first + mem_len + 1)
+        return every
+
+
+@triton.jit
+def is_near(first, last, j0, mem_len, sees_self, BN: tl.constexpr, CAUSAL: tl.constexpr):
+    """Whether keys of a tile may be at or after the rows' own positions, `first` to `last`."""
+    if CAUSAL:
+        return j0 + BN > first + mem_len
+    elif sees_self is not None:
+        return (j0 + BN > first + mem_len) & (j0 <= last + mem_len)
+    else:
+        return False
+
+
+@triton.jit
 def visible(
     row, inside, position, j0, keys, mem_len, rank, floor, own, key_rank, query_floor, sees_self, mask, mask_l, mask_k,
-    BN: tl.constexpr, CAUSAL: tl.constexpr,
+    BN: tl.constexpr, CAUSAL: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
-    """Which of its keys each row of a tile (BM, BN) sees. `key_rank` and `mask` point at the batch's first element."""
+    """Which of its keys each row of a tile (BM, BN) sees; NEAR: as is_near says. `key_rank` and `mask` point at the
+    batch's first element."""
     column = tl.arange(0, BN)
     own_column = position + (mem_len - j0)
     if key_rank is not None:  # rows and keys that do not exist have ranks that hide them
@@ -122,11 +173,11 @@ def visible(
         seen = keys_rank < rank[:, None]
         if query_floor is not None:
             seen = seen & (keys_rank >= floor[:, None])
-        if sees_self is not None:
+        if NEAR and sees_self is not None:
             seen = seen | (column[None, :] == tl.where(own, own_column, -1)[:, None])
     else:
         seen = inside[:, None] & (column < keys - j0)[None, :]
-    if CAUSAL:
+    if NEAR and CAUSAL:
         seen = seen & (column[None, :] <= own_column[:, None])
     if mask is not None:
         offset = row[:, None].to(tl.int64) * mask_l + column[None, :] * mask_k
@@ -227,17 +278,35 @@ def span_of_rows(
 
 @triton.jit
 def score_gradients(
-    score, seen, lse, delta, grad, scale, kept_scale, state, row, head, j0, threshold, BM: tl.constexpr,
-    BN: tl.constexpr,
+    score, base, delta, grad, scale, kept_scale, state, head, threshold, every, near, row, inside, position, j0, keys,
+    mem_len, rank, floor, own, key_rank, query_floor, sees_self, mask, mask_l, mask_k, BM: tl.constexpr,
+    BN: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """(P with dropout, dS) of one tile, both (BM, BN), from the scores and `grad`, dP."""
-    # a row that sees nothing has lse = -inf: exp2 of +inf, which `seen` hides
-    probability = tl.where(seen, tl.exp2(score - lse[:, None]), 0.0)
-    dropped = probability
+    """(P with dropout, dS) of one tile, both (BM, BN), from the scores and `grad`, dP.
+
+    `base` (BM,) is what is added to scaled scores, and `delta` (BM,) is scaled too.
+    """
     if state is not None:
         keep = kept(state, row, head, j0, threshold, BM, BN)
         grad = tl.where(keep, grad * kept_scale, 0.0)
+    probability = tl.exp2(score * (scale * LOG2_E) + base[:, None])
+    gradient = probability * (grad * scale - delta[:, None])
+    # Both are hidden: delta of a row that sees a NaN is NaN, also where the row sees nothing.
+    if not every and near:
+        seen = visible(
+            row, inside, position, j0, keys, mem_len, rank, floor, own, key_rank, query_floor, sees_self, mask, mask_l,
+            mask_k, BN, CAUSAL, True,
+        )  # fmt: skip
+        probability = tl.where(seen, probability, 0.0)
+        gradient = tl.where(seen, gradient, 0.0)
+    if not every and not near:
+        seen = visible(
+            row, inside, position, j0, keys, mem_len, rank, floor, own, key_rank, query_floor, sees_self, mask, mask_l,
+            mask_k, BN, CAUSAL, False,
+        )  # fmt: skip
+        probability = tl.where(seen, probability, 0.0)
+        gradient = tl.where(seen, gradient, 0.0)
+    dropped = probability
+    if state is not None:
         dropped = tl.where(keep, probability * kept_scale, 0.0)
-    # `seen` again: delta of a row that sees a NaN is NaN, also where the row sees nothing
-    grad = tl.where(seen, probability * (grad - delta[:, None]) * scale, 0.0)
-    return dropped, grad
+    return dropped, gradient

@@ -53,16 +53,22 @@ def _walk(
                 position_rows, rel_key, rel_key_p, origin + j0, rel_rows, shift, last_position - first_position, BM, BN,
                 D, BC, KEEP, PRECISION, False,
             )  # fmt: skip
+        if KEEP:  # before the product of content: Triton 3.6 computes twice what comes right after a branch
+            id_low, id_high = range_of(id_least, id_largest, j0, BN)
+            score, term = add_segments(score, ids, same, different, key_ids, id_low, id_high, j0, BN)
         tile_k = keep_keys(memory_key, memory_key_l, key, key_l, j0, mem_len, keys, BN, D, BC, False)
         score = add_product(score, in_loop_rows(content_query, j0, KEEP), tile_k, BN, D, BC, KEEP, False, PRECISION)
-        id_low, id_high = range_of(id_least, id_largest, j0, BN)
-        score, term = add_segments(score, ids, same, different, key_ids, id_low, id_high, j0, BN)
-        rank_low, rank_high = range_of(rank_least, rank_largest, j0, BN)
-        every = all_seen(
-            first_position, lowest_rank, highest_floor, j0, rank_low, rank_high, keys, mem_len, key_rank, query_floor,
-            mask, BN, CAUSAL,
-        )  # fmt: skip
-        near = is_near(first_position, last_position, j0, mem_len, sees_self, BN, CAUSAL)
+        if not KEEP:  # without branches, here and below: scores that go through them would be spilled
+            score, term = add_segments(score, ids, same, different, key_ids, 0, 1, j0, BN)
+        every = False
+        near = True
+        if KEEP:
+            rank_low, rank_high = range_of(rank_least, rank_largest, j0, BN)
+            every = all_seen(
+                first_position, lowest_rank, highest_floor, j0, rank_low, rank_high, keys, mem_len, key_rank,
+                query_floor, mask, BN, CAUSAL,
+            )  # fmt: skip
+            near = is_near(first_position, last_position, j0, mem_len, sees_self, BN, CAUSAL)
         if not every:
             if near:
                 seen = visible(

@@ -89,9 +89,9 @@ def add_segments(score, ids, same, different, key_ids, id_least, id_largest, j0,
     id_largest, it is the second part (BM,), the same for all keys of a row."""
     term = tl.zeros(same.shape, tl.float32)
     if key_ids is not None:
-        if id_least == id_largest:
-            term = tl.where(ids == id_least, same, different)
-        else:
+        one = id_least == id_largest
+        term = tl.where(one, tl.where(ids == id_least, same, different), 0.0)
+        if not one:
             score += tl.where(is_same_segment(ids, key_ids, j0, BN), same[:, None], different[:, None])
     return score, term
 

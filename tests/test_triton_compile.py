@@ -23,7 +23,7 @@ COMMITTED = SCRIPT.parent.parent / "benchmarks/results/triton-compiled.json"
 ARCHITECTURES = (80, 90, 100)
 # Spilled loads and stores in all of a kernel's code, at most: in 16 bits, in float32. A plain forward in 16 bits has
 # none, but for sm_100; with memory and query positions a kernel holds two walks.
-SPILLS = {"forward": (120, 400), "rows": (750, 750), "keys": (1000, 1000)}
+SPILLS = {"forward": (120, 120), "rows": (750, 750), "keys": (1000, 1000)}
 # Instructions of a warp for 1024 scores, at most, in 16 bits at width 64 where all keys of a tile are seen and of one
 # segment: a few per cent more than there are.
 INSTRUCTIONS = {"forward": 1000, "rows": 2800, "keys": 1700}

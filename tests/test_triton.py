@@ -21,7 +21,7 @@ if "triton" not in READY:
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from xlnet_kernels.backends.triton import shift, tuning  # noqa: E402
+from xlnet_kernels.backends.triton import launch, shift, tuning  # noqa: E402
 
 DEVICE = MODULES["triton"].DEVICE
 interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="asks what Triton's interpreter does; this is a GPU")
@@ -78,6 +78,13 @@ def test_tiles_that_are_all_seen_or_of_one_segment(monkeypatch, mask):
         problem = make(1, 1, length, mem=mem, rel_rows="uni")
         problem = replace(problem, query_ids=keys[:, mem:] // 64, key_ids=keys // 64)
     assert_right(problem, "triton")
+
+
+def test_positions_outside_of_the_segment_are_clamped():
+    x, rel_key = torch.zeros(1, 1, 3, 16), torch.zeros(1, 6, 16)
+    positions = torch.tensor([[-(2**40), 1, 2**40]])
+    call = launch.Call((x, x, x, rel_key, *[None] * 13, positions, None, 3, 0.0, 1.0, False))
+    assert call.arguments["positions"].tolist() == [[0, 1, 2]]
 
 
 def test_bounds_of_ranks_follow_rows_sorted_by_position(monkeypatch):
@@ -145,8 +152,6 @@ def test_rotate_rotates_each_row_by_its_own_amount(columns):
 
 def test_memory_is_linear_in_length(monkeypatch):
     """No tensor that the backend makes has a size that grows with the product of rows and keys."""
-    from xlnet_kernels.backends.triton import launch
-
     largest = {}
     for length in (512, 1024):
         sizes = []

@@ -137,7 +137,9 @@ class Call:
         arguments["positions"] = arguments["order"] = None
         if positions is not None:
             # Sorted, so that rows of one tile are near each other, a query row beside its content row.
-            positions, order = positions.int().contiguous().sort(dim=1, stable=True)
+            # Clamped: no one has looked at positions on a GPU, and additions to rel_key's gradient are not tested.
+            positions = positions.clamp(0, max(key.shape[2] - 1, 0)).int().contiguous()
+            positions, order = positions.sort(dim=1, stable=True)
             arguments |= {"positions": positions, "order": order.int()}
         bits = threshold(dropout_p)
         tf32 = query.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32

@@ -45,8 +45,7 @@ def gradients(model, loss) -> dict[str, torch.Tensor | None]:
 
 
 def assert_same_gradients(found, wanted) -> None:
-    """Relative to the largest element, since some are many thousands; and the largest of all may be rounded once, for
-    some gradients are sums that cancel."""
+    """Relative to the largest element, and to one rounding of the largest of all: some are sums that cancel."""
     sizes = {name: gradient.abs().max().item() for name, gradient in wanted.items() if gradient is not None}
     rounding = torch.finfo(torch.float32).eps * max(sizes.values()) + 1e-7
     for name, gradient in wanted.items():

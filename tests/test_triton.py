@@ -87,6 +87,25 @@ def test_positions_outside_of_the_segment_are_clamped():
     assert call.arguments["positions"].tolist() == [[0, 1, 2]]
 
 
+def test_any_number_of_heads_fits_into_a_grid(monkeypatch):
+    grids = []
+
+    class Kernel:
+        arg_names = ()
+
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda **options: None
+
+    for name in ("forward_kernel", "rows_kernel", "keys_kernel"):
+        monkeypatch.setattr(launch, name, Kernel())
+    x, rel_key = torch.zeros(2**16, 1, 1, 16), torch.zeros(2**16, 1, 2, 16)
+    inputs = (x, x, x, rel_key, *[None] * 15, 1, 0.0, 1.0, False)
+    out, lse = launch.forward(*inputs)
+    launch.backward(x, None, out, lse, [True] * 10, *inputs)
+    assert len(grids) == 3 and all(size < 2**16 for grid in grids for size in grid[1:])  # CUDA's limit
+
+
 def test_bounds_of_ranks_follow_rows_sorted_by_position(monkeypatch):
     use_tiles(monkeypatch, 32, 32)
     positions = torch.arange(149, -1, -1)[None]
@@ -158,7 +177,7 @@ def test_memory_is_linear_in_length(monkeypatch):
         monkeypatch.setattr(
             launch.Call,
             "launch",
-            lambda self, kernel, grid, config, _sizes=sizes, **arguments: _sizes.extend(
+            lambda self, kernel, count, config, _sizes=sizes, **arguments: _sizes.extend(
                 a.numel() for a in (self.arguments | arguments).values() if isinstance(a, torch.Tensor)
             ),
         )

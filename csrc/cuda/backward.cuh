@@ -22,6 +22,7 @@ struct BackwardShape {
   static constexpr int D = WIDTH, BM = sizeof(T) == 2 ? BACKWARD_TILE_16_BITS : BACKWARD_TILE_32_BITS, BN = BM,
                        GROUPS = sizeof(T) * D > 128 ? 2 : 1;
   static constexpr int WARPS = BM / 16 * GROUPS, THREADS = WARPS * WARP, WINDOW = BM + BN;
+  static_assert(WINDOW <= REL_MARGIN);
   static constexpr int KEYS = BN / GROUPS, WIDTH_PART = D / GROUPS;  // of one warp
   using Rows = Tile<T, D>;
   using Ring = Tile<T, D, WINDOW>;
@@ -358,10 +359,9 @@ std::string launch_backward(const Backward& a, Stream stream) {
   if (error) return failure("prepare_rows", a.call, 0, error);
   const RelAttention& p = a.call.p;
   const Gradients& grad = a.gradients;
-  const int tiles = int((p.mem_len + p.key_len + S::BN - 1) / S::BN), batch = int(p.batch);
-  const int together = grad.deterministic && a.call.shared_rel_key ? 1 : batch < MAX_GRID ? batch : MAX_GRID;
-  const int blocks = grad.deterministic ? grad.slots : tiles * ((batch + together - 1) / together);
-  error = launch(backward_kernel<S>, {blocks, int(p.heads), together}, S::THREADS, S::SHARED, stream, a);
+  Index grid = grid_of((p.mem_len + p.key_len + S::BN - 1) / S::BN, p);
+  if (grad.deterministic) grid = {grad.slots, grid.y, a.call.shared_rel_key ? 1 : grid.z};
+  error = launch(backward_kernel<S>, grid, S::THREADS, S::SHARED, stream, a);
   return error ? failure("backward", a.call, S::SHARED, error) : "";
 }
 

@@ -23,6 +23,7 @@ struct ForwardShape {
   static constexpr int WARPS = sizeof(T) == 4 && D > 64 ? 2 : 4, THREADS = WARPS * WARP, BM = 16 * STRIPS * WARPS;
   static constexpr int BN = sizeof(T) * D <= 64 ? 64 : sizeof(T) * D <= 256 ? 32 : 16, WINDOW = BM + BN;
   static constexpr int RING = POWER_OF_TWO<WINDOW + BN>;
+  static_assert(WINDOW <= REL_MARGIN);
   using Keys = Tile<T, D>;
   using Ring = Tile<T, D, RING>;
   static constexpr int KEY_BYTES = Keys::bytes(BN), RING_BYTES = Ring::bytes(RING);
@@ -301,9 +302,7 @@ std::string launch_forward(const Call& call, Stream stream) {
   using S = ForwardShape<T, D>;
   const char* error = prepare<T>(call, stream);
   if (error) return failure("prepare", call, 0, error);
-  const int tiles = int((call.p.length + S::BM - 1) / S::BM), batch = int(call.p.batch);
-  const int together = batch < MAX_GRID ? batch : MAX_GRID;
-  const Index grid{tiles * ((batch + together - 1) / together), int(call.p.heads), together};
+  const Index grid = grid_of((call.p.length + S::BM - 1) / S::BM, call.p);
   error = launch(forward_kernel<S>, grid, S::THREADS, S::SHARED, stream, call);
   return error ? failure("forward", call, S::SHARED, error) : "";
 }

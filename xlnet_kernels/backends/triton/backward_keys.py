@@ -19,6 +19,7 @@ from .tiles import (
     is_near,
     load_positions,
     load_row_masks,
+    program,
     range_of,
     score_gradients,
     span_of_rows,
@@ -107,10 +108,11 @@ def keys_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv, the memory's too, and what content_bias's gradient is made of. Program (tile, b * heads + h)."""
-    head = tl.program_id(1)
+    tiles = tl.cdiv(keys, BN)
+    tile, head = program(tiles)
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
-    j0 = tl.program_id(0) * BN
+    j0 = tile * BN
     query += b * query_b + h * query_h
     grad_out += b * grad_out_b + h * grad_out_h
     rel_key += b * rel_key_b + h * rel_key_h
@@ -174,7 +176,7 @@ def keys_kernel(
     stride = heads * D
     store_keys(grad_memory_key, stride, grad_key + current_offset, stride, j0, mem_len, keys, acc_k, BN, D, BC)
     store_keys(grad_memory_value, stride, grad_value + current_offset, stride, j0, mem_len, keys, acc_v, BN, D, BC)
-    key_sums += (head.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * D
+    key_sums += (head.to(tl.int64) * tiles + tile) * D
     for c in tl.static_range((D + BC - 1) // BC):
         d = c * BC + tl.arange(0, BC)
         tile = key_chunk(tile_k, c, BN, D, BC, KEEP).to(tl.float32)

@@ -35,6 +35,7 @@ from .tiles import (
     load_row_masks,
     load_segment,
     load_segments,
+    program,
     range_of,
     score_gradients,
     span_of_keys,
@@ -178,7 +179,7 @@ def _walk_keys(
     return acc, grad_different
 
 
-@triton.jit(do_not_specialize=[*SIZES, "tiles", "items", "groups", "grad_rel_rows"])
+@triton.jit(do_not_specialize=[*SIZES, "tiles", "items", "groups", "programs", "grad_rel_rows"])
 def rows_kernel(
     query, key, value, rel_key, content_bias, position_bias, memory_key, memory_value, segment_embed, segment_bias,
     query_ids, key_ids, id_least, id_largest, query_rank, key_rank, rank_least, rank_largest, query_floor, sees_self,
@@ -194,19 +195,19 @@ def rows_kernel(
     memory_key_b, memory_key_h, memory_key_l, memory_value_b, memory_value_h, memory_value_l,
     mask_b, mask_h, mask_l, mask_k, grad_out_b, grad_out_h, grad_out_l,
     heads, rows, mem_len, keys, padded_keys, rel_rows, max_distance, threshold, scale, kept_scale, tiles, items, groups,
-    grad_rel_rows, D: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    programs, grad_rel_rows, D: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, NEEDS_REL: tl.constexpr, ATOMIC: tl.constexpr,
 ):  # fmt: skip
     """dq, delta, drel_key and the sums that the biases' gradients are made of.
 
-    Program (slot, group) works on every num_programs(0)-th tile of rows of its group, where a group is what shares rows
-    of rel_key: a head, or a head of one batch. With ATOMIC there is one slot of grad_rel for all programs; otherwise
+    Program (place, group) works on every programs-th tile of rows of its group, where a group is what shares rows of
+    rel_key: a head, or a head of one batch. With ATOMIC there is one slot of grad_rel for all programs; otherwise
     each program owns a slot, and the order of additions is fixed.
     """
-    group = tl.program_id(1)
-    slot = 0 if ATOMIC else tl.program_id(0)
+    place, group = program(programs)
+    slot = 0 if ATOMIC else place
     grad_rel += (slot * groups + group).to(tl.int64) * grad_rel_rows * D
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+    for item in range(place, items, programs):
         tile = tiles - 1 - item % tiles
         head = item // tiles * groups + group
         b = (head // heads).to(tl.int64)

@@ -18,6 +18,7 @@ from .tiles import (
     load_positions,
     load_row_masks,
     load_segments,
+    program,
     range_of,
     span_of_keys,
     visible,
@@ -117,8 +118,9 @@ def forward_kernel(
 ):  # fmt: skip
     """Program (tile, b * heads + h); arguments as launch.py names them."""
     # Rows that see most come last in a causal mask: start with them.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)
+    tiles = tl.cdiv(rows, BM)
+    place, head = program(tiles)
+    tile = tiles - 1 - place
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
     query += b * query_b + h * query_h

@@ -31,8 +31,8 @@ def forward(*inputs) -> tuple[Tensor, Tensor]:
     if call.is_empty:
         return out.zero_(), lse.fill_(-torch.inf)
     config = call.config("forward")
-    grid = (_tiles(call.rows, config.BM), call.batch * call.heads)
-    call.launch(forward_kernel, grid, config, out=out, lse=lse)
+    programs = _tiles(call.rows, config.BM) * call.batch * call.heads
+    call.launch(forward_kernel, programs, config, out=out, lse=lse)
     return out, lse
 
 
@@ -47,7 +47,8 @@ def backward(
     row_tiles, key_tiles = _tiles(call.rows, rows_config.BM), _tiles(call.keys, keys_config.BN)
     groups = call.heads if rel_key.dim() == 3 else call.batch * call.heads
     items = row_tiles * call.batch * call.heads // max(groups, 1)
-    slots = _slots(items, rel_key, query.device) if deterministic else 1
+    programs = _slots(items, rel_key, query.device) if deterministic else items
+    slots = programs if deterministic else 1
 
     grads = {f"grad_{name}": rows_first(tensors[name]) for name in ("query", "key", "value")}
     for name in ("memory_key", "memory_value"):
@@ -65,13 +66,13 @@ def backward(
         shared = grads | _matrix("grad_out", grad_out) | {"lse": lse.contiguous(), "delta": torch.empty_like(lse)}
         shared["kinds"] = None if call.arguments["key_ids"] is None else lse.new_empty(*lse.shape[:2], 2, call.rows)
         call.launch(
-            rows_kernel, (slots if deterministic else items, groups), rows_config, **shared,
+            rows_kernel, programs * groups, rows_config, **shared,
             out=out.transpose(1, 2).contiguous(), grad_lse=None if grad_lse is None else grad_lse.contiguous(),
             grad_rel=grad_rel, grad_rel_rows=rel_rows, sums=sums, tiles=row_tiles, items=items, groups=groups,
-            NEEDS_REL=needs[INPUT_NAMES.index("rel_key")], ATOMIC=not deterministic,
+            programs=programs, NEEDS_REL=needs[INPUT_NAMES.index("rel_key")], ATOMIC=not deterministic,
         )  # fmt: skip
         call.launch(
-            keys_kernel, (key_tiles, call.batch * call.heads), keys_config, **shared, key_sums=key_sums,
+            keys_kernel, key_tiles * call.batch * call.heads, keys_config, **shared, key_sums=key_sums,
             **call.row_bounds(),
         )  # fmt: skip
 
@@ -168,11 +169,12 @@ class Call:
         capability = None if INTERPRETED else torch.cuda.get_device_capability(query.device)
         return tuning.choose(kernel, query.dtype, self.width, capability)
 
-    def launch(self, kernel, grid: tuple[int, int], config: tuning.Config, **arguments) -> None:
+    def launch(self, kernel, count: int, config: tuning.Config, **arguments) -> None:
+        """`count` programs of a kernel."""
         arguments = self.arguments | arguments | {name: getattr(config, name) for name in ("BM", "BN", "BC", "KEEP")}
         device = self.tensors["query"].device
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            kernel[grid](
+            kernel[(count,)](
                 **{name: arguments[name] for name in kernel.arg_names},
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,

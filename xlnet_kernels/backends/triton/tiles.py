@@ -97,6 +97,12 @@ def add_segments(score, ids, same, different, key_ids, id_least, id_largest, j0,
 
 
 @triton.jit
+def program(tiles):
+    """(tile, group) of this program: of a grid's dimensions only the first has room for any number of groups."""
+    return tl.program_id(0) % tiles, tl.program_id(0) // tiles
+
+
+@triton.jit
 def load_or(pointer, index, inside, other):
     """`pointer`'s elements where `inside`, `other` elsewhere and where there is no pointer."""
     if pointer is None:

@@ -1,10 +1,11 @@
 #include "call.h"
 
+#include <tuple>
 #include <utility>
 
 namespace xlnet_kernels {
 
-Tensor Prepared::keep(Tensor t) {
+Tensor PreparedCall::keep(Tensor t) {
   kept.push_back(t);
   return t;
 }
@@ -22,14 +23,21 @@ Tensor empty_rows_first(const Tensor& like, at::ScalarType dtype) {
       .transpose(1, 2);
 }
 
+Needs by_name(const NeedsInOrder& needs) {
+  return std::apply([](auto... need) { return Needs{need...}; }, needs);
+}
+
+at::ScalarType work_dtype(const Tensor& t) { return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+namespace {
+
+// Raises ValueError unless `t` is missing or has this shape and dtype, on the device of `like`.
 void check(const char* name, const OptionalTensor& t, at::IntArrayRef shape, at::ScalarType dtype, const Tensor& like) {
   if (!t) return;
   TORCH_CHECK_VALUE(t->sizes() == shape && t->scalar_type() == dtype && t->device() == like.device(), name,
                     " must be a ", like.device(), " ", dtype, " tensor of shape ", shape, ", got ", t->device(), " ",
                     t->scalar_type(), " of shape ", t->sizes());
 }
-
-namespace {
 
 DType dtype_of(const Tensor& t) {
   switch (t.scalar_type()) {
@@ -100,9 +108,29 @@ void check_positions(const Tensor& positions, int64_t key_len) {
 
 }  // namespace
 
-Prepared prepare(const Inputs& in) {
+void OutputGradients::check(const Inputs& in) const {
+  const Tensor& query = in.query;
+  const auto rows = query.sizes().slice(0, 3);
+  xlnet_kernels::check("grad_out", grad_out, query.sizes(), grad_out.scalar_type(), query);
+  if (grad_lse) xlnet_kernels::check("grad_lse", grad_lse, rows, grad_lse->scalar_type(), query);
+  xlnet_kernels::check("out", out, query.sizes(), query.scalar_type(), query);
+  xlnet_kernels::check("lse", lse, rows, work_dtype(query), query);
+}
+
+std::vector<Tensor> InputGradients::list(const Inputs& inputs, const Needs& needs) const {
+  std::vector<Tensor> found;
+  const auto add = [&](const OptionalTensor& input, const Tensor& gradient, bool need) {
+    found.push_back(need && input ? gradient.to(input->scalar_type()) : at::empty({0}, inputs.query.options()));
+  };
+#define ADD(type, name) add(inputs.name, name, needs.name);
+  DIFFERENTIABLE_INPUTS(ADD, )
+#undef ADD
+  return found;
+}
+
+PreparedCall prepare(const Inputs& in) {
   check_inputs(in);
-  Prepared call;
+  PreparedCall call;
   const auto ints = [&](const OptionalTensor& t) {
     return t ? call.keep(t->to(at::kInt).contiguous()).data_ptr<int32_t>() : nullptr;
   };
@@ -112,42 +140,31 @@ Prepared prepare(const Inputs& in) {
   p.batch = in.query.size(0);
   p.heads = in.query.size(1);
   p.length = in.query.size(2);
-  p.width = in.query.size(3);
+  p.head_dim = in.query.size(3);
   p.key_len = in.key.size(2);
   p.mem_len = in.memory_key ? in.memory_key->size(2) : 0;
-  p.rel_rows = in.rel_key.size(-2);
-  p.max_distance = in.max_distance;
+  p.rel_len = in.rel_key.size(-2);
   p.scale = in.scale;
-  p.query = strided(in.query);
-  p.key = strided(in.key);
-  p.value = strided(in.value);
-  p.rel_key = strided(in.rel_key);
-  if (in.memory_key) {
-    p.memory_key = strided(*in.memory_key);
-    p.memory_value = strided(*in.memory_value);
-  }
+  p.rows.query = strided(in.query);
+  p.keys = {strided(in.key), strided(in.value)};
+  if (in.memory_key) p.memory = {strided(*in.memory_key), strided(*in.memory_value)};
+  p.rel_key = {strided(in.rel_key), in.max_distance};
   p.content_bias = small(in.content_bias);
   p.position_bias = small(in.position_bias);
-  p.segment_embed = small(in.segment_embed);
-  p.segment_bias = small(in.segment_bias);
-  p.query_ids = ints(in.query_ids);
-  p.key_ids = ints(in.key_ids);
-  p.query_rank = ints(in.query_rank);
-  p.key_rank = ints(in.key_rank);
-  p.query_floor = ints(in.query_floor);
-  p.sees_self = static_cast<const bool*>(small(in.sees_self));
+  p.segments = {small(in.segment_embed), small(in.segment_bias), ints(in.query_ids), ints(in.key_ids)};
+  p.rank_mask = {ints(in.query_rank), ints(in.key_rank), ints(in.query_floor),
+                 static_cast<const bool*>(small(in.sees_self))};
   if (in.mask) p.mask = strided(call.keep(in.mask->expand({p.batch, p.heads, p.length, p.mem_len + p.key_len})));
   if (in.query_positions && p.length > 0 && p.batch > 0) {
     if (in.query.is_cpu()) check_positions(*in.query_positions, p.key_len);
     const auto [positions, order] = in.query_positions->sort(/*stable=*/true, /*dim=*/1, /*descending=*/false);
-    p.row_position = ints(positions);
-    p.row_order = ints(order);
+    p.rows.position = ints(positions);
+    p.rows.order = ints(order);
   }
-  p.dropout_p = in.dropout_p;
   if (in.dropout_p > 0) {
-    p.dropout_state = static_cast<const int64_t*>(small(in.dropout_state));
     const double threshold = in.dropout_p * 4294967296.0;
-    p.dropout_threshold = threshold >= 4294967295.0 ? 4294967295u : static_cast<uint32_t>(threshold);
+    p.dropout = {in.dropout_p, threshold >= 4294967295.0 ? 4294967295u : static_cast<uint32_t>(threshold),
+                 static_cast<const int64_t*>(small(in.dropout_state))};
   }
   return call;
 }

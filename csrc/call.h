@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 
+#include <array>
 #include <optional>
 #include <vector>
 
@@ -13,16 +14,76 @@ namespace xlnet_kernels {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+// The arguments of the schema in xlnet_kernels/ops.py, in its order: what has a gradient, then the other tensors.
+#define DIFFERENTIABLE_INPUTS(_, SEPARATOR)                                  \
+  _(Tensor, query) SEPARATOR _(Tensor, key)                                  \
+  SEPARATOR _(Tensor, value)                                                 \
+  SEPARATOR _(Tensor, rel_key)                                               \
+  SEPARATOR                                                                  \
+  _(OptionalTensor, content_bias) SEPARATOR _(OptionalTensor, position_bias) \
+  SEPARATOR                                                                  \
+  _(OptionalTensor, memory_key) SEPARATOR _(OptionalTensor, memory_value)    \
+  SEPARATOR                                                                  \
+  _(OptionalTensor, segment_embed) SEPARATOR _(OptionalTensor, segment_bias)
+#define OTHER_INPUTS(_, SEPARATOR)                                      \
+  _(OptionalTensor, query_ids) SEPARATOR _(OptionalTensor, key_ids)     \
+  SEPARATOR                                                             \
+  _(OptionalTensor, query_rank) SEPARATOR _(OptionalTensor, key_rank)   \
+  SEPARATOR                                                             \
+  _(OptionalTensor, query_floor) SEPARATOR _(OptionalTensor, sees_self) \
+  SEPARATOR                                                             \
+  _(OptionalTensor, mask) SEPARATOR _(OptionalTensor, query_positions)  \
+  SEPARATOR _(OptionalTensor, dropout_state)
+
+#define COMMA ,
+#define FIELD(type, name) type name;
+#define PARAMETER(type, name) const type& name
+#define NAME(type, name) name
+// A backend's parameters, and what makes its Inputs of them
+#define INPUTS                                                                                                     \
+  DIFFERENTIABLE_INPUTS(PARAMETER, COMMA), OTHER_INPUTS(PARAMETER, COMMA), int64_t max_distance, double dropout_p, \
+      double scale, bool deterministic
+#define INPUT_NAMES \
+  DIFFERENTIABLE_INPUTS(NAME, COMMA), OTHER_INPUTS(NAME, COMMA), max_distance, dropout_p, scale, deterministic
+
 struct Inputs {
-  const Tensor &query, &key, &value, &rel_key;
-  const OptionalTensor &content_bias, &position_bias, &memory_key, &memory_value, &segment_embed, &segment_bias,
-      &query_ids, &key_ids, &query_rank, &key_rank, &query_floor, &sees_self, &mask, &query_positions, &dropout_state;
+  DIFFERENTIABLE_INPUTS(FIELD, )
+  OTHER_INPUTS(FIELD, )
   int64_t max_distance;
   double dropout_p, scale;
+  bool deterministic;
+};
+
+// Which gradients are asked for, as autograd says it
+struct Needs {
+#define NEED(type, name) bool name;
+  DIFFERENTIABLE_INPUTS(NEED, )
+#undef NEED
+};
+using NeedsInOrder = std::array<bool, 10>;
+Needs by_name(const NeedsInOrder& needs);
+
+// The gradients by name; undefined where there is none. `list` makes of them what the operator returns: empty tensors
+// for what is not needed or not there, all others in the dtype of its input.
+struct InputGradients {
+#define GRADIENT(type, name) Tensor name;
+  DIFFERENTIABLE_INPUTS(GRADIENT, )
+#undef GRADIENT
+
+  std::vector<Tensor> list(const Inputs& inputs, const Needs& needs) const;
+};
+
+// What backward takes beside the inputs. `check` raises ValueError unless all fits the inputs.
+struct OutputGradients {
+  Tensor grad_out;
+  OptionalTensor grad_lse;
+  Tensor out, lse;
+
+  void check(const Inputs& inputs) const;
 };
 
 // The call as the kernels take it, and the tensors that its pointers need alive.
-struct Prepared {
+struct PreparedCall {
   RelAttention p{};
   std::vector<Tensor> kept;
 
@@ -32,28 +93,14 @@ struct Prepared {
 // Raises ValueError for what would lead the kernels out of their tensors; users' mistakes are explained in
 // xlnet_kernels/functional.py. Values of query_positions are looked at on the CPU alone: elsewhere that would wait for
 // the device, and kernels have to bear any.
-Prepared prepare(const Inputs& inputs);
+PreparedCall prepare(const Inputs& inputs);
 
-// Raises ValueError unless `t` is missing or has this shape and dtype, on the device of `like`.
-void check(const char* name, const OptionalTensor& t, at::IntArrayRef shape, at::ScalarType dtype, const Tensor& like);
+// The dtype that kernels compute in
+at::ScalarType work_dtype(const Tensor& t);
 
 Tensor4 strided(const Tensor& t);
 
 // (B, H, rows, D) whose memory is laid out (B, rows, H, D), as projections before and after want it
 Tensor empty_rows_first(const Tensor& like, at::ScalarType dtype);
-
-// Every argument of the schema in xlnet_kernels/ops.py after the gradients
-#define INPUTS                                                                                                     \
-  const Tensor &query, const Tensor &key, const Tensor &value, const Tensor &rel_key,                              \
-      const OptionalTensor &content_bias, const OptionalTensor &position_bias, const OptionalTensor &memory_key,   \
-      const OptionalTensor &memory_value, const OptionalTensor &segment_embed, const OptionalTensor &segment_bias, \
-      const OptionalTensor &query_ids, const OptionalTensor &key_ids, const OptionalTensor &query_rank,            \
-      const OptionalTensor &key_rank, const OptionalTensor &query_floor, const OptionalTensor &sees_self,          \
-      const OptionalTensor &mask, const OptionalTensor &query_positions, const OptionalTensor &dropout_state,      \
-      int64_t max_distance, double dropout_p, double scale, [[maybe_unused]] bool deterministic
-#define INPUT_NAMES                                                                                               \
-  query, key, value, rel_key, content_bias, position_bias, memory_key, memory_value, segment_embed, segment_bias, \
-      query_ids, key_ids, query_rank, key_rank, query_floor, sees_self, mask, query_positions, dropout_state,     \
-      max_distance, dropout_p, scale
 
 }  // namespace xlnet_kernels

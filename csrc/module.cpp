@@ -1,5 +1,5 @@
 // The extension module xlnet_kernels._C: what it was built with and for, and nothing else. Importing it runs the
-// operator registrations of register.cpp, which torch finds through the dispatcher.
+// operator registrations of each register.cpp, which torch finds through the dispatcher.
 
 #include <pybind11/pybind11.h>
 #include <torch/version.h>

@@ -1,5 +1,5 @@
-// The arguments of relative attention as every compiled backend takes them: plain pointers, sizes and strides.
-// Names and meaning follow xlnet_kernels/functional.py. No torch here.
+// The operator's call as every compiled backend takes it: plain pointers, sizes and strides, grouped by the terms of
+// the score. Names and meaning follow xlnet_kernels/functional.py. No torch here.
 #pragma once
 
 #include <cstdint>
@@ -14,32 +14,52 @@ struct Tensor4 {
   int64_t stride[4] = {0, 0, 0, 0};
 };
 
+struct Rows {
+  Tensor4 query;
+  const int32_t* order;     // (B, L), rows by ascending position; null: row i at position i
+  const int32_t* position;  // (B, L), position of order's rows
+};
+
+// Of the current segment (K) or of the memory before it (M)
+struct Keys {
+  Tensor4 key, value;
+};
+
+struct RelKey {
+  Tensor4 rows;  // (B, H, P, D)
+  int64_t max_distance;
+};
+
+struct Segments {
+  const void *embed, *bias;            // storage, (2, H, D) and (H, D) or null
+  const int32_t *query_ids, *key_ids;  // (B, L) and (B, M + K); null: no segments
+};
+
+struct RankMask {
+  const int32_t *query_rank, *key_rank;  // (B, L) and (B, M + K); null: no RankMask
+  const int32_t* query_floor;            // (B, L) or null
+  const bool* sees_self;                 // (B, L) or null
+};
+
+struct Dropout {
+  double p;
+  uint32_t threshold;    // words below it are dropped; 0: no dropout
+  const int64_t* state;  // seed and offset, where the tensors are
+};
+
 struct RelAttention {
   DType dtype;  // of the tensors marked "storage"; float32 work for 16-bit storage
-  int64_t batch, heads, length, key_len, mem_len, width, rel_rows;  // B, H, L, K, M, D, P
-  int64_t max_distance;
+  int64_t batch, heads, length, key_len, mem_len, rel_len, head_dim;  // B, H, L, K, M, P, D
   double scale;
 
-  Tensor4 query, key, value, memory_key, memory_value, rel_key;  // storage
-  const void* content_bias;  // storage, (H, D) contiguous or null, like the next three
-  const void* position_bias;
-  const void* segment_embed;  // (2, H, D)
-  const void* segment_bias;
-  const int32_t* query_ids;  // (B, L); null: no segments
-  const int32_t* key_ids;    // (B, M + K)
-
-  const int32_t* query_rank;   // (B, L); null: no RankMask
-  const int32_t* key_rank;     // (B, M + K)
-  const int32_t* query_floor;  // (B, L) or null
-  const bool* sees_self;       // (B, L) or null
-  Tensor4 mask;                // bool, (B, H, L, M + K); data null: none
-
-  const int32_t* row_order;     // (B, L), rows by ascending position; null: row i at position i
-  const int32_t* row_position;  // (B, L), position of row_order's rows
-
-  double dropout_p;
-  uint32_t dropout_threshold;    // words below it are dropped
-  const int64_t* dropout_state;  // seed and offset, where the tensors are
+  Rows rows;  // storage, like the next two
+  Keys keys, memory;
+  RelKey rel_key;
+  const void *content_bias, *position_bias;  // storage, (H, D) contiguous or null
+  Segments segments;
+  RankMask rank_mask;
+  Tensor4 mask;  // bool, (B, H, L, M + K); data null: none
+  Dropout dropout;
 
   Tensor4 out;  // storage
   void* lse;    // work, (B, H, L) contiguous
@@ -49,11 +69,11 @@ struct RelAttention {
 struct RelAttentionGradients {
   Tensor4 out;      // storage, of the output
   const void* lse;  // work, of lse, (B, H, L) contiguous or null
-  Tensor4 query, key, value, memory_key, memory_value, rel_key;
-  void* content_bias;  // (H, D)
-  void* position_bias;
-  void* segment_embed;  // (2, H, D)
-  void* segment_bias;
+  Tensor4 query;
+  Keys keys, memory;
+  Tensor4 rel_key;
+  void *content_bias, *position_bias;  // (H, D)
+  void *segment_embed, *segment_bias;  // (2, H, D), (H, D)
 };
 
 }  // namespace xlnet_kernels

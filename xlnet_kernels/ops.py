@@ -1,7 +1,7 @@
 """The operator as torch sees it: schema, shapes without data (fake), gradients.
 
 Every compiled backend has a pair of operators, forward and backward, with the same schema; `define` makes them.
-"rel_attention" is implemented in csrc/register.cpp for the CPU and csrc/cuda/register.cpp for CUDA,
+"rel_attention" is implemented in csrc/cpu/register.cpp for the CPU and csrc/cuda/register.cpp for CUDA,
 "rel_attention_triton" in backends/triton.
 """
 

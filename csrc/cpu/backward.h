@@ -47,8 +47,8 @@ struct Wanted {
 
   explicit Wanted(const RelAttentionGradients& g)
       : query(g.query.data != nullptr || g.content_bias != nullptr || g.position_bias != nullptr),
-        key(g.key.data != nullptr || g.memory_key.data != nullptr),
-        value(g.value.data != nullptr || g.memory_value.data != nullptr),
+        key(g.keys.key.data != nullptr || g.memory.key.data != nullptr),
+        value(g.keys.value.data != nullptr || g.memory.value.data != nullptr),
         rel_key(g.rel_key.data != nullptr) {}
 };
 
@@ -80,7 +80,7 @@ static void load_gradients(const RelAttention& p, const RelAttentionGradients& g
     statistics.lse[r] = row_lse * static_cast<T>(LOG2E) - block.same[r];
     statistics.total[r] = statistics.different[r] = statistics.elsewhere[r] = 0;
   }
-  transpose_strips(scratch.grad_out, block.count, sizes.width, p.width, scratch.grad_out_strips);
+  transpose_strips(scratch.grad_out, block.count, sizes.width, p.head_dim, scratch.grad_out_strips);
 }
 
 // One row of a step: `score` becomes dS, `grad_probability` becomes the dropped-out probability that dV needs.
@@ -90,8 +90,8 @@ static void grad_row(const RelAttention& p, const KeyLabels& keys, const Block<T
                      T* grad_probability) {
   const T lse = statistics.lse[r], delta = statistics.delta[r];
   if (lse == -static_cast<T>(INFINITY)) seen = 0;
-  const bool segments = p.query_ids != nullptr;
-  const int32_t id = segments ? p.query_ids[block.b * p.length + block.row[r]] : 0;
+  const bool segments = p.segments.query_ids != nullptr;
+  const int32_t id = segments ? p.segments.query_ids[block.b * p.length + block.row[r]] : 0;
   Vec<T> total{}, different{}, elsewhere{};
   for (int64_t j = 0; j < seen; j += LANES<T>) {
     const Vec<T> s = load(score + j);
@@ -154,14 +154,14 @@ static void backward_step(const RelAttention& p, const Wanted& wanted, const Siz
   for (int64_t r = 0; r < rows; ++r) grad_probability[r] = scratch.grad_probability + r * KEYS;
   for (int64_t column = 0; column < count; column += PANEL_WIDTH<T>)
     for (int64_t r = 0; r < rows; r += PANEL_ROWS)
-      panel_product<T, true>(scratch.grad_out_strips + r * p.width, scratch.value_panels + (first + column) * p.width,
-                             p.width, grad_probability + r, column);
+      panel_product<T, true>(scratch.grad_out_strips + r * p.head_dim, scratch.value_panels + (first + column) * p.head_dim,
+                             p.head_dim, grad_probability + r, column);
 
   for (int64_t r = 0; r < block.count; ++r) {
     T largest = 0;
     const int64_t seen = mask_row(p, sizes, scratch.keys, block, r, first, count, step.view[r], largest);
     const T* factors = nullptr;
-    if (p.dropout_p > 0 && seen > 0)
+    if (p.dropout.p > 0 && seen > 0)
       factors = dropout_factors(p, block.b * p.heads + block.h, block.row[r], first, round_up(seen, LANES<T>),
                                 scratch.factors);
     grad_row(p, scratch.keys, block, r, first, count, seen, factors, statistics, step.view[r], grad_probability[r]);
@@ -229,7 +229,7 @@ static void finish_rows(const RelAttention& p, const RelAttentionGradients& g, c
     }
     if (g.query.data != nullptr) {
       T* to = static_cast<T*>(g.query.data) + row_start(g.query, block.b, block.h, block.row[r]);
-      for (int64_t d = 0; d < p.width; ++d) to[d * g.query.stride[3]] = content[d];
+      for (int64_t d = 0; d < p.head_dim; ++d) to[d * g.query.stride[3]] = content[d];
     }
   }
 }
@@ -250,17 +250,17 @@ static void add_sums(const RelAttention& p, const RelAttentionGradients& g, cons
     const bool old = j < p.mem_len;
     const int64_t row = old ? j : j - p.mem_len;
     if (wanted.key)
-      add_row(old ? g.memory_key : g.key, b, h, row, scratch.grad_key + j * sizes.width, unscale, p.width);
+      add_row(old ? g.memory.key : g.keys.key, b, h, row, scratch.grad_key + j * sizes.width, unscale, p.head_dim);
     if (wanted.value)
-      add_row(old ? g.memory_value : g.value, b, h, row, scratch.grad_value + j * sizes.width, T(1), p.width);
+      add_row(old ? g.memory.value : g.keys.value, b, h, row, scratch.grad_value + j * sizes.width, T(1), p.head_dim);
   }
   if (wanted.rel_key)
-    for (int64_t t = 0; t < window && rel_first + t < p.rel_rows; ++t)
-      add_row(g.rel_key, b, h, rel_first + t, scratch.grad_rel + t * sizes.width, unscale, p.width);
+    for (int64_t t = 0; t < window && rel_first + t < p.rel_len; ++t)
+      add_row(g.rel_key, b, h, rel_first + t, scratch.grad_rel + t * sizes.width, unscale, p.head_dim);
 
   const auto add_head = [&](void* to, int64_t head, const T* from) {
     if (to == nullptr) return;
-    for (int64_t d = 0; d < p.width; ++d) static_cast<T*>(to)[head * p.width + d] += from[d];
+    for (int64_t d = 0; d < p.head_dim; ++d) static_cast<T*>(to)[head * p.head_dim + d] += from[d];
   };
   add_head(g.content_bias, h, scratch.grad_content_bias);
   add_head(g.position_bias, h, scratch.grad_position_bias);
@@ -274,28 +274,28 @@ static bool backward_as(const RelAttention& p, const RelAttentionGradients& g, i
   const Sizes<T> sizes(p, 512);
   const Wanted wanted(g);
   Carver measure{nullptr, 0};
-  BackwardScratch<T>(measure, sizes, p.width);
+  BackwardScratch<T>(measure, sizes, p.head_dim);
   Block<T>(measure, sizes);
   const Turns turns{static_cast<int64_t*>(calloc(static_cast<size_t>(larger(p.heads, 1)), sizeof(int64_t)))};
   if (turns.turn == nullptr) return false;
   const bool ran =
       for_each_task(sizes.chunks * p.batch * p.heads, threads, measure.used, parallel, [&](int64_t task, char* memory) {
         Carver carver{memory, 0};
-        const BackwardScratch<T> scratch(carver, sizes, p.width);
+        const BackwardScratch<T> scratch(carver, sizes, p.head_dim);
         const int64_t h = task % p.heads, b = task / p.heads % p.batch, chunk = task / p.heads / p.batch;
         const int64_t begin = chunk * sizes.chunk_rows, end = smaller(begin + sizes.chunk_rows, p.length);
         const int64_t last_position = position_at(p, b, end - 1), width = sizes.width;
-        const int64_t rel_first = p.max_distance - p.mem_len - last_position;
+        const int64_t rel_first = p.rel_key.max_distance - p.mem_len - last_position;
         const int64_t window =
             round_up(sizes.keys_padded + last_position - position_at(p, b, begin) + 3 * PANEL_WIDTH<T>, LANES<T>);
         scratch.terms.load_head(p, h, width);
         scratch.keys.load_sequence(p, b, sizes.groups);
         T* const none = nullptr;
-        pack(p, keys_of(p, p.memory_key, p.key), b, h, sizes.keys_padded, width, scratch.key_rows, scratch.spare,
+        pack(p, keys_of(p, p.memory.key, p.keys.key), b, h, sizes.keys_padded, width, scratch.key_rows, scratch.spare,
              scratch.key_panels);
-        pack(p, keys_of(p, p.memory_value, p.value), b, h, sizes.keys_padded, width, none, scratch.spare,
+        pack(p, keys_of(p, p.memory.value, p.keys.value), b, h, sizes.keys_padded, width, none, scratch.spare,
              scratch.value_panels);
-        pack(p, {{p.rel_key, {}}, {p.rel_rows, 0}, rel_first}, b, h, window, width, scratch.rel_rows, scratch.spare,
+        pack(p, {{p.rel_key.rows, {}}, {p.rel_len, 0}, rel_first}, b, h, window, width, scratch.rel_rows, scratch.spare,
              scratch.rel_panels);
         const auto clear = [](T* sums, int64_t count) { memset(sums, 0, static_cast<size_t>(count) * sizeof(T)); };
         clear(scratch.grad_key, sizes.keys_padded * width);

@@ -7,8 +7,8 @@ constexpr int64_t DROPOUT_GROUP = 64;
 template <typename T>
 static const T* dropout_factors(const RelAttention& p, int64_t head, int64_t i, int64_t first, int64_t count,
                                 T* factors) {
-  const T kept = static_cast<T>(1.0 / (1.0 - p.dropout_p));
-  const uint64_t seed = p.dropout_state[0], offset = p.dropout_state[1];
+  const T kept = static_cast<T>(1.0 / (1.0 - p.dropout.p));
+  const uint64_t seed = p.dropout.state[0], offset = p.dropout.state[1];
   const int64_t group0 = first / DROPOUT_GROUP, groups = (first + count - 1) / DROPOUT_GROUP - group0 + 1;
   for (int64_t group = group0; group < group0 + groups; ++group) {
     uint32_t c0[16], c1[16], c2[16], c3[16];
@@ -31,10 +31,10 @@ static const T* dropout_factors(const RelAttention& p, int64_t head, int64_t i, 
     }
     T* to = factors + (group - group0) * DROPOUT_GROUP;
     for (int l = 0; l < 16; ++l) {
-      to[l] = c0[l] >= p.dropout_threshold ? kept : T(0);
-      to[16 + l] = c1[l] >= p.dropout_threshold ? kept : T(0);
-      to[32 + l] = c2[l] >= p.dropout_threshold ? kept : T(0);
-      to[48 + l] = c3[l] >= p.dropout_threshold ? kept : T(0);
+      to[l] = c0[l] >= p.dropout.threshold ? kept : T(0);
+      to[16 + l] = c1[l] >= p.dropout.threshold ? kept : T(0);
+      to[32 + l] = c2[l] >= p.dropout.threshold ? kept : T(0);
+      to[48 + l] = c3[l] >= p.dropout.threshold ? kept : T(0);
     }
   }
   return factors + (first - group0 * DROPOUT_GROUP);

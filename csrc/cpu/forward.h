@@ -66,7 +66,7 @@ static void forward_block(const RelAttention& p, const Sizes<T>& sizes, const Bl
       T largest = 0;
       const int64_t seen = mask_row(p, sizes, scratch.keys, block, r, first, count, score, largest);
       softmax_row(score, seen, count, largest, most[r], total[r], out[r], sizes.width);
-      if (p.dropout_p > 0 && seen > 0) {
+      if (p.dropout.p > 0 && seen > 0) {
         const T* factors = dropout_factors(p, block.b * p.heads + block.h, block.row[r], first, seen, scratch.factors);
         for (int64_t j = 0; j < seen; ++j) score[j] *= factors[j];
       }
@@ -80,7 +80,7 @@ static void forward_block(const RelAttention& p, const Sizes<T>& sizes, const Bl
   for (int64_t r = 0; r < block.count; ++r) {
     const T inverse = total[r] == 0 ? T(0) : 1 / total[r];
     for (int64_t d = 0; d < sizes.width; d += LANES<T>) store(out[r] + d, load(out[r] + d) * inverse);
-    write(p.dtype, out[r], p.width, p.out.data, row_start(p.out, block.b, block.h, block.row[r]), p.out.stride[3]);
+    write(p.dtype, out[r], p.head_dim, p.out.data, row_start(p.out, block.b, block.h, block.row[r]), p.out.stride[3]);
     lse[block.row[r]] = (most[r] + block.same[r]) * static_cast<T>(LN2) + static_cast<T>(log(total[r]));
   }
 }
@@ -89,26 +89,26 @@ template <typename T>
 static bool forward_as(const RelAttention& p, int64_t threads, Parallel parallel) {
   const Sizes<T> sizes(p, 256);
   Carver measure{nullptr, 0};
-  ForwardScratch<T>(measure, sizes, p.width);
+  ForwardScratch<T>(measure, sizes, p.head_dim);
   Block<T>(measure, sizes);
   return for_each_task(
       sizes.chunks * p.batch * p.heads, threads, measure.used, parallel, [&](int64_t task, char* memory) {
         Carver carver{memory, 0};
-        const ForwardScratch<T> scratch(carver, sizes, p.width);
+        const ForwardScratch<T> scratch(carver, sizes, p.head_dim);
         const int64_t h = task % p.heads, b = task / p.heads % p.batch, chunk = task / p.heads / p.batch;
         const int64_t begin = chunk * sizes.chunk_rows, end = smaller(begin + sizes.chunk_rows, p.length);
         const int64_t first_position = position_at(p, b, begin), last_position = position_at(p, b, end - 1);
         scratch.terms.load_head(p, h, sizes.width);
         scratch.keys.load_sequence(p, b, sizes.groups);
         T* const none = nullptr;
-        pack(p, keys_of(p, p.memory_key, p.key), b, h, sizes.keys_padded, sizes.width, none, scratch.spare,
+        pack(p, keys_of(p, p.memory.key, p.keys.key), b, h, sizes.keys_padded, sizes.width, none, scratch.spare,
              scratch.key_panels);
-        pack(p, keys_of(p, p.memory_value, p.value), b, h, sizes.keys_padded, sizes.width, scratch.value_rows,
+        pack(p, keys_of(p, p.memory.value, p.keys.value), b, h, sizes.keys_padded, sizes.width, scratch.value_rows,
              scratch.spare, none);
-        const int64_t rel_first = p.max_distance - p.mem_len - last_position;
+        const int64_t rel_first = p.rel_key.max_distance - p.mem_len - last_position;
         const int64_t window =
             round_up(sizes.keys_padded + last_position - first_position + 3 * PANEL_WIDTH<T>, LANES<T>);
-        pack(p, {{p.rel_key, {}}, {p.rel_rows, 0}, rel_first}, b, h, window, sizes.width, none, scratch.spare,
+        pack(p, {{p.rel_key.rows, {}}, {p.rel_len, 0}, rel_first}, b, h, window, sizes.width, none, scratch.spare,
              scratch.rel_panels);
 
         Block<T> block(carver, sizes);

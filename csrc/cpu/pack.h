@@ -103,8 +103,8 @@ INLINE int64_t row_start(const Tensor4& t, int64_t b, int64_t h, int64_t row) {
 template <typename T>
 static void read_row(const RelAttention& p, const Tensor4& t, int64_t b, int64_t h, int64_t row, int64_t padded,
                      T* to) {
-  read(p.dtype, t.data, row_start(t, b, h, row), t.stride[3], p.width, to);
-  for (int64_t d = p.width; d < padded; ++d) to[d] = 0;
+  read(p.dtype, t.data, row_start(t, b, h, row), t.stride[3], p.head_dim, to);
+  for (int64_t d = p.head_dim; d < padded; ++d) to[d] = 0;
 }
 
 // The rows of up to two tensors one after the other, counted from `start`; zeros before and after
@@ -168,9 +168,9 @@ static void pack(const RelAttention& p, const RowSequence& sequence, int64_t b, 
     int64_t row, left;
     const Tensor4* tensor = sequence.find(j0, row, left);
     if (rows == nullptr && p.dtype == same && tensor != nullptr && left >= LANES<T> && tensor->stride[3] == 1 &&
-        p.width == padded) {  // panels straight from where the rows are
-      transpose_panel(static_cast<const T*>(tensor->data) + row_start(*tensor, b, h, row), tensor->stride[2], p.width,
-                      panels + j0 * p.width);
+        p.head_dim == padded) {  // panels straight from where the rows are
+      transpose_panel(static_cast<const T*>(tensor->data) + row_start(*tensor, b, h, row), tensor->stride[2], p.head_dim,
+                      panels + j0 * p.head_dim);
       continue;
     }
     for (int64_t lane = 0; lane < LANES<T>; ++lane) {
@@ -181,6 +181,6 @@ static void pack(const RelAttention& p, const RowSequence& sequence, int64_t b, 
         memset(group + lane * padded, 0, static_cast<size_t>(padded) * sizeof(T));
       }
     }
-    if (panels != nullptr) transpose_panel(group, padded, p.width, panels + j0 * p.width);
+    if (panels != nullptr) transpose_panel(group, padded, p.head_dim, panels + j0 * p.head_dim);
   }
 }

@@ -28,10 +28,10 @@ struct Block {
 constexpr double LOG2E = 1.44269504088896340736, LN2 = 0.69314718055994530942;
 
 INLINE int64_t row_at(const RelAttention& p, int64_t b, int64_t sorted) {
-  return p.row_order == nullptr ? sorted : p.row_order[b * p.length + sorted];
+  return p.rows.order == nullptr ? sorted : p.rows.order[b * p.length + sorted];
 }
 INLINE int64_t position_at(const RelAttention& p, int64_t b, int64_t sorted) {
-  return p.row_order == nullptr ? sorted : p.row_position[b * p.length + sorted];
+  return p.rows.order == nullptr ? sorted : p.rows.position[b * p.length + sorted];
 }
 
 // Biases and segment embeddings of one head in the work type; `different` is less `same`
@@ -49,13 +49,13 @@ struct HeadTerms {
   void load_head(const RelAttention& p, int64_t h, int64_t width) const {
     const auto read_or_zero = [&](const void* data, int64_t start, T* to) {
       for (int64_t d = 0; d < width; ++d) to[d] = 0;
-      if (data != nullptr) read(p.dtype, data, start, 1, p.width, to);
+      if (data != nullptr) read(p.dtype, data, start, 1, p.head_dim, to);
     };
-    read_or_zero(p.content_bias, h * p.width, content_bias);
-    read_or_zero(p.position_bias, h * p.width, position_bias);
-    read_or_zero(p.segment_bias, h * p.width, segment_bias);
-    read_or_zero(p.segment_embed, h * p.width, same);
-    read_or_zero(p.segment_embed, (p.heads + h) * p.width, different);
+    read_or_zero(p.content_bias, h * p.head_dim, content_bias);
+    read_or_zero(p.position_bias, h * p.head_dim, position_bias);
+    read_or_zero(p.segments.bias, h * p.head_dim, segment_bias);
+    read_or_zero(p.segments.embed, h * p.head_dim, same);
+    read_or_zero(p.segments.embed, (p.heads + h) * p.head_dim, different);
     for (int64_t d = 0; d < width; ++d) different[d] -= same[d];
   }
 };
@@ -77,7 +77,7 @@ static void load_block(const RelAttention& p, const Sizes<T>& sizes, const HeadT
     block.position[r] = position;
     T *content = block.content + r * sizes.width, *relative = block.position_query + r * sizes.width,
       *segment = block.segment_query + r * sizes.width;
-    read_row(p, p.query, b, h, row, sizes.width, content);
+    read_row(p, p.rows.query, b, h, row, sizes.width, content);
     Vec<T> same{}, different{};
     for (int64_t d = 0; d < sizes.width; d += LANES<T>) {
       const Vec<T> q = load(content + d);
@@ -90,10 +90,10 @@ static void load_block(const RelAttention& p, const Sizes<T>& sizes, const HeadT
     }
     block.same[r] = sum<T>(same);
     block.different[r] = sum<T>(different);
-    if (p.query_rank != nullptr) {
-      const int64_t rank = p.query_rank[b * p.length + row];
+    if (p.rank_mask.query_rank != nullptr) {
+      const int64_t rank = p.rank_mask.query_rank[b * p.length + row];
       block.most_rank = larger(block.most_rank, rank);
-      if (p.query_floor != nullptr) block.least_floor = smaller(block.least_floor, p.query_floor[b * p.length + row]);
+      if (p.rank_mask.query_floor != nullptr) block.least_floor = smaller(block.least_floor, p.rank_mask.query_floor[b * p.length + row]);
     }
     ++block.count;
   }
@@ -103,8 +103,8 @@ static void load_block(const RelAttention& p, const Sizes<T>& sizes, const HeadT
     memcpy(block.content + r * sizes.width, block.content + (block.count - 1) * sizes.width, bytes);
     memcpy(block.position_query + r * sizes.width, block.position_query + (block.count - 1) * sizes.width, bytes);
   }
-  transpose_strips(block.content, block.count, sizes.width, p.width, block.content_strips);
-  transpose_strips(block.position_query, block.count, sizes.width, p.width, block.position_strips);
+  transpose_strips(block.content, block.count, sizes.width, p.head_dim, block.content_strips);
+  transpose_strips(block.position_query, block.count, sizes.width, p.head_dim, block.position_strips);
 }
 
 // Segment and rank of the keys of one sequence, padded to whole groups, and the bounds of each group's ranks
@@ -120,8 +120,8 @@ struct KeyLabels {
   void load_sequence(const RelAttention& p, int64_t b, int64_t groups) const {
     const int64_t keys = p.mem_len + p.key_len;
     for (int64_t j = 0; j < groups * KEY_GROUP; ++j) {
-      id[j] = j < keys && p.key_ids != nullptr ? p.key_ids[b * keys + j] : 0;
-      rank[j] = j < keys && p.key_rank != nullptr ? p.key_rank[b * keys + j] : INT32_MAX;
+      id[j] = j < keys && p.segments.key_ids != nullptr ? p.segments.key_ids[b * keys + j] : 0;
+      rank[j] = j < keys && p.rank_mask.key_rank != nullptr ? p.rank_mask.key_rank[b * keys + j] : INT32_MAX;
     }
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t first = g * KEY_GROUP, last = smaller(first + KEY_GROUP, keys);
@@ -141,10 +141,10 @@ static bool sees_group(const RelAttention& p, const Sizes<T>& sizes, const KeyLa
   const int64_t first = g * KEY_GROUP, last = first + KEY_GROUP;  // keys
   const int64_t own_first = p.mem_len + block.position[0], own_last = p.mem_len + block.position[block.count - 1];
   if (sizes.ends_at_zero && first > own_last) return false;
-  if (p.query_rank == nullptr) return true;
-  if (keys.least_rank[g] < block.most_rank && (p.query_floor == nullptr || keys.most_rank[g] >= block.least_floor))
+  if (p.rank_mask.query_rank == nullptr) return true;
+  if (keys.least_rank[g] < block.most_rank && (p.rank_mask.query_floor == nullptr || keys.most_rank[g] >= block.least_floor))
     return true;
-  return p.sees_self != nullptr && own_first < last && own_last >= first;
+  return p.rank_mask.sees_self != nullptr && own_first < last && own_last >= first;
 }
 
 // Adds the segment term to whole vectors of scores and hides keys by rank; returns the lane-wise maximum.
@@ -185,29 +185,29 @@ static int64_t mask_row(const RelAttention& p, const Sizes<T>& sizes, const KeyL
       if (!mask[(first + j) * p.mask.stride[3]]) score[j] = -static_cast<T>(INFINITY);
   }
 
-  const int32_t id = p.query_ids == nullptr ? 0 : p.query_ids[b * p.length + row];
+  const int32_t id = p.segments.query_ids == nullptr ? 0 : p.segments.query_ids[b * p.length + row];
   bool all = true, any = true, sees_own = false;
   int32_t most = 0, floor = INT32_MIN;
-  if (p.query_rank != nullptr) {
-    most = p.query_rank[b * p.length + row];
-    if (p.query_floor != nullptr) floor = p.query_floor[b * p.length + row];
+  if (p.rank_mask.query_rank != nullptr) {
+    most = p.rank_mask.query_rank[b * p.length + row];
+    if (p.rank_mask.query_floor != nullptr) floor = p.rank_mask.query_floor[b * p.length + row];
     any = false;
     for (int64_t g = first / KEY_GROUP; g * KEY_GROUP < first + seen; ++g) {
       all = all && keys.most_rank[g] < most && keys.least_rank[g] >= floor;
       any = any || (keys.least_rank[g] < most && keys.most_rank[g] >= floor);
     }
-    sees_own = p.sees_self != nullptr && p.sees_self[b * p.length + row] && own >= 0 && own < seen;
+    sees_own = p.rank_mask.sees_self != nullptr && p.rank_mask.sees_self[b * p.length + row] && own >= 0 && own < seen;
   }
   if (!any && !sees_own) return 0;
   T own_score = sees_own ? score[own] : T(0);
-  if (sees_own && p.query_ids != nullptr && keys.id[first + own] != id) own_score += block.different[r];
+  if (sees_own && p.segments.query_ids != nullptr && keys.id[first + own] != id) own_score += block.different[r];
 
   const int32_t *ids = keys.id + first, *ranks = keys.rank + first;
   const T different = block.different[r];
   Vec<T> top;
-  if (p.query_ids == nullptr && all) {
+  if (p.segments.query_ids == nullptr && all) {
     top = mask_vectors<T, false, false>(score, whole, ids, id, different, ranks, most, floor);
-  } else if (p.query_ids == nullptr) {
+  } else if (p.segments.query_ids == nullptr) {
     top = mask_vectors<T, false, true>(score, whole, ids, id, different, ranks, most, floor);
   } else if (all) {
     top = mask_vectors<T, true, false>(score, whole, ids, id, different, ranks, most, floor);

@@ -39,7 +39,7 @@ static void place_rows(const Block<T>& block, int64_t last_position, int64_t fir
 template <typename T>
 static void score_step(const RelAttention& p, const Block<T>& block, const T* key_panels, const T* rel_panels,
                        const Step<T>& step) {
-  const int64_t depth = p.width, rows = block.padded(PANEL_ROWS);
+  const int64_t depth = p.head_dim, rows = block.padded(PANEL_ROWS);
 
   // (b) + (d): each strip of rows needs just its own part of the window
   const int64_t end = step.shift[0] + step.count;

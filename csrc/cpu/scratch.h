@@ -44,13 +44,13 @@ struct Sizes {
     keys = p.mem_len + p.key_len;
     groups = (keys + KEY_GROUP - 1) / KEY_GROUP;
     keys_padded = groups * KEY_GROUP;
-    width = round_up(p.width, LANES<T>);
+    width = round_up(p.head_dim, LANES<T>);
     constexpr int64_t enough_tasks = 32;
     const int64_t wanted = p.length * p.batch * p.heads / enough_tasks;
     chunk_rows = round_up(smaller(larger(wanted, least_rows), 2048), BLOCK_ROWS);
     chunks = (p.length + chunk_rows - 1) / chunk_rows;
-    const int64_t span = p.row_order == nullptr ? smaller(chunk_rows, p.length) : p.key_len;
+    const int64_t span = p.rows.order == nullptr ? smaller(chunk_rows, p.length) : p.key_len;
     window = round_up(keys_padded + span + 4 * PANEL_WIDTH<T>, PANEL_WIDTH<T>);
-    ends_at_zero = p.rel_rows == p.max_distance + 1;
+    ends_at_zero = p.rel_len == p.rel_key.max_distance + 1;
   }
 };

@@ -67,7 +67,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
   const RelAttention& p = call.p;
   const int lane = thread_index() % WARP, warp = thread_index() / WARP, g = lane / 4, t = lane % 4;
   const int strip = warp % (BM / 16), part = warp / (BM / 16);  // of 16 rows or keys; of the other dimension
-  const int keys = int(p.mem_len + p.key_len), width = int(p.width), heads = int(p.heads);
+  const int keys = int(p.mem_len + p.key_len), width = int(p.head_dim), heads = int(p.heads);
   const int tiles = tiles_of(keys, BN), row_tiles = tiles_of(p.length, BM);
   const bool tf32 = call.tf32, atomically = !grad.deterministic;
   const int64_t slot = atomically ? 0 : block_index().x;
@@ -96,12 +96,12 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
     for (; tile >= tiles; tile -= tiles) b += grid_size().z;
     if (b >= p.batch) return;
     const int head = b * heads + h, group = call.shared_rel_key ? h : head, j0 = tile * BN;
-    const auto key_rows = key_rows_of<T>(p, p.memory_key, p.key, b, h);
-    const auto value_rows = key_rows_of<T>(p, p.memory_value, p.value, b, h);
-    const auto query_rows = rows_of<T>(p.query, b, h), grad_out_rows = rows_of<T>(grad.out, b, h);
-    const auto rel_rows = rows_of<T>(p.rel_key, b, h);
+    const auto key_rows = key_rows_of<T>(p, p.memory.key, p.keys.key, b, h);
+    const auto value_rows = key_rows_of<T>(p, p.memory.value, p.keys.value, b, h);
+    const auto query_rows = rows_of<T>(p.rows.query, b, h), grad_out_rows = rows_of<T>(grad.out, b, h);
+    const auto rel_rows = rows_of<T>(p.rel_key.rows, b, h);
     const float* rel_bias = rel_bias_of(call, b, h);
-    const int64_t first_rel = (slot * groups + group) * p.rel_rows,
+    const int64_t first_rel = (slot * groups + group) * p.rel_len,
                   first_row = (slot * p.batch * heads + head) * p.length;
     const Rows<float> grad_rel{grad.rel_key + first_rel * width, width};
     const Rows<float> grad_query{grad.query + first_row * width, width};
@@ -129,9 +129,9 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
       const int span = last_position - position_at(p, b, place);
       // once, but for rows far apart: then once for each window of rel_key, each time with the rows that it serves
       for (int behind = 0; behind <= span; behind += BM) {
-        const int origin = int(p.max_distance - p.mem_len) - last_position + j0 + behind;
+        const int origin = int(p.rel_key.max_distance - p.mem_len) - last_position + j0 + behind;
         const auto copy_half_window = [&](int begin) {
-          copy_rows<S::THREADS, BM>(ring, begin, rel_rows, begin, int(p.rel_rows), width);
+          copy_rows<S::THREADS, BM>(ring, begin, rel_rows, begin, int(p.rel_len), width);
         };
         const auto clear_band = [&] {
           for (int i = thread_index(); i < S::BAND_BYTES / 16; i += S::THREADS)
@@ -140,7 +140,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
 
         sync_block();  // no one reads the rows of the tile before any more
         const auto copy_tile = [&](const typename S::Rows& to, const Rows<T>& rows) {
-          if (p.row_order == nullptr) {
+          if (p.rows.order == nullptr) {
             copy_rows<S::THREADS, BM>(to, 0, rows, place, int(p.length), width);
           } else {
             const auto at_place = [&](int m) { return rows(row_at(p, b, smaller(m, int(p.length) - 1))); };
@@ -156,7 +156,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
         if (!has_window || origin != window - BM) copy_half_window(origin + BM);
         commit_copies();
         // rows one after the other lag in each tile as in the one before: what is zero in the band stays zero
-        const bool in_line = p.row_position == nullptr && place + BM <= p.length, same_lags = in_line && was_in_line;
+        const bool in_line = p.rows.position == nullptr && place + BM <= p.length, same_lags = in_line && was_in_line;
         was_in_line = in_line;
         if (!same_lags) clear_band();
         Row row[2] = {load_row(p, b, place + 16 * strip + g), load_row(p, b, place + 16 * strip + g + 8)};
@@ -203,8 +203,8 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
             score[n][i] = score[n][i] * (scale * LOG2_E) + (is_elsewhere(n, i) ? there[i / 2] : here[i / 2]);
         hide(score, seen, p, {row[0], row[1]}, b, h, place + 16 * strip + g, j0 + part_keys, label.rank + part_keys, t);
 
-        const float kept_scale = float(1 / (1 - p.dropout_p));
-        const Dropout dropout = load_dropout(p.dropout_state, p.dropout_threshold);
+        const float kept_scale = float(1 / (1 - p.dropout.p));
+        const Dropout dropout = load_dropout(p.dropout.state, p.dropout.threshold);
         uint32_t kept[2] = {~0u, ~0u};
         if (dropout.threshold)
           for (int r = 0; r < 2; ++r) kept[r] = kept_columns<S::KEYS>(dropout, head, row[r].index, j0 + part_keys, t);
@@ -256,7 +256,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
               return a_keys;
             },
             [&](int k, int n) { return load_b_transposed(query_tile, k, part * PART + n, lane); });
-        if (p.segment_embed) {
+        if (p.segments.embed) {
           for (int m = thread_index(); m < BM && place + m < p.length; m += S::THREADS) {
             float sum = different_sums[m];
             if (S::GROUPS == 2) sum += different_sums[BM + m];
@@ -320,7 +320,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
           if (!any) continue;
           for (int r = 0; r < 2; ++r) {
             const int at = origin + m + g + 8 * r;
-            if (at < 0 || at >= p.rel_rows) continue;
+            if (at < 0 || at >= p.rel_len) continue;
             add_row(grad_rel(at), grad_window, r, part * PART + 2 * t, width, atomically);
             if (grad.rel_sum && t == 0 && part == 0) add(grad.rel_sum + first_rel + at, window_sum[2 * r], atomically);
           }

@@ -18,16 +18,16 @@ KERNEL THREADS_PER_BLOCK(ROW_THREADS, 1) rows_kernel(Backward a) {
   if (row >= all_rows) return;
   const int64_t i = row % p.length, head = row / p.length, b = head / p.heads, h = head % p.heads;
   const auto row_of = [&](const Tensor4& of) { return rows_of<const T>(of, int(b), int(h))(int(i)); };
-  const T *query = row_of(p.query), *out = row_of(p.out), *grad_out = row_of(grad.out);
-  const T* own = static_cast<const T*>(p.segment_embed) + h * p.width;
-  const T* other = own + p.heads * p.width;
-  const T* bias = static_cast<const T*>(p.segment_bias) + h * p.width;
+  const T *query = row_of(p.rows.query), *out = row_of(p.out), *grad_out = row_of(grad.out);
+  const T* own = static_cast<const T*>(p.segments.embed) + h * p.head_dim;
+  const T* other = own + p.heads * p.head_dim;
+  const T* bias = static_cast<const T*>(p.segments.bias) + h * p.head_dim;
   const int lane = thread_index() % WARP;
   float delta = 0, same = 0, different = 0;
-  for (int d = lane; d < p.width; d += WARP) {
+  for (int d = lane; d < p.head_dim; d += WARP) {
     delta += to_float(out[d]) * to_float(grad_out[d]);
-    if (p.segment_embed == nullptr) continue;
-    const float x = to_float(query[d]) + (p.segment_bias ? to_float(bias[d]) : 0.f);
+    if (p.segments.embed == nullptr) continue;
+    const float x = to_float(query[d]) + (p.segments.bias ? to_float(bias[d]) : 0.f);
     same += x * to_float(own[d]);
     different += x * (to_float(other[d]) - to_float(own[d]));
   }

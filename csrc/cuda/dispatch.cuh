@@ -15,7 +15,7 @@ inline std::string failure(const char* kernel, const Call& call, int shared_byte
   const char* const dtypes[] = {"float32", "float64", "bfloat16", "float16"};
   return std::string("rel_attention: the CUDA kernel ") + kernel + " for B=" + std::to_string(p.batch) +
          " H=" + std::to_string(p.heads) + " L=" + std::to_string(p.length) + " K=" + std::to_string(p.key_len) +
-         " M=" + std::to_string(p.mem_len) + " D=" + std::to_string(p.width) + " " + dtypes[int(p.dtype)] + ", " +
+         " M=" + std::to_string(p.mem_len) + " D=" + std::to_string(p.head_dim) + " " + dtypes[int(p.dtype)] + ", " +
          std::to_string(shared_bytes) + " bytes of shared memory: " + error;
 }
 
@@ -28,11 +28,11 @@ inline Index grid_of(int64_t tiles, const RelAttention& p) {
 // run(an element, integral_constant of the compiled width), for the smallest compiled width that holds the call's
 template <typename T, typename Run>
 std::string dispatch_width(const Call& call, Run run) {
-  if (call.p.width <= 32) return run(T(), std::integral_constant<int, 32>());
-  if (call.p.width <= 64) return run(T(), std::integral_constant<int, 64>());
-  if (call.p.width <= 96) return run(T(), std::integral_constant<int, 96>());
-  if (call.p.width <= 128) return run(T(), std::integral_constant<int, 128>());
-  return "rel_attention: the CUDA kernels serve head widths up to 128, got " + std::to_string(call.p.width);
+  if (call.p.head_dim <= 32) return run(T(), std::integral_constant<int, 32>());
+  if (call.p.head_dim <= 64) return run(T(), std::integral_constant<int, 64>());
+  if (call.p.head_dim <= 96) return run(T(), std::integral_constant<int, 96>());
+  if (call.p.head_dim <= 128) return run(T(), std::integral_constant<int, 128>());
+  return "rel_attention: the CUDA kernels serve head widths up to 128, got " + std::to_string(call.p.head_dim);
 }
 
 template <typename Run>

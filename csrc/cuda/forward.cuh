@@ -49,7 +49,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
   for (; tile_of_rows >= row_tiles; tile_of_rows -= row_tiles) b += grid_size().z;  // a batch beyond the grid
   if (b >= p.batch) return;
   const int place = tile_of_rows * BM, head = b * int(p.heads) + h;
-  const int keys = int(p.mem_len + p.key_len), width = int(p.width);
+  const int keys = int(p.mem_len + p.key_len), width = int(p.head_dim);
 
   // shared memory: two stages of keys, values and labels; the ring of rel_key; float32: the rows of query; dropout
   char* const memory = shared_memory();
@@ -76,7 +76,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
   float* const lse = static_cast<float*>(p.lse) + int64_t(head) * p.length;
 #pragma unroll
   for (int s = 0; s < STRIPS; ++s) {
-    const Rows<const T> query = rows_of<const T>(p.query, b, h);
+    const Rows<const T> query = rows_of<const T>(p.rows.query, b, h);
     const Row rows[2] = {load_row(p, b, place_of(s)), load_row(p, b, place_of(s) + 8)};
 #pragma unroll
     for (int step = 0; step < STEPS; ++step)
@@ -107,7 +107,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
   // how the rows lie to the window of rel_key, whose first row is that of the block's last position and key 0
   const int last_position = position_at(p, b, smaller(place + BM, int(p.length)) - 1);
   const int span = last_position - position_at(p, b, place);
-  const int origin = int(p.max_distance - p.mem_len) - last_position;
+  const int origin = int(p.rel_key.max_distance - p.mem_len) - last_position;
   const auto lag_of = [&](int place) {
     const Row of = load_row(p, b, place);
     return of.inside ? last_position - of.position : -1;
@@ -115,9 +115,9 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
   Runs<BM> runs[STRIPS];
   for (int s = 0; s < STRIPS; ++s) runs[s].find({lag_of(place_of(s)), lag_of(place_of(s) + 8)}, lane);
 
-  const auto key_rows = key_rows_of<const T>(p, p.memory_key, p.key, b, h);
-  const auto value_rows = key_rows_of<const T>(p, p.memory_value, p.value, b, h);
-  const auto rel_rows = rows_of<const T>(p.rel_key, b, h);
+  const auto key_rows = key_rows_of<const T>(p, p.memory.key, p.keys.key, b, h);
+  const auto value_rows = key_rows_of<const T>(p, p.memory.value, p.keys.value, b, h);
+  const auto rel_rows = rows_of<const T>(p.rel_key.rows, b, h);
   const float* rel_bias = rel_bias_of(call, b, h);
   const auto copy_keys = [&](int j0, int stage) {
     if (j0 >= key_rows.mem_len) {
@@ -130,7 +130,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
     copy_labels<S::THREADS, BN>(call, label_of(stage), b, h, j0);
   };
   const auto copy_rel_key = [&](int begin) {
-    copy_rows<S::THREADS, BN>(ring, begin, rel_rows, begin, int(p.rel_rows), width);
+    copy_rows<S::THREADS, BN>(ring, begin, rel_rows, begin, int(p.rel_len), width);
   };
   const auto copy_window = [&](int begin) {
 #pragma unroll 1
@@ -193,8 +193,8 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
         });
       }
 
-      if (p.dropout_threshold && (j0 % 64 == 0 || !has_window)) {
-        const Dropout dropout = load_dropout(p.dropout_state, p.dropout_threshold);
+      if (p.dropout.threshold && (j0 % 64 == 0 || !has_window)) {
+        const Dropout dropout = load_dropout(p.dropout.state, p.dropout.threshold);
         for (int s = 0; s < STRIPS; ++s) {
           uint32_t bits = 0;
           for (int r = 0; r < 2; ++r) {
@@ -259,7 +259,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
             score[s][n][i] = exp2_approximately(score[s][n][i]);
             total[s][i / 2] += score[s][n][i];
           }
-        if (p.dropout_threshold) {
+        if (p.dropout.threshold) {
           const uint32_t bits = kept[s * S::THREADS] >> j0 % 64 / 4;
 #pragma unroll
           for (int n = 0; n < N; ++n)
@@ -287,7 +287,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
       if (place_of(s) + 8 * r >= p.length) continue;
       const int index = row_at(p, b, place_of(s) + 8 * r);
       const bool sees_any = sum != 0;  // NaN counts
-      const float factor = sees_any ? float(1 / (1 - p.dropout_p)) / sum : 0.f;
+      const float factor = sees_any ? float(1 / (1 - p.dropout.p)) / sum : 0.f;
       T* to = out_rows(index);
 #pragma unroll
       for (int d = 0; d < D / 8; ++d)

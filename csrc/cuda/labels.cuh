@@ -23,11 +23,11 @@ struct Row : RowLabel {
 
 // The row at `place` in order of position.
 DEVICE int row_at(const RelAttention& p, int b, int place) {
-  return p.row_order ? p.row_order[b * p.length + place] : place;
+  return p.rows.order ? p.rows.order[b * p.length + place] : place;
 }
 DEVICE int position_at(const RelAttention& p, int b, int place) {
-  if (p.row_position == nullptr) return place;
-  return larger(0, smaller(p.row_position[b * p.length + place], int(p.key_len) - 1));  // no one has looked at them
+  if (p.rows.position == nullptr) return place;
+  return larger(0, smaller(p.rows.position[b * p.length + place], int(p.key_len) - 1));  // no one has looked at them
 }
 
 DEVICE Row load_row(const RelAttention& p, int b, int place) {
@@ -37,10 +37,10 @@ DEVICE Row load_row(const RelAttention& p, int b, int place) {
   row.index = row_at(p, b, place);
   row.position = position_at(p, b, place);
   const int64_t at = b * p.length + row.index;
-  row.rank = !row.inside ? LOWEST : p.query_rank ? p.query_rank[at] : HIGHEST;
-  row.floor = p.query_floor ? p.query_floor[at] : LOWEST;
-  row.id = p.query_ids ? p.query_ids[at] : 0;
-  row.own_key = row.inside && p.sees_self && p.sees_self[at] ? row.position + int(p.mem_len) : -1;
+  row.rank = !row.inside ? LOWEST : p.rank_mask.query_rank ? p.rank_mask.query_rank[at] : HIGHEST;
+  row.floor = p.rank_mask.query_floor ? p.rank_mask.query_floor[at] : LOWEST;
+  row.id = p.segments.query_ids ? p.segments.query_ids[at] : 0;
+  row.own_key = row.inside && p.rank_mask.sees_self && p.rank_mask.sees_self[at] ? row.position + int(p.mem_len) : -1;
   return row;
 }
 
@@ -50,7 +50,7 @@ struct KeyTile {
   float* bias;
 };
 
-DEVICE bool is_causal(const RelAttention& p) { return p.rel_rows == p.max_distance + 1; }
+DEVICE bool is_causal(const RelAttention& p) { return p.rel_len == p.rel_key.max_distance + 1; }
 
 template <int THREADS>
 DEVICE void clear_labels(const KeyTile& tile, int count) {
@@ -70,8 +70,8 @@ DEVICE void copy_labels(const Call& call, const KeyTile& tile, int b, int h, int
   const auto copy = [&](void* to, const void* labels, int64_t row) {
     if (labels) copy_async<4>(to, static_cast<const int32_t*>(labels) + row * keys + j, j < keys);
   };
-  copy(tile.rank + k, p.key_rank, b);
-  copy(tile.id + k, p.key_ids, b);
+  copy(tile.rank + k, p.rank_mask.key_rank, b);
+  copy(tile.id + k, p.segments.key_ids, b);
   copy(tile.bias + k, call.workspace.key_bias, b * p.heads + h);
 }
 
@@ -112,7 +112,7 @@ DEVICE RowTile load_row_tile(const Call& call, int b, int place, int count) {
   RowTile tile;
   tile.first_position = position_at(p, b, place);
   tile.last_position = position_at(p, b, smaller(place + count, int(p.length)) - 1);
-  if (p.query_rank) {
+  if (p.rank_mask.query_rank) {
     const int first = place / LABEL_TILE, tiles = tiles_of(p.length, LABEL_TILE);
     tile.labels = call.workspace.row_labels[b * tiles + first];
     for (int i = first + 1; i < smaller(tiles, tiles_of(place + count, LABEL_TILE)); ++i)
@@ -131,7 +131,7 @@ DEVICE Seen seen_pairs(const Call& call, const RowTile& rows, int b, int j0, int
   const int first_own = rows.first_position + int(p.mem_len), last_own = rows.last_position + int(p.mem_len);
   if (is_causal(p) && j0 > last_own) return Seen::none;
   const bool plain = p.mask.data == nullptr && last < keys && (!is_causal(p) || last <= first_own);
-  if (p.query_rank == nullptr) return plain ? Seen::all : Seen::some;
+  if (p.rank_mask.query_rank == nullptr) return plain ? Seen::all : Seen::some;
   const KeyLabels& labels = call.workspace.key_labels[b * tiles_of(keys, LABEL_TILE) + j0 / LABEL_TILE];
   const RowLabels& of = rows.labels;
   const bool owns = of.any_sees_self && j0 <= last_own && last >= first_own;

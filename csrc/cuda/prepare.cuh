@@ -23,7 +23,7 @@ DEVICE void label_keys(const Call& call, int tile, int lane) {
   for (int k = lane; k < LABEL_TILE; k += WARP) {
     const int j = tile % tiles * LABEL_TILE + k;
     if (j >= keys) break;
-    const int32_t rank = p.key_rank[int64_t(b) * keys + j];
+    const int32_t rank = p.rank_mask.key_rank[int64_t(b) * keys + j];
     labels = {smaller(labels.least_rank, rank), larger(labels.largest_rank, rank)};
   }
   labels = {least_of_warp(labels.least_rank), largest_of_warp(labels.largest_rank)};
@@ -50,12 +50,12 @@ template <typename T>
 KERNEL THREADS_PER_BLOCK(PREPARE_THREADS, 1) prepare_kernel(Call call) {
   const RelAttention& p = call.p;
   const Workspace& w = call.workspace;
-  const int lane = thread_index() % WARP, width = int(p.width), heads = int(p.heads);
+  const int lane = thread_index() % WARP, width = int(p.head_dim), heads = int(p.heads);
   const int64_t keys = p.mem_len + p.key_len;
-  const int64_t key_tiles = p.query_rank ? p.batch * tiles_of(keys, LABEL_TILE) : 0;
-  const int64_t row_tiles = p.query_rank ? p.batch * tiles_of(p.length, LABEL_TILE) : 0;
+  const int64_t key_tiles = p.rank_mask.query_rank ? p.batch * tiles_of(keys, LABEL_TILE) : 0;
+  const int64_t row_tiles = p.rank_mask.query_rank ? p.batch * tiles_of(p.length, LABEL_TILE) : 0;
   const int64_t key_products = w.key_bias ? p.batch * heads * keys : 0;
-  const int64_t rel_products = (call.shared_rel_key ? 1 : p.batch) * heads * p.rel_rows;
+  const int64_t rel_products = (call.shared_rel_key ? 1 : p.batch) * heads * p.rel_len;
 
   int64_t item = int64_t(block_index().x) * (PREPARE_THREADS / WARP) + thread_index() / WARP;
   if (item < key_tiles) return label_keys(call, int(item), lane);
@@ -64,14 +64,14 @@ KERNEL THREADS_PER_BLOCK(PREPARE_THREADS, 1) prepare_kernel(Call call) {
   item = (item - row_tiles) * WARP + lane;
   if (item < key_products) {
     const int64_t j = item % keys, head = item / keys, b = head / heads, h = head % heads;
-    const T* row = key_rows_of<const T>(p, p.memory_key, p.key, int(b), int(h))(int(j));
+    const T* row = key_rows_of<const T>(p, p.memory.key, p.keys.key, int(b), int(h))(int(j));
     w.key_bias[item] = bias_product(static_cast<const T*>(p.content_bias) + h * width, row, width);
     return;
   }
   item -= key_products;
   if (item < rel_products) {
-    const int64_t r = item % p.rel_rows, head = item / p.rel_rows, b = head / heads, h = head % heads;
-    const T* row = rows_of<const T>(p.rel_key, int(b), int(h))(int(r));
+    const int64_t r = item % p.rel_len, head = item / p.rel_len, b = head / heads, h = head % heads;
+    const T* row = rows_of<const T>(p.rel_key.rows, int(b), int(h))(int(r));
     const T* bias = static_cast<const T*>(p.position_bias) + h * width;
     w.rel_bias[head * call.rel_bias_rows + r] = p.position_bias ? bias_product(bias, row, width) : 0.f;
   }
@@ -83,10 +83,10 @@ const char* prepare(const Call& call, Stream stream) {
   const Workspace& w = call.workspace;
   const int64_t keys = p.mem_len + p.key_len;
   int64_t warps = 0, products = 0;
-  if (p.query_rank)
+  if (p.rank_mask.query_rank)
     warps += p.batch * ((keys + LABEL_TILE - 1) / LABEL_TILE + (p.length + LABEL_TILE - 1) / LABEL_TILE);
   if (w.key_bias) products += p.batch * p.heads * keys;
-  products += (call.shared_rel_key ? 1 : p.batch) * p.heads * p.rel_rows;
+  products += (call.shared_rel_key ? 1 : p.batch) * p.heads * p.rel_len;
   warps += (products + WARP - 1) / WARP;
   if (warps == 0) return nullptr;
   constexpr int PER_BLOCK = PREPARE_THREADS / WARP;

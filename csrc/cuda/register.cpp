@@ -27,57 +27,31 @@ Tensor aligned(const Tensor& t) {
   return at::constant_pad_nd(t.contiguous(), {0, (chunk - width % chunk) % chunk});
 }
 OptionalTensor aligned(const OptionalTensor& t) { return t ? OptionalTensor(aligned(*t)) : t; }
+Inputs aligned(Inputs inputs) {
+#define ALIGN(type, name) inputs.name = aligned(inputs.name);
+  DIFFERENTIABLE_INPUTS(ALIGN, )
+#undef ALIGN
+  return inputs;
+}
 
 // The operator's inputs as the kernels take them; the tensors live as long as this.
-struct Prepared {
-  Tensor query, key, value, rel_key;
-  OptionalTensor content_bias, position_bias, memory_key, memory_value, segment_embed, segment_bias;
+struct DeviceCall {
+  const Inputs inputs;  // aligned
   std::vector<Tensor> kept;
   Call call{};
 
-  explicit Prepared(const Inputs& in)
-      : query(aligned(in.query)),
-        key(aligned(in.key)),
-        value(aligned(in.value)),
-        rel_key(aligned(in.rel_key)),
-        content_bias(aligned(in.content_bias)),
-        position_bias(aligned(in.position_bias)),
-        memory_key(aligned(in.memory_key)),
-        memory_value(aligned(in.memory_value)),
-        segment_embed(aligned(in.segment_embed)),
-        segment_bias(aligned(in.segment_bias)) {
-    xlnet_kernels::Prepared prepared = prepare({query,
-                                                key,
-                                                value,
-                                                rel_key,
-                                                content_bias,
-                                                position_bias,
-                                                memory_key,
-                                                memory_value,
-                                                segment_embed,
-                                                segment_bias,
-                                                in.query_ids,
-                                                in.key_ids,
-                                                in.query_rank,
-                                                in.key_rank,
-                                                in.query_floor,
-                                                in.sees_self,
-                                                in.mask,
-                                                in.query_positions,
-                                                in.dropout_state,
-                                                in.max_distance,
-                                                in.dropout_p,
-                                                in.scale});
+  explicit DeviceCall(const Inputs& given) : inputs(aligned(given)) {
+    PreparedCall prepared = prepare(inputs);
     call.p = prepared.p;
     kept = std::move(prepared.kept);
     call.tf32 = allows_tf32();
-    call.shared_rel_key = rel_key.dim() == 3;
+    call.shared_rel_key = inputs.rel_key.dim() == 3;
     const RelAttention& p = call.p;
     const int64_t keys = p.mem_len + p.key_len;
-    if (content_bias) call.workspace.key_bias = floats({p.batch, p.heads, keys});
-    call.rel_bias_rows = p.max_distance + p.key_len + REL_MARGIN;
+    if (p.content_bias) call.workspace.key_bias = floats({p.batch, p.heads, keys});
+    call.rel_bias_rows = p.rel_key.max_distance + p.key_len + REL_MARGIN;
     call.workspace.rel_bias = floats({call.shared_rel_key ? 1 : p.batch, p.heads, call.rel_bias_rows});
-    if (p.query_rank) {
+    if (p.rank_mask.query_rank) {
       call.workspace.key_labels = structs<KeyLabels>(p.batch * ((keys + LABEL_TILE - 1) / LABEL_TILE));
       call.workspace.row_labels = structs<RowLabels>(p.batch * ((p.length + LABEL_TILE - 1) / LABEL_TILE));
     }
@@ -88,11 +62,11 @@ struct Prepared {
     return t;
   }
   float* floats(at::IntArrayRef shape) {
-    return keep(at::empty(shape, query.options().dtype(at::kFloat))).data_ptr<float>();
+    return keep(at::empty(shape, inputs.query.options().dtype(at::kFloat))).data_ptr<float>();
   }
   template <typename Struct>
   Struct* structs(int64_t count) {
-    const Tensor words = keep(at::empty({count * int64_t(sizeof(Struct) / 4)}, query.options().dtype(at::kInt)));
+    const Tensor words = keep(at::empty({count * int64_t(sizeof(Struct) / 4)}, inputs.query.options().dtype(at::kInt)));
     return reinterpret_cast<Struct*>(words.data_ptr());
   }
 };
@@ -107,14 +81,18 @@ Tensor narrowed(const Tensor& padded, const Tensor& like) {
   return result;
 }
 
+bool is_empty(const Inputs& in) {
+  return in.query.numel() == 0 || in.key.size(2) + (in.memory_key ? in.memory_key->size(2) : 0) == 0;
+}
+
 std::tuple<Tensor, Tensor> rel_attention(INPUTS) {
   const DeviceGuard guard(query.device());
+  const Inputs inputs{INPUT_NAMES};
   Tensor lse = at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(at::kFloat));
-  if (query.numel() == 0 || key.size(2) + (memory_key ? memory_key->size(2) : 0) == 0)
-    return {empty_rows_first(query, query.scalar_type()).zero_(), lse.fill_(-INFINITY)};
-  Prepared prepared({INPUT_NAMES});
-  Call& call = prepared.call;
-  Tensor out = empty_rows_first(prepared.query, query.scalar_type());
+  if (is_empty(inputs)) return {empty_rows_first(query, query.scalar_type()).zero_(), lse.fill_(-INFINITY)};
+  DeviceCall device(inputs);
+  Call& call = device.call;
+  Tensor out = empty_rows_first(device.inputs.query, query.scalar_type());
   call.p.out = strided(out);
   call.p.lse = lse.data_ptr();
   check_ran(cuda::forward(call, current_stream()));
@@ -126,124 +104,143 @@ Tensor weighted_sum(const Tensor& weights, const Tensor& rows) {
   return at::matmul(weights.unsqueeze(2), rows.to(at::kFloat)).squeeze(2).sum(0);
 }
 
+// Where nothing is attended to
+InputGradients zero_gradients(const Inputs& inputs) {
+  const auto zeros = [](const OptionalTensor& t) { return t ? at::zeros(t->sizes(), t->options()) : Tensor(); };
+  const auto rows = [](const OptionalTensor& t) {
+    return t ? empty_rows_first(*t, t->scalar_type()).zero_() : Tensor();
+  };
+  return {rows(inputs.query),        rows(inputs.key),           rows(inputs.value),
+          zeros(inputs.rel_key),     zeros(inputs.content_bias), zeros(inputs.position_bias),
+          rows(inputs.memory_key),   rows(inputs.memory_value),  zeros(inputs.segment_embed),
+          zeros(inputs.segment_bias)};
+}
+
+// How many blocks, each with copies of its own, may add to the same gradient
+int64_t slots_of(const DeviceCall& device) {
+  if (!device.inputs.deterministic) return 1;
+  const Call& call = device.call;
+  const int64_t groups = call.shared_rel_key ? call.p.heads : call.p.batch * call.p.heads;
+  const int64_t bytes = 4 * (device.inputs.query.numel() + device.inputs.rel_key.numel());
+  const int64_t at_once = (2 * processors() + groups - 1) / groups;
+  return std::max<int64_t>(1, std::min({backward_items(call), at_once, SLOT_BYTES / bytes}));
+}
+
+// What the kernels leave to torch: sums over rows, in float32
+struct Sums {
+  Tensor query, rel_key, rel, different;  // (slots, ...), as Gradients has them
+  Tensor key;                             // (B, H, M + K)
+  Tensor grad_lse;                        // (B, H, L) or undefined
+};
+
+void add_segment_gradients(const Inputs& in, const Sums& sums, Tensor& rows, InputGradients& grad) {
+  const Tensor different = sums.different.sum(0);
+  // softmax's gradients add up to zero, but for what comes through the log-sum-exp
+  const Tensor same = sums.grad_lse.defined() ? sums.grad_lse * in.scale - different : -different;
+  const Tensor embed = in.segment_embed->to(at::kFloat);
+  const auto spread = [&](const Tensor& weights, int kind) { return weights.unsqueeze(-1) * embed[kind].unsqueeze(1); };
+  const Tensor segment_rows = spread(same, 0) + spread(different, 1);
+  rows = rows + segment_rows;
+  grad.segment_bias = segment_rows.sum(at::IntArrayRef{0, 2});
+  grad.segment_embed = at::stack({weighted_sum(same, in.query), weighted_sum(different, in.query)});
+  if (in.segment_bias) {
+    const Tensor totals = at::stack({same.sum(at::IntArrayRef{0, 2}), different.sum(at::IntArrayRef{0, 2})});
+    grad.segment_embed = grad.segment_embed + totals.unsqueeze(-1) * in.segment_bias->to(at::kFloat);
+  }
+}
+
+void finish(const Inputs& in, const Needs& needs, const Sums& sums, int64_t mem_len, InputGradients& grad) {
+  const auto columns = [&](const Tensor& t) { return t.narrow(-1, 0, in.query.size(-1)); };
+  Tensor rows = columns(sums.query.sum(0));
+  if (needs.rel_key) {
+    Tensor sum = columns(sums.rel_key.sum(0));
+    if (sums.rel.defined())
+      sum = sum.addcmul(sums.rel.sum(0).unsqueeze(-1), in.position_bias->to(at::kFloat).unsqueeze(1));
+    grad.rel_key = sum.to(in.rel_key.dtype()).contiguous();
+  }
+  if (needs.content_bias || needs.position_bias) {
+    grad.content_bias = weighted_sum(sums.key.narrow(-1, mem_len, in.key.size(2)), in.key);
+    if (mem_len) grad.content_bias = grad.content_bias + weighted_sum(sums.key.narrow(-1, 0, mem_len), *in.memory_key);
+    // rows' gradient is that of the content term and that of the position term
+    grad.position_bias = rows.sum(at::IntArrayRef{0, 2}) - grad.content_bias;
+  }
+  if (in.segment_embed) add_segment_gradients(in, sums, rows, grad);
+  grad.query = empty_rows_first(in.query, in.query.scalar_type()).copy_(rows);
+}
+
+InputGradients gradients(const Inputs& in, const OutputGradients& from, const Needs& needs) {
+  from.check(in);
+  DeviceCall device(in);
+  Call& call = device.call;
+  const RelAttention& p = call.p;
+  const Inputs& aligned_in = device.inputs;
+  const auto dtype = in.query.scalar_type();
+  call.p.out = strided(device.keep(aligned(from.out)));
+  call.p.lse = device.keep(from.lse.contiguous()).data_ptr();
+
+  Gradients g{};
+  Sums sums;
+  g.out = strided(device.keep(aligned(from.grad_out.to(dtype))));
+  if (from.grad_lse) {  // of rows that see something
+    sums.grad_lse = from.grad_lse->to(at::kFloat).masked_fill(from.lse.isneginf(), 0).contiguous();
+    g.lse = sums.grad_lse.data_ptr<float>();
+  }
+  g.row_values = device.floats({ROW_VALUES, p.batch, p.heads, p.length});
+  g.key_sum = device.floats({p.batch, p.heads, p.mem_len + p.key_len});
+  sums.key = device.kept.back();
+  g.deterministic = in.deterministic;
+  g.slots = int(slots_of(device));
+  const auto zeros = [&](at::IntArrayRef shape) {
+    std::vector<int64_t> slots{g.slots};
+    slots.insert(slots.end(), shape.begin(), shape.end());
+    return at::zeros(slots, in.query.options().dtype(at::kFloat));
+  };
+  sums.query = zeros({p.batch, p.heads, p.length, p.head_dim});
+  sums.different = zeros({p.batch, p.heads, p.length});
+  if (needs.rel_key) {
+    const auto shape = aligned_in.rel_key.sizes();
+    sums.rel_key = zeros(shape);
+    if (in.position_bias) sums.rel = zeros(shape.slice(0, shape.size() - 1));
+  }
+  const auto data = [](const Tensor& t) { return t.defined() ? t.data_ptr<float>() : nullptr; };
+  g.query = data(sums.query);
+  g.rel_key = data(sums.rel_key);
+  g.rel_sum = data(sums.rel);
+  g.different = data(sums.different);
+  const Tensor grad_key = empty_rows_first(aligned_in.key, dtype),
+               grad_value = empty_rows_first(aligned_in.value, dtype);
+  g.key = strided(grad_key);
+  g.value = strided(grad_value);
+  Tensor grad_memory_key, grad_memory_value;
+  if (in.memory_key) {
+    grad_memory_key = empty_rows_first(*aligned_in.memory_key, dtype);
+    grad_memory_value = empty_rows_first(*aligned_in.memory_value, dtype);
+    g.memory_key = strided(grad_memory_key);
+    g.memory_value = strided(grad_memory_value);
+  }
+  check_ran(cuda::backward(call, g, current_stream()));
+
+  InputGradients grad;
+  grad.key = narrowed(grad_key, in.key);
+  grad.value = narrowed(grad_value, in.value);
+  if (in.memory_key) {
+    grad.memory_key = narrowed(grad_memory_key, *in.memory_key);
+    grad.memory_value = narrowed(grad_memory_value, *in.memory_value);
+  }
+  finish(in, needs, sums, p.mem_len, grad);
+  return grad;
+}
+
 std::vector<Tensor> rel_attention_backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
-                                           const Tensor& lse, std::array<bool, 10> needs, INPUTS) {
+                                           const Tensor& lse, NeedsInOrder needs_in_order, INPUTS) {
   const DeviceGuard guard(query.device());
-  // Where autocast is on, it would round the products below.
+  // Where autocast is on, it would round the products of `finish`.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const std::array<OptionalTensor, 10> inputs{query,         key,        value,        rel_key,       content_bias,
-                                              position_bias, memory_key, memory_value, segment_embed, segment_bias};
-  std::array<Tensor, 10> gradients;
-  if (query.numel() == 0 || key.size(2) + (memory_key ? memory_key->size(2) : 0) == 0) {
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      if (!inputs[i]) continue;
-      const bool rows_first = inputs[i]->dim() == 4 && i != 3;
-      gradients[i] = rows_first ? empty_rows_first(*inputs[i], query.scalar_type()).zero_()
-                                : at::zeros(inputs[i]->sizes(), inputs[i]->options());
-    }
-  } else {
-    check("grad_out", grad_out, query.sizes(), grad_out.scalar_type(), query);
-    check("out", out, query.sizes(), query.scalar_type(), query);
-    check("lse", lse, query.sizes().slice(0, 3), at::kFloat, query);
-    if (grad_lse) check("grad_lse", *grad_lse, lse.sizes(), grad_lse->scalar_type(), query);
-    Prepared prepared({INPUT_NAMES});
-    Call& call = prepared.call;
-    const RelAttention& p = call.p;
-    const Tensor kept_lse = lse.contiguous(), kept_out = aligned(out), kept_grad = aligned(grad_out.to(out.dtype()));
-    call.p.out = strided(kept_out);
-    call.p.lse = kept_lse.data_ptr();
-
-    Gradients g{};
-    g.out = strided(kept_grad);
-    const Tensor kept_grad_lse =  // of rows that see something
-        grad_lse ? grad_lse->to(at::kFloat).masked_fill(lse.isneginf(), 0).contiguous() : Tensor();
-    g.lse = grad_lse ? kept_grad_lse.data_ptr<float>() : nullptr;
-    g.row_values = prepared.floats({ROW_VALUES, p.batch, p.heads, p.length});
-    g.key_sum = prepared.floats({p.batch, p.heads, p.mem_len + p.key_len});
-    const Tensor key_sum = prepared.kept.back();
-
-    const int64_t groups = call.shared_rel_key ? p.heads : p.batch * p.heads, items = backward_items(call);
-    g.deterministic = deterministic;
-    int64_t copies = 1;
-    if (deterministic) {
-      const int64_t bytes = 4 * (prepared.query.numel() + prepared.rel_key.numel());
-      const int64_t at_once = (2 * processors() + groups - 1) / groups;
-      copies = std::max<int64_t>(1, std::min({items, at_once, SLOT_BYTES / bytes}));
-    }
-    g.slots = int(copies);
-    const auto zeros = [&](std::vector<int64_t> shape) {
-      shape.insert(shape.begin(), copies);
-      return at::zeros(shape, query.options().dtype(at::kFloat));
-    };
-    const Tensor grad_query = zeros({p.batch, p.heads, p.length, p.width});
-    const Tensor grad_rel = needs[3] ? zeros(prepared.rel_key.sizes().vec()) : Tensor();
-    const Tensor rel_sums = needs[3] && position_bias
-                                ? zeros(prepared.rel_key.sizes().slice(0, prepared.rel_key.dim() - 1).vec())
-                                : Tensor();
-    const Tensor different_sums = zeros({p.batch, p.heads, p.length});
-    g.query = grad_query.data_ptr<float>();
-    g.rel_key = needs[3] ? grad_rel.data_ptr<float>() : nullptr;
-    g.rel_sum = rel_sums.defined() ? rel_sums.data_ptr<float>() : nullptr;
-    g.different = different_sums.data_ptr<float>();
-    const Tensor grad_key = empty_rows_first(prepared.key, query.scalar_type());
-    const Tensor grad_value = empty_rows_first(prepared.value, query.scalar_type());
-    g.key = strided(grad_key);
-    g.value = strided(grad_value);
-    Tensor grad_memory_key, grad_memory_value;
-    if (memory_key) {
-      grad_memory_key = empty_rows_first(*prepared.memory_key, query.scalar_type());
-      grad_memory_value = empty_rows_first(*prepared.memory_value, query.scalar_type());
-      g.memory_key = strided(grad_memory_key);
-      g.memory_value = strided(grad_memory_value);
-    }
-    check_ran(cuda::backward(call, g, current_stream()));
-    if (memory_key) {
-      gradients[6] = narrowed(grad_memory_key, *memory_key);
-      gradients[7] = narrowed(grad_memory_value, *memory_value);
-    }
-    gradients[1] = narrowed(grad_key, key);
-    gradients[2] = narrowed(grad_value, value);
-
-    const auto columns = [&](const Tensor& t) { return t.narrow(-1, 0, query.size(-1)); };
-    Tensor rows = columns(grad_query.sum(0));
-    if (needs[3]) {
-      Tensor sum = columns(grad_rel.sum(0));
-      if (rel_sums.defined())
-        sum = sum.addcmul(rel_sums.sum(0).unsqueeze(-1), position_bias->to(at::kFloat).unsqueeze(1));
-      gradients[3] = sum.to(rel_key.dtype()).contiguous();
-    }
-    if (needs[4] || needs[5]) {
-      gradients[4] = weighted_sum(key_sum.narrow(-1, p.mem_len, p.key_len), key);
-      if (p.mem_len) gradients[4] = gradients[4] + weighted_sum(key_sum.narrow(-1, 0, p.mem_len), *memory_key);
-      // rows' gradient is that of the content term and that of the position term
-      gradients[5] = rows.sum(at::IntArrayRef{0, 2}) - gradients[4];
-    }
-    if (segment_embed) {
-      const Tensor different = different_sums.sum(0);
-      // softmax's gradients add up to zero, but for what comes through the log-sum-exp
-      const Tensor same = grad_lse ? kept_grad_lse * scale - different : -different;
-      const Tensor embed = segment_embed->to(at::kFloat);
-      const auto spread = [&](const Tensor& weights, int kind) {
-        return weights.unsqueeze(-1) * embed[kind].unsqueeze(1);
-      };
-      const Tensor segment_rows = spread(same, 0) + spread(different, 1);
-      rows = rows + segment_rows;
-      gradients[9] = segment_rows.sum(at::IntArrayRef{0, 2});
-      gradients[8] = at::stack({weighted_sum(same, query), weighted_sum(different, query)});
-      if (segment_bias) {
-        const Tensor bias = segment_bias->to(at::kFloat);
-        const Tensor totals = at::stack({same.sum(at::IntArrayRef{0, 2}), different.sum(at::IntArrayRef{0, 2})});
-        gradients[8] = gradients[8] + totals.unsqueeze(-1) * bias;
-      }
-    }
-    gradients[0] = empty_rows_first(query, query.scalar_type()).copy_(rows);
-  }
-  std::vector<Tensor> found;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    const bool wanted = needs[i] && inputs[i].has_value();
-    found.push_back(wanted ? gradients[i].to(query.scalar_type()) : at::empty({0}, query.options()));
-  }
-  return found;
+  const Inputs inputs{INPUT_NAMES};
+  const Needs needs = by_name(needs_in_order);
+  const InputGradients grad =
+      is_empty(inputs) ? zero_gradients(inputs) : gradients(inputs, {grad_out, grad_lse, out, lse}, needs);
+  return grad.list(inputs, needs);
 }
 
 }  // namespace

@@ -10,11 +10,11 @@ namespace xlnet_kernels::cuda {
 template <typename T, int STEPS>
 DEVICE void segment_scores(const RelAttention& p, const Operand (&q)[STEPS], int h, int t, float scale,
                            float (&same)[2], float (&different)[2]) {
-  if (p.segment_embed == nullptr) return;
-  const int width = int(p.width);
-  const T* own = static_cast<const T*>(p.segment_embed) + h * width;
+  if (p.segments.embed == nullptr) return;
+  const int width = int(p.head_dim);
+  const T* own = static_cast<const T*>(p.segments.embed) + h * width;
   const T* other = own + p.heads * width;
-  const T* bias = static_cast<const T*>(p.segment_bias) + h * width;
+  const T* bias = static_cast<const T*>(p.segments.bias) + h * width;
 #pragma unroll
   for (int step = 0; step < STEPS; ++step)
 #pragma unroll
@@ -25,7 +25,7 @@ DEVICE void segment_scores(const RelAttention& p, const Operand (&q)[STEPS], int
       for (int e = 0; e < EACH; ++e) {
         const int d = step * DEPTH<T> + t * EACH + i / 2 * CHUNK<T> + e;
         if (d >= width) continue;
-        const float x = values[e] + (p.segment_bias ? to_float(bias[d]) : 0.f);
+        const float x = values[e] + (p.segments.bias ? to_float(bias[d]) : 0.f);
         same[i % 2] += x * to_float(own[d]) * scale;
         different[i % 2] += x * (to_float(other[d]) - to_float(own[d])) * scale;
       }

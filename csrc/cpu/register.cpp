@@ -1,0 +1,100 @@
+// The operator on the CPU. Its schema, shapes and gradients' wiring are in xlnet_kernels/ops.py.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <array>
+#include <thread>
+#include <vector>
+
+#include "../call.h"
+#include "kernels.h"
+
+namespace xlnet_kernels {
+namespace {
+
+void parallel_slots(int64_t slots, void (*task)(void*, int64_t), void* context) {
+#ifdef _OPENMP
+  at::parallel_for(0, slots, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t slot = begin; slot < end; ++slot) task(context, slot);
+  });
+#else  // Clang brings an OpenMP runtime that is not torch's: threads of our own instead
+  std::vector<std::thread> threads;
+  for (int64_t slot = 1; slot < slots; ++slot) threads.emplace_back(task, context, slot);
+  task(context, 0);
+  for (std::thread& thread : threads) thread.join();
+#endif
+}
+
+const cpu::Kernels& kernels() {
+  static const cpu::Kernels* chosen = cpu::choose_kernels();
+  TORCH_CHECK(chosen != nullptr, "XLNET_KERNELS_CPU names no instruction set that this processor has");
+  return *chosen;
+}
+
+void check_ran(bool ran) { TORCH_CHECK(ran, "rel_attention: out of memory for the CPU kernels' scratch"); }
+
+std::tuple<Tensor, Tensor> forward(INPUTS) {
+  PreparedCall call = prepare({INPUT_NAMES});
+  Tensor out = empty_rows_first(query, query.scalar_type());
+  Tensor lse = at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(work_dtype(query)));
+  call.p.out = strided(out);
+  call.p.lse = lse.data_ptr();
+  check_ran(kernels().forward(call.p, at::get_num_threads(), parallel_slots));
+  return {out, lse};
+}
+
+// Zeros in the work dtype for each gradient that is needed; undefined where none is
+InputGradients zero_gradients(const Inputs& inputs, const Needs& needs) {
+  const auto dtype = work_dtype(inputs.query);
+  const auto zeros = [&](const OptionalTensor& input, bool need, bool rows_first) {
+    if (!need || !input) return Tensor();
+    return rows_first ? empty_rows_first(*input, dtype).zero_()
+                      : at::zeros(input->sizes(), input->options().dtype(dtype));
+  };
+  return {zeros(inputs.query, needs.query, true),
+          zeros(inputs.key, needs.key, true),
+          zeros(inputs.value, needs.value, true),
+          zeros(inputs.rel_key, needs.rel_key, false),
+          zeros(inputs.content_bias, needs.content_bias, false),
+          zeros(inputs.position_bias, needs.position_bias, false),
+          zeros(inputs.memory_key, needs.memory_key, true),
+          zeros(inputs.memory_value, needs.memory_value, true),
+          zeros(inputs.segment_embed, needs.segment_embed, false),
+          zeros(inputs.segment_bias, needs.segment_bias, false)};
+}
+
+std::vector<Tensor> backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
+                             const Tensor& lse, NeedsInOrder needs_in_order, INPUTS) {
+  const Inputs inputs{INPUT_NAMES};
+  const Needs needs = by_name(needs_in_order);
+  OutputGradients{grad_out, grad_lse, out, lse}.check(inputs);
+  PreparedCall call = prepare(inputs);
+  const auto data = [](const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; };
+  call.p.out = strided(out);
+  call.p.lse = data(call.keep(lse.contiguous()));
+  const InputGradients grad = zero_gradients(inputs, needs);
+  RelAttentionGradients g{};
+  g.out = strided(call.keep(grad_out.to(query.scalar_type())));
+  g.lse = grad_lse ? data(call.keep(grad_lse->to(lse.scalar_type()).contiguous())) : nullptr;
+  g.query = strided(grad.query);
+  g.keys = {strided(grad.key), strided(grad.value)};
+  g.memory = {strided(grad.memory_key), strided(grad.memory_value)};
+  g.rel_key = strided(grad.rel_key);
+  g.content_bias = data(grad.content_bias);
+  g.position_bias = data(grad.position_bias);
+  g.segment_embed = data(grad.segment_embed);
+  g.segment_bias = data(grad.segment_bias);
+  check_ran(kernels().backward(call.p, g, at::get_num_threads(), parallel_slots));
+  return grad.list(inputs, needs);
+}
+
+}  // namespace
+
+}  // namespace xlnet_kernels
+
+TORCH_LIBRARY_IMPL(xlnet_kernels, CPU, m) {
+  m.impl("rel_attention", xlnet_kernels::forward);
+  m.impl("rel_attention_backward", xlnet_kernels::backward);
+}

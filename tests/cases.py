@@ -11,6 +11,7 @@ from torch import Tensor
 
 import cuda_on_host
 import xlnet_kernels as xk
+from xlnet_kernels.backends import self_check
 
 cuda_on_host.install()
 READY = [name for name, state in xk.backends().items() if state.available]
@@ -195,17 +196,13 @@ def assert_close(found: dict[str, Tensor], exact: dict[str, Tensor], problem: Pr
     """float32 and float64: a fixed relative error. Low precision: at most twice (gradients: three times) the error that
     the reference makes in that precision.
 
-    Errors are relative to the largest element. Two roundings of what the whole problem's results are made of are always
-    allowed, since some gradients cancel to zero: that of the results, and that of the log-sum-exp which the backward
-    pass starts from and whose absolute error is the probabilities' relative one.
+    Errors are relative to the largest element; backends/self_check.py has the rule.
     """
     dtype = problem.dtype
     assert found.keys() == exact.keys()
     low = dtype in (torch.float16, torch.bfloat16)
     baseline = problem.results("reference", **how) if low else None
-    relative = {torch.float32: 1e-5, torch.float64: 1e-12}.get(dtype, 0.0)
-    size = max((_largest(value) for name, value in exact.items() if name != "lse"), default=0.0)
-    rounding = torch.finfo(dtype).eps + torch.finfo(found["lse"].dtype).eps * _largest(exact["lse"])
+    allowances = self_check.allowances(exact, baseline, dtype)
     for name, value in exact.items():
         result = found[name]
         assert result.shape == value.shape, f"{name}: shape {tuple(result.shape)}, expected {tuple(value.shape)}"
@@ -213,18 +210,5 @@ def assert_close(found: dict[str, Tensor], exact: dict[str, Tensor], problem: Pr
         assert result.dtype == want, f"{name}: {result.dtype}, expected {want}"
         assert not result.isnan().any(), f"{name}: NaN"
         assert torch.equal(result.isinf(), value.isinf()), f"{name}: infinite elsewhere"
-        allowed = relative * _largest(value) + rounding * size
-        if low:
-            allowed += (3 if name.startswith("grad") else 2) * _error(baseline[name], value)
-        error = _error(result, value)
-        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
-
-
-def _largest(values: Tensor) -> float:
-    finite = values[values.isfinite()]
-    return finite.abs().max().item() if finite.numel() else 0.0
-
-
-def _error(found: Tensor, exact: Tensor) -> float:
-    finite = exact.isfinite()
-    return _largest(found.double()[finite] - exact[finite])
+        off, allowed = self_check.error(result, value), allowances[name]
+        assert off <= allowed, f"{name}: error {off:.3g}, allowed {allowed:.3g}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import dropout
-from ._checks import check_range, is_integer
+from ._checks import check_range, is_integer, readable
 from .backends import choose
 from .masks import RankMask
 from .segments import Segments
@@ -148,7 +148,8 @@ def rel_attention(
     elif not isinstance(deterministic, bool):
         raise ValueError(f"deterministic must be a bool or None, got {deterministic!r}")
 
-    out, lse = choose(backend, query.device.type, query.dtype, width).rel_attention(
+    check_on = query.device if readable(query) else None
+    out, lse = choose(backend, query.device.type, query.dtype, width, check_on).rel_attention(
         query,
         key,
         value,

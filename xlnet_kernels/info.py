@@ -1,4 +1,5 @@
-"""`python -m xlnet_kernels.info [--json]`: versions, devices, what was compiled, which backends are ready."""
+"""`python -m xlnet_kernels.info [--json | --check]`: versions, devices, what was compiled, which backends are
+ready, and whether they compute right on this machine."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import os
 import platform
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import torch
 import xlnet_kernels
 from xlnet_kernels import _extension
 from xlnet_kernels._version import __version__
+from xlnet_kernels.backends import _BACKENDS, self_check
 
 
 def installed_version(package: str) -> str:
@@ -92,8 +95,47 @@ def render(facts: dict) -> str:
     return "\n".join(f"{label:<14} {text}".rstrip() for label, text in rows)
 
 
-if __name__ == "__main__":
+def check() -> bool:
+    """Compares every ready backend with the reference, prints a table, returns whether all is right."""
+    ready = [name for name, state in xlnet_kernels.backends().items() if state.available and name != "reference"]
+    if not ready:
+        print("no backend but the reference is ready: nothing to compare")
+        return True
+    print("Forward and all gradients against the reference in float64:\n")
+    print(f"{'':<30}" + "".join(f"{name:>10}" for name in ready))
+    failures = []
+    for problem in self_check.problems():
+        dtype = str(problem.dtype).removeprefix("torch.")
+        row = f"{problem.name}, {dtype}"
+        marks = []
+        for name in ready:
+            backend = _BACKENDS[name]
+            if problem.dtype not in backend.DTYPES:
+                marks.append("-")
+                continue
+            try:
+                wrong = self_check.compare(backend, problem, backend.DEVICE)
+            except Exception as failure:  # whatever a compiler or a driver raises: the table goes on
+                wrong = [f"{type(failure).__name__}: {failure}"]
+            marks.append("\u2717" if wrong else "\u2713")
+            failures += [f"{name}, {row}: {line}" for line in wrong]
+        print(f"{row:<30}" + "".join(f"{mark:>10}" for mark in marks), flush=True)
+    print("\n" + ("\n".join(failures) or "All right."))
+    return not failures
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m xlnet_kernels.info", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    form.add_argument("--check", action="store_true", help="compare every ready backend with the reference; seconds")
+    options = parser.parse_args()
+    if options.check:
+        return 0 if check() else 1
     facts = collect()
-    print(json.dumps(facts, indent=2) if parser.parse_args().json else render(facts))
+    print(json.dumps(facts, indent=2) if options.json else render(facts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

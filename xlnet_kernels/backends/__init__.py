@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from .._checks import transformed
-from . import cpu, cuda, reference, triton
+from . import cpu, cuda, reference, self_check, triton
 
 _LOGGER = logging.getLogger("xlnet_kernels")
 _BACKENDS = {"cpu": cpu, "cuda": cuda, "triton": triton, "reference": reference}  # best first
@@ -55,32 +55,35 @@ def backends() -> dict[str, Available | Unavailable]:
     return found
 
 
-def choose(name: str | None, device_type: str, dtype: torch.dtype, width: int):
+def choose(name: str | None, device_type: str, dtype: torch.dtype, width: int, check_on: torch.device | None = None):
     """The backend module called `name`, or the best one for tensors of `dtype` and head width `width` on
     `device_type`.
+
+    `check_on`: where a backend that nothing vouches for may be compared with the reference now (self_check.py).
 
     Raises:
         ValueError: there is no backend of that name.
         RuntimeError: the backend asked for by name cannot serve the call.
     """
+    call = device_type, dtype, width, check_on
     if name is None:
-        found = next(b for b in _BACKENDS.values() if _refusal(b, device_type, dtype, width) is None)
+        found = next(backend for name, backend in _BACKENDS.items() if _refusal(name, backend, *call) is None)
         if found is reference and not torch.compiler.is_compiling() and not transformed():
-            _explain(device_type, dtype, width)
+            _explain(*call)
         return found
     if not isinstance(name, str) or name not in _BACKENDS:
         raise ValueError(f"backend must be None or one of {[*_BACKENDS]}, got {name!r}")
     backend = _BACKENDS[name]
-    reason = backend.unavailable() or _refusal(backend, device_type, dtype, width)
+    reason = backend.unavailable() or _refusal(name, backend, *call)
     if reason is not None:
         raise RuntimeError(f'backend="{name}" is unavailable: {reason}')
     return backend
 
 
-def _explain(device_type: str, dtype: torch.dtype, width: int) -> None:
+def _explain(device_type: str, *call) -> None:
     """Logs why an automatic choice came down to the reference, which is slow and takes memory quadratic in length."""
     served = {name: backend for name, backend in _BACKENDS.items() if backend.DEVICE == device_type}
-    reasons = "; ".join(f"{name}: {_refusal(backend, device_type, dtype, width)}" for name, backend in served.items())
+    reasons = "; ".join(f"{name}: {_refusal(name, backend, device_type, *call)}" for name, backend in served.items())
     if reasons:
         _log_once(logging.INFO if device_type == "cpu" else logging.WARNING, device_type, reasons)
 
@@ -90,7 +93,9 @@ def _log_once(level: int, device_type: str, reasons: str) -> None:
     _LOGGER.log(level, "the reference backend serves tensors on %s, since no fused one can (%s)", device_type, reasons)
 
 
-def _refusal(backend, device_type: str, dtype: torch.dtype, width: int) -> str | None:
+def _refusal(
+    name: str, backend, device_type: str, dtype: torch.dtype, width: int, check_on: torch.device | None
+) -> str | None:
     """Why the backend cannot serve this call, or None."""
     if backend.DEVICE is None:
         return None
@@ -106,4 +111,6 @@ def _refusal(backend, device_type: str, dtype: torch.dtype, width: int) -> str |
     most = backend.max_width(dtype)
     if most is not None and width > most:
         return f"it serves head widths up to {most}, query has {width}"
-    return None
+    if check_on is not None:
+        self_check.check_once(name, backend, check_on, dtype, width)
+    return self_check.refusal(name, device_type, dtype)

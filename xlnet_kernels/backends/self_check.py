@@ -1,0 +1,244 @@
+"""Comparing a backend with the reference on this machine, and the rule by which a result counts as right.
+
+`python -m xlnet_kernels.info --check` compares every backend that is ready. On a GPU of a kind that no committed result
+vouches for, the first call of a backend is preceded by one such comparison. XLNET_KERNELS_SELF_CHECK=0 leaves it out,
+=1 makes it on every device.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .._checks import constant_for_compilers, transformed
+from ..masks import RankMask
+from ..segments import Segments
+from . import reference
+
+# Compute capabilities on which a result under benchmarks/results/ shows the GPU tests to have passed, by backend.
+VOUCHED: dict[str, frozenset[tuple[int, int]]] = {"cuda": frozenset(), "triton": frozenset()}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call with random inputs."""
+
+    name: str
+    dtype: torch.dtype
+    head_dim: int = 64
+    batch: int = 2
+    heads: int = 2
+    length: int = 70
+    mem_len: int = 21
+    mask: str | None = "order"  # "order", "causal", "padding", "dense" or None
+    segments: bool = True
+    biases: bool = True
+    stacked: bool = False  # query rows of both streams: positions that repeat
+    is_causal: bool = False  # rel_key ends at distance 0
+    dropout_p: float = 0.0
+    options: dict = field(default_factory=dict)
+
+    def leaves(self) -> dict[str, Tensor]:
+        """What has a gradient, by name, on the CPU, rounded to `dtype`."""
+        generator = torch.Generator().manual_seed(0)
+        H, D, M, K = self.heads, self.head_dim, self.mem_len, self.length
+        shapes: dict[str, tuple[int, ...]] = {name: (self.batch, H, K, D) for name in ("key", "value")}
+        shapes["query"] = (self.batch, H, self._rows(), D)
+        shapes["rel_key"] = (H, M + K + (1 if self.is_causal else K), D)
+        if M:
+            shapes |= {name: (self.batch, H, M, D) for name in ("memory_key", "memory_value")}
+        if self.biases:
+            shapes |= {name: (H, D) for name in ("content_bias", "position_bias")}
+        if self.segments:
+            shapes |= {"segment_embed": (2, H, D), "segment_bias": (H, D)}
+        return {name: torch.randn(shape, generator=generator).to(self.dtype) for name, shape in shapes.items()}
+
+    def _rows(self) -> int:
+        return self.length + self.length // 6 if self.stacked else self.length
+
+    def arguments(self, leaves: dict[str, Tensor]) -> dict:
+        """All arguments that a backend takes, for `leaves` on any device and of any dtype."""
+        leaves = dict(leaves)
+        query = leaves["query"]
+        generator = torch.Generator().manual_seed(1)
+        batch, keys, rows = self.batch, self.mem_len + self.length, self._rows()
+
+        def integers(high: int, *shape: int) -> Tensor:
+            return torch.randint(high, shape, generator=generator)
+
+        positions = torch.arange(self.length).expand(batch, -1)
+        if self.stacked:
+            positions = torch.cat([positions, integers(self.length, batch, rows - self.length)], 1)
+        mask: RankMask | Tensor | None = None
+        if self.mask == "order":
+            order = torch.rand(batch, self.length, generator=generator).argsort(1)
+            mask = RankMask.from_order(order, mem_len=self.mem_len).rows(positions)
+        elif self.mask == "causal":
+            mask = RankMask.causal(batch, self.length, self.mem_len).rows(positions)
+        elif self.mask == "padding":
+            padding = torch.arange(self.length)[None] >= torch.tensor([[self.length // 2], [self.length]])
+            mask = RankMask.padding(padding, self.mem_len).rows(positions)
+        elif self.mask == "dense":
+            mask = integers(3, batch, self.heads, rows, keys) > 0
+        segments = None
+        if self.segments:
+            query_ids, key_ids = (integers(3, batch, of).to(query.device) for of in (rows, keys))
+            segments = Segments(query_ids, key_ids, leaves.pop("segment_embed"), leaves.pop("segment_bias"))
+        memory = (leaves.pop("memory_key"), leaves.pop("memory_value")) if self.mem_len else None
+        state = torch.tensor([20261122, 7]) if self.dropout_p else None
+        return {
+            "content_bias": None,
+            "position_bias": None,
+            **leaves,
+            "segments": segments,
+            "mask": None if mask is None else mask.to(query.device),
+            "query_positions": positions.to(query.device) if self.stacked else None,
+            "max_distance": keys,
+            "memory": memory,
+            "dropout_p": self.dropout_p,
+            "dropout_state": None if state is None else state.to(query.device),
+            "scale": self.head_dim**-0.5,
+            "deterministic": False,
+        }
+
+    def results(self, backend: ModuleType, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
+        """out, lse and the gradient of every leaf, in float64 on the CPU."""
+        leaves = {name: leaf.to(device, dtype).requires_grad_() for name, leaf in self.leaves().items()}
+        out, lse = backend.rel_attention(**self.arguments(leaves))
+        generator = torch.Generator().manual_seed(2)
+        grads = [torch.randn(of.shape, generator=generator).to(of) for of in (out, lse)]
+        gradients = torch.autograd.grad((out, lse), [*leaves.values()], grads)
+        named = {"out": out, "lse": lse} | {f"grad {n}": g for n, g in zip(leaves, gradients, strict=True)}
+        return {name: of.detach().to("cpu", torch.float64) for name, of in named.items()}
+
+
+def problems() -> tuple[Problem, ...]:
+    """A dozen calls that between them use every argument of the operator."""
+    bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
+    return (
+        Problem("plain", float32, mask=None, mem_len=0, segments=False, biases=False),
+        Problem("order", float32),
+        Problem("order", bfloat16),
+        Problem("order", float16),
+        Problem("two streams", bfloat16, stacked=True),
+        Problem("two streams", float32, stacked=True, head_dim=40),
+        Problem("causal", bfloat16, mask="causal", is_causal=True),
+        Problem("padding, causal", float16, mask="padding", is_causal=True),
+        Problem("dense mask", bfloat16, mask="dense"),
+        Problem("dropout", float32, dropout_p=0.25),
+        Problem("heads of 128", bfloat16, head_dim=128),
+        Problem("one row", float32, length=1, mem_len=1, head_dim=16),
+    )
+
+
+def allowances(exact: dict[str, Tensor], baseline: dict[str, Tensor] | None, dtype: torch.dtype) -> dict[str, float]:
+    """The largest error that each result may have: a share of its largest element in float32 and float64; in 16 bits
+    twice (gradients: three times) that of `baseline`, the reference in that dtype.
+
+    Two roundings of what the whole problem's results are made of are always allowed, since some gradients cancel to
+    zero: that of the results, and that of the log-sum-exp, whose absolute error is the probabilities' relative one.
+    """
+    relative = {torch.float32: 1e-5, torch.float64: 1e-12}.get(dtype, 0.0)
+    work = torch.promote_types(dtype, torch.float32)
+    size = max((largest(value) for name, value in exact.items() if name != "lse"), default=0.0)
+    rounding = torch.finfo(dtype).eps + torch.finfo(work).eps * largest(exact["lse"])
+    found = {}
+    for name, value in exact.items():
+        found[name] = relative * largest(value) + rounding * size
+        if baseline is not None:
+            found[name] += (3 if name.startswith("grad") else 2) * error(baseline[name], value)
+    return found
+
+
+def largest(values: Tensor) -> float:
+    """Of the finite elements."""
+    finite = values[values.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    finite = exact.isfinite()
+    return largest(found.double()[finite] - exact[finite])
+
+
+def compare(backend: ModuleType, problem: Problem, device: str) -> list[str]:
+    """What of a problem the backend computes wrongly, a line each."""
+    with _plain_torch():
+        exact = problem.results(reference, torch.float64)
+        low = problem.dtype.itemsize == 2
+        baseline = problem.results(reference, problem.dtype) if low else None
+        found = problem.results(backend, problem.dtype, device)
+    wrong = []
+    for name, allowed in allowances(exact, baseline, problem.dtype).items():
+        if found[name].isnan().any() or not torch.equal(found[name].isinf(), exact[name].isinf()):
+            wrong.append(f"{name} is not finite")
+        elif (off := error(found[name], exact[name])) > allowed:
+            wrong.append(f"{name} is off by {off:.2g}, allowed are {allowed:.2g}")
+    return wrong
+
+
+@contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Gradients on, autocast off, whatever the caller has."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        with torch.autocast("cuda", enabled=False):
+            yield
+
+
+_lock = threading.RLock()
+_checked: set[tuple] = set()  # (name, device type, dtype, head_dim)
+_refusals: dict[tuple, str] = {}  # (name, device type, dtype) -> what was wrong with one head_dim of it
+
+
+def check_once(name: str, backend: ModuleType, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Compares the backend with the reference if this is its first call of the kind and nothing vouches for it."""
+    key = (name, device.type, dtype, head_dim)
+    if key in _checked or not _is_asked_for(name, device):
+        return
+    if transformed() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return
+    with _lock:
+        if key not in _checked:
+            _checked.add(key)
+            reason = _look(name, backend, device, dtype, head_dim)
+            if reason is not None:
+                _refusals[key[:3]] = reason
+
+
+@constant_for_compilers
+def refusal(name: str, device_type: str, dtype: torch.dtype) -> str | None:
+    """What `check_once` found wrong, or None."""
+    return _refusals.get((name, device_type, dtype))
+
+
+def _look(name: str, backend: ModuleType, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    try:
+        wrong = compare(backend, Problem("first call", dtype, head_dim), str(device))
+    except Exception as failure:  # whatever a compiler or a driver raises: the next backend may do better
+        wrong = [f"{type(failure).__name__}: {failure}"]
+    if not wrong:
+        return None
+    reason = f"its results are wrong on this device: {'; '.join(wrong)}. XLNET_KERNELS_SELF_CHECK=0 uses it anyway"
+    warnings.warn(f'xlnet_kernels: backend "{name}" is not used, as {reason}', RuntimeWarning, stacklevel=2)
+    return reason
+
+
+def _is_asked_for(name: str, device: torch.device) -> bool:
+    wish = os.environ.get("XLNET_KERNELS_SELF_CHECK", "")
+    if name == "reference" or wish == "0":
+        return False
+    return wish == "1" or (device.type == "cuda" and not _is_vouched_for(name, device))
+
+
+@functools.cache
+def _is_vouched_for(name: str, device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) in VOUCHED.get(name, ())

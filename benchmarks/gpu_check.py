@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TOTAL, BUILD, TESTS, SANITIZER, BENCHMARK = 460, 150, 200, 60, 150  # seconds; the benchmark gets what others leave
 GRACE = 15  # seconds to write results after being told to stop
 STARTING = 25  # seconds of the benchmark's limit that are not its budget: imports, and the last group running over
-TEST_FILES = ("test_gpu", "test_operator", "test_dropout", "test_triton")
+TEST_FILES = ("gpu/test_gpu", "operator/test_operator", "operator/test_dropout", "triton/test_backend")
 # Of our kernels alone; torch asks for driver functions that are not there as it starts, which is no error of ours.
 SANITIZED = ("--kernel-name", "kns=xlnet_kernels", "--report-api-errors", "no", "--error-exitcode", "9")
 SANITIZER_ERROR = r"^=+ +(Invalid |Misaligned |Error: Race )"
@@ -72,7 +72,7 @@ class Check:
         lines, log = self.file("-tests.jsonl"), self.file("-tests.log")
         for left_over in (lines, log):
             left_over.unlink(missing_ok=True)
-        command = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "outcomes"]
+        command = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "tests.gpu.outcomes"]
         environment = {"OUTCOMES": str(lines)}
         if importlib.util.find_spec("xdist"):  # most of the time goes into compiling kernels
             cores = len(os.sched_getaffinity(0))
@@ -98,7 +98,7 @@ class Check:
             if program:
                 log = self.file(f"-{tool}.log")
                 log.unlink(missing_ok=True)
-                command = [program, "--tool", tool, *SANITIZED, sys.executable, "tests/small_calls.py"]
+                command = [program, "--tool", tool, *SANITIZED, sys.executable, "-m", "tests.gpu.small_calls"]
                 # Every tensor in an allocation of its own: beyond its end is then beyond that of the allocation.
                 environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
                 status = run(command, SANITIZER / 2, log, environment, program=[])
@@ -173,7 +173,7 @@ def run(
     program: Sequence[str] = (sys.executable,),
 ) -> int:
     """The exit status of Python with `command`, in the repository; negative where it was stopped at `limit` seconds."""
-    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     variables.pop("TRITON_INTERPRET", None)
     with contextlib.ExitStack() as stack:
@@ -202,7 +202,7 @@ def _stop(child: subprocess.Popen) -> None:
 
 
 def count(lines: Path) -> dict:
-    """Outcomes of the plugin tests/outcomes.py; a test that failed once has failed."""
+    """Outcomes of the plugin tests/gpu/outcomes.py; a test that failed once has failed."""
     found: dict[str, dict] = {}
     for text in lines.read_text().splitlines() if lines.exists() else []:
         if not text.endswith("}"):  # it was stopped while it wrote

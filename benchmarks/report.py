@@ -267,7 +267,7 @@ def markdown(results: dict) -> str:
 
 
 def _compiled_by_triton(results: dict) -> str:
-    """What tests/triton_report.py found, a line for each kernel and class of the table."""
+    """What compiled/triton_report.py found, a line for each kernel and class of the table."""
     by_class: dict[tuple, dict] = {}
     for row in results["rows"]:
         by_class.setdefault((row["kind"], row["width"], row["kernel"]), {})[row["architecture"], row["stacked"]] = row
@@ -287,7 +287,7 @@ def _compiled_cell(plain: dict, stacked: dict) -> str:
 
 
 def _compiled_by_nvcc(results: dict) -> str:
-    """What tests/ptxas_report.py found, a line for each kernel."""
+    """What compiled/ptxas_report.py found, a line for each kernel."""
     by_kernel: dict[tuple, dict] = {}
     for row in results["rows"]:
         by_kernel.setdefault((row["kernel"], row["dtype"], row["width"], row["threads"]), {})[row["architecture"]] = row

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import cuda_on_host
 import xlnet_kernels as xk
+from tests.cuda import on_host
 from xlnet_kernels.backends import self_check
 
-cuda_on_host.install()
+on_host.install()
 READY = [name for name, state in xk.backends().items() if state.available]
 MODULES = {name: import_module("xlnet_kernels.backends")._BACKENDS[name] for name in READY}
 INTERPRETED = [name for name in READY if getattr(MODULES[name], "INTERPRETED", False)]  # asked for less: it is slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 if not torch.cuda.is_available():  # the Triton kernels run in Triton's interpreter; it reads this when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import fast_interpreter  # noqa: E402
-from cases import BACKENDS  # noqa: E402
+from tests import ROOT  # noqa: E402
+from tests.cases import BACKENDS  # noqa: E402
+from tests.triton import fast_interpreter  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     fast_interpreter.install()
@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 try:
     from hypothesis import settings
 except ImportError:  # a machine that only runs what needs no more than torch and pytest
-    collect_ignore = ["test_properties.py"]
+    collect_ignore = ["operator/test_properties.py"]
 else:
     # The same examples in every run; no deadline, since machines differ.
     settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=40, database=None)
@@ -47,7 +47,7 @@ def seed():
 def scripts(monkeypatch):
     """Files of benchmarks/ and examples/ are found by bare name, as they find each other when run as scripts."""
     for folder in ("benchmarks", "examples"):
-        monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / folder))
+        monkeypatch.syspath_prepend(str(ROOT / folder))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-// What the kernels ask of a GPU: the only file with inline PTX. tests/simt/primitives.cuh defines the same for the
+// What the kernels ask of a GPU: the only file with inline PTX. tests/cuda/simt/primitives.cuh defines the same for the
 // host.
 //
 // A warp is 32 lanes. Functions that say "warp" must be called by all of its lanes.

@@ -1,4 +1,4 @@
-// What register.cpp needs to know of the device; tests/simt/torch_device.h says the same of the host.
+// What register.cpp needs to know of the device; tests/cuda/simt/torch_device.h says the same of the host.
 #pragma once
 
 #include <ATen/Context.h>

@@ -1,0 +1,74 @@
+"""What ptxas says of each attention kernel in the output of a build.
+
+    pip install -v . > build.log
+    python benchmarks/compiled/ptxas_report.py build.log benchmarks/results/cuda-compiled.json
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+# Bytes stored to and loaded from registers' stand-ins in memory, at most: measured with CUDA 13.0 for sm_80, sm_90a and
+# sm_100, rounded up.
+SPILLED_BYTES = {"forward": 60, "backward": 800}
+REGISTERS = 65536  # of a multiprocessor
+
+_ENTRY = re.compile(
+    r"Compiling entry function '(\w+)' for '(\w+)'.*?"
+    r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers",
+    re.S,
+)
+
+
+class Kernel(NamedTuple):
+    kernel: str  # "forward" or "backward"
+    dtype: str
+    width: int
+    architecture: str
+    spilled: int
+    registers: int
+
+    @property
+    def threads(self) -> int:
+        """Of a block: ForwardShape and BackwardShape."""
+        wide = self.width * (4 if self.dtype == "float" else 2) > 128
+        if self.kernel == "forward":
+            return 64 if self.dtype == "float" and self.width > 64 else 128
+        return (64 if self.dtype == "float" else 128) * (2 if wide else 1)
+
+
+def kernels(output: str) -> list[Kernel]:
+    """Of the attention kernels; what prepares for them is small."""
+    found = []
+    for name, architecture, stores, loads, registers in _ENTRY.findall(output):
+        kind = re.search(r"\d(forward|backward)_kernelINS\w*?Shape\w*?(Half|BFloat16|If)\w*?Li(\d+)E", name)
+        if kind:
+            dtype = {"If": "float"}.get(kind[2], kind[2])
+            found.append(Kernel(kind[1], dtype, int(kind[3]), architecture, int(stores) + int(loads), int(registers)))
+    return found
+
+
+def check(found: list[Kernel]) -> None:
+    """Spills within their bounds; two blocks of forward at a time on a multiprocessor, and of narrow backward."""
+    assert found
+    for kernel in found:
+        assert kernel.spilled <= SPILLED_BYTES[kernel.kernel], kernel
+        if kernel.threads <= 128:
+            assert 2 * kernel.threads * kernel.registers <= REGISTERS, kernel
+
+
+def main(log: str, output: str) -> None:
+    text = Path(log).read_text()
+    version = re.search(r"CUDA_VERSION=(\S+)", text)
+    found = sorted(set(kernels(text)))
+    rows = [json.dumps(kernel._asdict() | {"threads": kernel.threads}) for kernel in found]
+    head = json.dumps({"torch_cuda": version[1] if version else None})
+    Path(output).write_text(head[:-1] + ', "rows": [\n' + ",\n".join(rows) + "\n]}\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

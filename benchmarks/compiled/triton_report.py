@@ -1,0 +1,293 @@
+"""Compiles the Triton kernels without a GPU and tells what came out.
+
+    python benchmarks/compiled/triton_report.py 80 90 100 --output benchmarks/results/triton-compiled.json
+
+compiles every configuration of the table for these architectures; without --output it prints one JSON object a line.
+Calls go through the operator's own launches and Triton's own just-in-time compiler; a driver that loads and launches
+nothing stands in for CUDA's. Runs in a process of its own: within the tests Triton interprets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from xlnet_kernels.backends.triton import launch, tuning
+
+DTYPES = {"16-bit": torch.bfloat16, "float32": torch.float32}
+CLASSES = sorted({(kind, width) for _, kind, width in tuning.TABLE})
+# Tensor cores by one warp, by four (sm_90), by one thread (sm_100); and multiply-add without them.
+PRODUCTS = ("HMMA", "HGMMA", "UTCHMMA", "FFMA")
+# What a program may use on sm_86, sm_89 and sm_120, the least of all from sm_80 on (CUDA programming guide, compute
+# capabilities); sm_90 and sm_100 have entries of their own but need no more.
+SHARED_MEMORY = 99 * 1024
+# Classes of instructions by how their names begin; the first that fits counts.
+INSTRUCTIONS = {
+    "products": ("HMMA", "HGMMA", "UTCHMMA"),
+    "spills": ("LDL", "STL"),
+    "memory": ("LD", "ST", "RED", "ATOM", "CCTL", "UTM", "UBLKCP", "SYNCS", "MOVM"),
+    "shuffles": ("SHFL",),
+    "exponentials": ("MUFU",),
+    "selections": ("SEL", "FSEL", "USEL"),
+    "float": ("F", "HADD", "HMUL", "HFMA", "HMNMX", "R2F"),
+    "control": ("B", "EXIT", "WARP", "DEPBAR", "NOP", "CS2R", "S2", "YIELD", "CALL", "RET", "ERRBAR", "MEMBAR"),
+    "integer": ("",),
+}
+
+
+class Driver:
+    """What Triton asks of a driver; keeps the binaries that it is given instead of running them."""
+
+    def __init__(self, architecture: int) -> None:
+        self.architecture = architecture
+        self.binaries: dict[str, tuple[bytes, int]] = {}  # kernel's name -> (cubin, bytes of shared memory)
+        self.launches: list[str] = []
+        self.utils = self
+        self.launcher_cls = functools.partial(_launcher, self)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
+
+    def get_current_device(self) -> int:
+        return self.architecture  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict:
+        return {"max_shared_mem": SHARED_MEMORY}
+
+    def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple:
+        self.binaries[name] = cubin, shared
+        return 1, 1, 255, 0, 256  # module, function, registers, spills, threads that 255 registers leave room for
+
+    def unload_module(self, module: int) -> None:
+        pass
+
+
+def _launcher(driver: Driver, source, metadata):
+    """Checks that every argument is what its type in the kernel's signature can hold."""
+    types = list(source.signature.values())
+
+    def run(x, y, z, stream, function, packed, launch_metadata, enter_hook, exit_hook, *arguments):
+        assert len(types) == len(arguments) and x > 0 and y == z == 1, (x, y, z)
+        for name, kind, value in zip(source.signature, types, arguments, strict=True):
+            if kind.startswith("*"):
+                assert isinstance(value, torch.Tensor), (name, kind, value)
+            elif kind in ("i32", "i64"):
+                most = 2 ** (int(kind[1:]) - 1)
+                assert isinstance(value, int) and -most <= value < most, (name, kind, value)
+            else:
+                assert kind == "constexpr" or (kind == "fp32" and isinstance(value, float)), (name, kind, value)
+        driver.launches.append(metadata.name)
+
+    return run
+
+
+def pretend(architecture: int) -> Driver:
+    """From here on Triton, and the choice of tiles, take this machine for one with such a GPU."""
+    driver = Driver(architecture)
+    triton.runtime.driver.set_active(driver)
+    torch.cuda.get_device_capability = lambda device=None: divmod(architecture, 10)
+    return driver
+
+
+def inputs(width: int, dtype: torch.dtype, stacked: bool) -> list:
+    """A call with biases, segments and ranks; `stacked`: memory and query positions too, as for two streams."""
+    batch, heads, length, mem = 2, 4, 256, 128 if stacked else 0
+
+    def rows(count: int):
+        return torch.zeros(batch, count, heads, width, dtype=dtype).transpose(1, 2)
+
+    keys = mem + length
+    return [
+        rows(length), rows(length), rows(length), torch.zeros(keys + length, heads, width, dtype=dtype).transpose(0, 1),
+        torch.zeros(heads, width, dtype=dtype), torch.zeros(heads, width, dtype=dtype),
+        rows(mem) if stacked else None, rows(mem) if stacked else None,
+        torch.zeros(2, heads, width, dtype=dtype), torch.zeros(heads, width, dtype=dtype),
+        torch.zeros(batch, length, dtype=torch.int64), torch.zeros(batch, keys, dtype=torch.int64),
+        torch.zeros(batch, length, dtype=torch.int32), torch.zeros(batch, keys, dtype=torch.int32), None,
+        torch.zeros(batch, length, dtype=torch.bool), None,
+        torch.zeros(batch, length, dtype=torch.int64) if stacked else None, None,
+        keys, 0.0, width**-0.5, False,
+    ]  # fmt: skip
+
+
+def compile_kernel(architecture: int, kernel: str, call: list) -> tuple[tuning.Config, bytes, int]:
+    """Of one kernel of a forward and backward call: tiles, binary and bytes of shared memory."""
+    driver = pretend(architecture)
+    configs = []
+
+    def only_this(self, jit, count, config, **arguments):
+        if jit.__name__ == f"{kernel}_kernel":
+            configs.append(config)
+            original(self, jit, count, config, **arguments)
+
+    original, launch.Call.launch = launch.Call.launch, only_this
+    try:
+        out, lse = launch.forward(*call)
+        if kernel != "forward":
+            launch.backward(torch.zeros_like(out), None, out, lse, [True] * 10, *call)
+    finally:
+        launch.Call.launch = original
+    assert driver.launches == [f"{kernel}_kernel"]
+    return configs[0], *driver.binaries[f"{kernel}_kernel"]
+
+
+def disassemble(cubin: bytes, option: str = "-sass") -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def parse(sass: str) -> list[tuple[int, str, str, str]]:
+    """Of each instruction: its address, predicate (or nothing), name and operands."""
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?\w+)?\s*([A-Z0-9_.]+)([^;]*);", sass, re.M)
+    return [(int(address, 16), predicate, name, operands) for address, predicate, name, operands in found]
+
+
+def loop_over_tiles(code: list[tuple[int, str, str, str]]) -> dict[str, Counter]:
+    """Instructions by class in the innermost loop with most products: on the shortest way through it and the longest.
+
+    A loop is what leads back to the target of a backward branch. The shortest way is that of a tile that all rows see,
+    of one segment; the longest takes every branch, those that exclude each other too.
+    """
+    index = {address: i for i, (address, *_) in enumerate(code)}
+    leads: list[list[int]] = []
+    for i, (_, predicate, name, operands) in enumerate(code):
+        to = re.search(r"0x([0-9a-f]+)\s*$", operands)
+        jumps = name.startswith(("BRA", "CALL")) and to  # a loop may be left by a call that does not return
+        after = [index[int(to[1], 16)]] if jumps else []
+        always = name.startswith(("BRA", "EXIT")) and not predicate and not re.search(r"\bU?P\d", operands)
+        leads.append(after + ([] if always or i + 1 == len(code) else [i + 1]))
+    comes: list[list[int]] = [[] for _ in code]
+    for i, after in enumerate(leads):
+        for j in after:
+            comes[j].append(i)
+
+    def body(head: int, latch: int) -> set[int]:
+        inside, todo = {head}, [latch]
+        while todo:
+            i = todo.pop()
+            if i not in inside:
+                inside.add(i)
+                todo += comes[i]
+        return inside
+
+    names = [name.split(".")[0] for _, _, name, _ in code]
+    product = [name for name in PRODUCTS if name in names][0]
+
+    def products(loop: set[int]) -> int:
+        return sum(names[i] == product for i in loop)
+
+    loops = [(head, latch, body(head, latch)) for latch in range(len(code)) for head in leads[latch] if head <= latch]
+    loops = [loop for loop in loops if products(loop[2]) and 0 not in loop[2]]  # entered at their heads alone
+    innermost = [loop for loop in loops if not any(other[2] < loop[2] for other in loops)]
+    if not innermost:
+        return {}
+    head, latch, inside = max(innermost, key=lambda loop: products(loop[2]))
+    return {
+        name: Counter(classify(code[i][2]) for i in _way(head, latch, inside, leads, choose))
+        for name, choose in (("shortest", min), ("longest", max))
+    }
+
+
+def _way(head: int, latch: int, inside: set[int], leads: list[list[int]], choose) -> list[int]:
+    """The instructions from head to latch on the way that `choose` takes; loops inside are passed once."""
+    length: dict[int, float] = {latch: 1}
+    follow: dict[int, int] = {}
+    todo, open_ = [head], set()
+    while todo:
+        i = todo[-1]
+        if i in length:
+            todo.pop()
+            continue
+        after = [j for j in leads[i] if j in inside and j != head and (j not in open_ or j in length)]
+        missing = [j for j in after if j not in length]
+        if missing and i not in open_:
+            open_.add(i)
+            todo += missing
+            continue
+        ends = [j for j in after if length.get(j, -1) > 0]
+        if ends:
+            follow[i] = choose(ends, key=length.__getitem__)
+            length[i] = length[follow[i]] + 1
+        else:
+            length[i] = -1  # leads nowhere
+        todo.pop()
+    way = [head]
+    while way[-1] != latch:
+        way.append(follow[way[-1]])
+    return way
+
+
+def classify(name: str) -> str:
+    return next(kind for kind, starts in INSTRUCTIONS.items() if name.startswith(starts))
+
+
+def describe(cubin: bytes, shared: int) -> dict:
+    code = parse(disassemble(cubin))
+    names = [name.split(".")[0] for _, _, name, _ in code]
+    ways = loop_over_tiles(code)
+    return {
+        "instructions": len(code),
+        "registers": int(re.search(r"REG:(\d+)", disassemble(cubin, "-res-usage"))[1]),
+        "spills": sum(name in ("LDL", "STL") for name in names),
+        "shared_memory": shared,
+        "products": {name: names.count(name) for name in PRODUCTS if name in names},
+        "loop": {way: {"all": counts.total()} | counts for way, counts in ways.items()},
+    }
+
+
+def cases(architectures: list[int], sample: bool) -> list[tuple]:
+    """(architecture, kind, width, kernel, stacked) of everything, or of each kernel and class on one architecture."""
+    every = [
+        (architecture, kind, width, kernel, stacked)
+        for stacked in (False, True)
+        for architecture in architectures
+        for kind, width in CLASSES
+        for kernel in tuning.KERNELS
+    ]
+    if not sample:
+        return every
+    return [
+        (architectures[(index + turn) % len(architectures)], *of, kernel, False)
+        for index, of in enumerate(CLASSES)
+        for turn, kernel in enumerate(tuning.KERNELS)
+    ]
+
+
+def report(architecture: int, kind: str, width: int, kernel: str, stacked: bool) -> dict:
+    config, cubin, shared = compile_kernel(architecture, kernel, inputs(width, DTYPES[kind], stacked))
+    case = {"architecture": architecture, "kernel": kernel, "kind": kind, "width": width, "stacked": stacked}
+    return case | config._asdict() | describe(cubin, shared)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("architectures", type=int, nargs="+")
+    parser.add_argument("--sample", action="store_true", help="each kernel and class on one of the architectures")
+    parser.add_argument("--output", type=Path, help="write all of it into this file")
+    options = parser.parse_args()
+    rows = []
+    for case in cases(options.architectures, options.sample):
+        rows.append(report(*case))
+        if options.output is None:
+            print(json.dumps(rows[-1]), flush=True)
+        else:
+            lines = ",\n".join(json.dumps(row) for row in rows)
+            options.output.write_text(f'{{"triton": "{triton.__version__}", "rows": [\n{lines}\n]}}\n')

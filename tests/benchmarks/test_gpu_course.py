@@ -1,0 +1,297 @@
+"""What measuring on a GPU needs and can be tested without one: searches, headline, choice of backends, the how-to."""
+
+from __future__ import annotations
+
+import doctest
+import fnmatch
+import importlib
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import ROOT
+
+pytest.importorskip("rich")
+
+pytestmark = pytest.mark.usefixtures("scripts", "one_thread")
+
+FLASH, CUDNN = "plain SDPA, no positions, flash", "plain SDPA, no positions, cuDNN"
+
+
+# ---- the largest training step
+
+
+@pytest.mark.parametrize("step", [1, 128])
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 63, 64, 65, 100, 1000, 4095, 4096])
+def test_search_finds_the_largest_that_fits(limit, step):
+    from capacity import largest
+
+    asked = []
+
+    def fits(size: int) -> bool:
+        asked.append(size)
+        return size <= limit * step
+
+    found, tried = largest(fits, step, most=4096 * step)
+    assert tried == len(asked) == len(set(asked)) <= 1 + 2 * 12 and all(size % step == 0 for size in asked)
+    assert found == 0 or fits(found)
+    assert limit * step * (1 - 1 / 64) <= found <= limit * step
+    if limit <= 64:
+        assert found == limit * step
+
+
+def test_search_ends_at_the_most_there_is():
+    from capacity import largest
+
+    assert largest(lambda size: True, 128, 1000) == (896, 5)
+    assert largest(lambda size: True, 128, 100) == (0, 0)
+
+
+def test_only_running_out_of_memory_means_too_large(monkeypatch):
+    from capacity import step_fits
+
+    monkeypatch.setattr("gc.collect", lambda *_: 0)  # slow with all of transformers in memory
+
+    def raises(error: RuntimeError):
+        def step():
+            raise error
+
+        return step
+
+    assert step_fits(lambda: (torch.zeros(1),), "cpu", 10**9)
+    assert not step_fits(lambda: (torch.ones(10_000_000).exp().sum(),), "cpu", 1000)
+    assert not step_fits(raises(torch.OutOfMemoryError("CUDA out of memory")), "cpu", 10**9)
+    assert not step_fits(raises(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")), "cpu", 10**9)
+    with pytest.raises(RuntimeError, match="illegal address"):
+        step_fits(raises(RuntimeError("illegal address")), "cpu", 10**9)
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """Arguments for a tiny model, whose step is said to need 1 kB a token; transformers' 4 kB."""
+    import capacity
+
+    needed: list[int] = []
+
+    def peak_memory(step, device):
+        step()
+        return needed.pop(), 0.0
+
+    def telling(run, per_token):
+        def told(case, model):
+            needed.append(case.batch * case.length * per_token)
+            return run(case, model=model)
+
+        return told
+
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("gc.collect", lambda *_: 0)
+    monkeypatch.setattr(capacity, "peak_memory", peak_memory)
+    for name, per_token in ((capacity.THEIRS, 4000), (capacity.OWN, 1000)):
+        build, run = capacity.IMPLEMENTATIONS[name]
+        monkeypatch.setitem(capacity.IMPLEMENTATIONS, name, (build, telling(run, per_token)))
+    sizes = ["--layers", "1", "--d-model", "32", "--heads", "2", "--d-inner", "32", "--vocab", "258"]
+    return ["--device", "cpu", *sizes, "--step", "16", "--output", str(tmp_path / "capacity.json")]
+
+
+def test_largest_steps_of_both_models(tiny, tmp_path, capsys):
+    import capacity
+
+    assert capacity.main([*tiny, "--lengths", "32", "--memory", "0.0004", "--plot"]) == 0  # 400 tokens
+    results = json.loads((tmp_path / "capacity.json").read_text())
+    found = {(row["case"], row["implementation"]): row for row in results["rows"]}
+    assert {key: row["largest"] for key, row in found.items()} == {
+        ("batch at L 32", capacity.THEIRS): 3,
+        ("batch at L 32", capacity.OWN): 12,
+        ("length at batch 1", capacity.THEIRS): 96,
+        ("length at batch 1", capacity.OWN): 400,
+    }
+    assert found["batch at L 32", capacity.OWN]["speedup"] == 4
+    assert found["length at batch 1", capacity.OWN]["length"] == 400
+    shown = capsys.readouterr().out
+    assert "Largest training step" in shown and "4.00x" in shown and "Peak memory" not in shown
+    assert "no picture" in shown
+
+
+def test_a_search_that_fails_is_a_row(tiny, tmp_path, monkeypatch, capsys):
+    import capacity
+
+    def broken(case, model):
+        raise RuntimeError("illegal address")
+
+    build, _ = capacity.IMPLEMENTATIONS[capacity.OWN]
+    monkeypatch.setitem(capacity.IMPLEMENTATIONS, capacity.OWN, (build, broken))
+    monkeypatch.setattr(capacity, "MOST", 2)
+    assert capacity.main([*tiny, "--lengths", "16", "--memory", "0.0002"]) == 0
+    rows = json.loads((tmp_path / "capacity.json").read_text())["rows"]
+    assert [(row["status"], row.get("reason")) for row in rows if row["implementation"] == capacity.OWN] == [
+        ("failed", "RuntimeError: illegal address")
+    ] * 2
+    shown = capsys.readouterr().out
+    assert "2 or more" in shown and "RuntimeError: illegal address" in shown
+
+
+def test_a_search_has_a_process_of_its_own():
+    import os
+
+    from capacity import isolated
+
+    assert isolated(os.getpid) != os.getpid()
+    with pytest.raises(ZeroDivisionError):
+        isolated(divmod, 1, 0)
+
+
+# ---- headline and choice of backends
+
+
+def core(name: str, length: int, forward: float, both: float, **labels) -> list[dict]:
+    row = {"section": "core", "implementation": name, "length": length, "dtype": "bfloat16", "head_dim": 64} | labels
+    return [row | {"direction": "forward", "median_ms": forward}, row | {"direction": "backward", "median_ms": both}]
+
+
+def test_headline_takes_the_best_kernel_of_each_direction(tmp_path, capsys):
+    import headline
+
+    # flash is the faster forward, cuDNN the faster backward: 3 against 4 alone, though flash is faster in all
+    rows = core(FLASH, 512, 1, 5) + core(CUDNN, 512, 2.5, 5.5) + core("xlnet_kernels cuda", 512, 2, 8)
+    (line,) = headline.summarise(rows + core("transformers eager", 512, 10, 40))
+    assert line.forward == (2, "flash") and line.backward == (2, "cuDNN") and line.peers == [5, None, None, None]
+
+    sources = []
+    for dtype, head_dim in (("bfloat16", 64), ("float16", 128)):
+        sources.append(tmp_path / f"{dtype}.json")
+        facts = {"gpu": "a GPU", "torch": "2.11"}
+        settings = {"dtype": dtype, "head_dim": head_dim}
+        sources[-1].write_text(json.dumps({"rows": rows, "settings": settings, "environment": facts}))
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- headline -->\nold\n<!-- end -->\nafter\n")
+    assert headline.main([*map(str, sources), str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("before") and text.endswith("after\n") and "old" not in text
+    assert "| bfloat16, 64 | 512 | cuda | 2.00 flash | 2.00 cuDNN | - | - | - | - |" in text
+    assert "| float16, 128 | 512 | cuda |" in text and text.count("a GPU, torch 2.11") == 1
+    page.write_text("no place")
+    assert headline.main([str(sources[0]), str(page)]) == 1
+    assert "there is no <!-- headline -->" in capsys.readouterr().err
+    assert headline.main([str(sources[0])]) == 0 and "2.00 flash" in capsys.readouterr().out
+
+
+def test_the_table_names_the_kernel_that_was_the_floor():
+    from harness import environment
+    from measure import _relate
+    from report import markdown
+
+    rows = core(FLASH, 512, 1, 5) + core(CUDNN, 512, 2.5, 4) + core("xlnet_kernels cuda", 512, 2, 8)
+    for direction in ("forward", "backward"):
+        _relate([row for row in rows if row["direction"] == direction], "plain SDPA, no positions", None)
+    spread = {"batch": 2, "status": "ok", "q1_ms": 1.0, "q3_ms": 2.0, "samples_ms": [1.0, 2.0], "peak_bytes": 0}
+    page = markdown({"rows": [row | spread for row in rows], "environment": environment("cpu")})
+    ours = [line for line in page.splitlines() if "xlnet_kernels cuda" in line]
+    assert [ratio for line in ours for ratio in ("2.00x flash", "2.00x cuDNN") if f"| {ratio} |" in line] == [
+        "2.00x flash",
+        "2.00x cuDNN",
+    ]
+
+
+def test_backends_are_compared_by_class(tmp_path, capsys):
+    import backend_choice
+
+    cuda, triton = "xlnet_kernels cuda", "xlnet_kernels triton"
+    rows = core(cuda, 512, 1, 4) + core(triton, 512, 2, 4) + core(cuda, 1024, 1, 4) + core(triton, 1024, 8, 1)
+    rows += core(cuda, 8192, 1, 1) + core(cuda, 2048, 3, 6, head_dim=128) + core(triton, 2048, 2, 4, head_dim=128)
+    rows += core("xlnet_kernels reference", 512, 100, 100)
+    found = {(one.head_dim, one.lengths, one.direction): one for one in backend_choice.choices(rows)}
+    forward = found[64, "257 to 1024", "forward"]
+    assert forward.ratios == {512: 2, 1024: 8} and forward.ratio == pytest.approx(4) and forward.best == "cuda"
+    assert found[64, "257 to 1024", "backward"].best == "triton"  # 1 and 1/4
+    assert found[64, "beyond 4096", "forward"].alone == "cuda"
+    assert found[128, "1025 to 4096", "forward"].ratio == pytest.approx(2 / 3)
+    lines = backend_choice.summary(list(found.values()))
+    assert "bfloat16, heads of 64: cuda wins 1 of 2, by 1.41x in the mean; at worst 2.00x slower" in lines[0]
+    assert "heads of 128: triton wins 2 of 2, by 1.50x in the mean" in lines[1] and "worst" not in lines[1]
+
+    source = tmp_path / "attn.json"
+    source.write_text(json.dumps({"rows": rows}))
+    assert backend_choice.main([str(source)]) == 0
+    shown = capsys.readouterr().out
+    assert "L 257 to 1024, forward: cuda 4.00x as fast (triton / cuda L 512: 2.00, L 1024: 8.00)" in shown
+    assert backend_choice.main([]) == 2
+    source.write_text(json.dumps({"rows": []}))
+    assert backend_choice.main([str(source)]) == 1
+
+
+def test_a_wrong_backend_is_no_choice():
+    import backend_choice
+
+    rows = core("xlnet_kernels cuda", 512, 1, 4) + core("xlnet_kernels triton", 512, 2, 4)
+    rows += core("xlnet_kernels cuda", 2048, 1, 4) + core("xlnet_kernels triton", 2048, 2, 4)
+    rows[0]["check"] = {"passed": False}  # forward, at the length that is checked
+    found = {(one.lengths, one.direction): one for one in backend_choice.choices(rows)}
+    assert found["257 to 1024", "forward"].alone == found["1025 to 4096", "forward"].alone == "triton"
+    assert found["1025 to 4096", "backward"].alone is None
+
+
+# ---- examples in docstrings, and what results say of the machine
+
+
+@pytest.mark.parametrize("name", ["backend_choice", "counters", "harness", "regressions", "sections"])
+def test_examples(name):
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.attempted and not result.failed
+
+
+def test_the_commit_of_a_copy_is_told(monkeypatch, tmp_path):
+    import harness
+
+    monkeypatch.setattr(harness, "__file__", str(tmp_path / "harness.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.delenv("COMMIT", raising=False)
+    assert harness._commit() is None
+    monkeypatch.setenv("COMMIT", "abc")
+    assert harness._commit() == "abc"
+    assert harness._printed(["no-such-program"]) is None and harness._printed(["echo", "580, 700 W"]) == "580, 700 W"
+
+
+# ---- the how-to
+
+
+@pytest.fixture
+def commands(tmp_path) -> list[list[str]]:
+    """What the shell makes of the page's commands, for programs that only write down what they are called with."""
+    log = tmp_path / "log"
+    programs = {
+        "timeout": 'shift; exec "$@"',
+        "make": "",
+        "python": f"""printf '%s\\037' "$@" >> {log}; echo >> {log}""",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    blocks = re.findall(
+        r"^```\n(.*?)^```", (ROOT / "docs/how-to/measure-on-a-gpu.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    paths = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-euc", "".join(blocks)], cwd=ROOT, env={"PATH": paths}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return [line.split("\037")[:-1] for line in log.read_text().splitlines()]
+
+
+def test_the_commands_of_the_how_to_are_understood(commands, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    outputs = []
+    for script, *arguments in commands:
+        module = importlib.import_module(Path(script).stem)
+        if hasattr(module, "parse"):
+            outputs.append(module.parse(arguments).output)
+    assert len(outputs) == len(set(outputs)) == 4 + 4 + 2 + 3
+    for path in outputs:  # they can be committed
+        for pattern in (ROOT / ".gitignore").read_text().split():
+            assert not fnmatch.fnmatch(str(path), pattern), (path, pattern)

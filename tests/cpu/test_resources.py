@@ -1,0 +1,88 @@
+"""What a result may not depend on (threads, other calls at that time) and what a call may not cost (L x K memory)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests.cases import COMPILED, make
+
+if "cpu" not in COMPILED:
+    pytest.skip("the compiled extension is not there", allow_module_level=True)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [None, "order", "dense"])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_results_do_not_depend_on_the_number_of_threads(threads, dtype, mask, deterministic):
+    problem = make(2, 3, 300, mem=70, mask=mask, dtype=dtype).with_options(dropout_p=0.2, deterministic=deterministic)
+    results = []
+    for count in (1, 2, 5):
+        threads(count)
+        torch.manual_seed(0)
+        results.append(problem.results("cpu"))
+    for other in results[1:]:
+        for name, value in results[0].items():
+            assert torch.equal(other[name], value), name
+
+
+def test_same_call_gives_the_same_bits():
+    problem = make(1, 2, 200, mem=31, mask="order")
+    first, second = problem.results("cpu"), problem.results("cpu")
+    assert all(torch.equal(second[name], value) for name, value in first.items())
+
+
+def test_calls_from_several_threads_do_not_meet(threads):
+    """Of memory that is kept between calls, each has its own."""
+    threads(1)
+    problems = [make(1, 2, 20 + 13 * n % 150, width=32, mask="order") for n in range(30)]
+    wanted = [problem.results("cpu") for problem in problems]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            for found, expected in zip(pool.map(lambda problem: problem.results("cpu"), problems), wanted, strict=True):
+                assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+# A process of its own, since the peak that the system reports never falls again. The short run first pays for what
+# every first call costs.
+PEAK = """
+import resource, sys, torch
+import xlnet_kernels as xk
+
+def run(length, heads=2, width=64):
+    query, key, value = (torch.randn(1, heads, length, width, requires_grad=True) for _ in range(3))
+    rel_key = torch.randn(heads, 2 * length, width, requires_grad=True)
+    ids = torch.randint(2, (1, length))
+    segments = xk.Segments(ids, ids, torch.randn(2, heads, width, requires_grad=True))
+    mask = xk.RankMask.from_order(torch.randperm(length)[None])
+    out = xk.rel_attention(query, key, value, rel_key, segments=segments, mask=mask, dropout_p=0.1, backend="cpu")
+    out.sum().backward()
+
+run(64)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+run(int(sys.argv[1]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_is_linear_in_length():
+    if sys.platform != "linux":
+        pytest.skip("ru_maxrss has other units elsewhere")
+    length = 4096
+    found = subprocess.run([sys.executable, "-c", PEAK, str(length)], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    peak = int(found.stdout) * 1024
+    one_map = length * length * 4  # of one head
+    inputs_and_gradients = 2 * 4 * (2 * 64 * length) * (4 + 2)  # query, key, value, out and rel_key, and theirs
+    assert peak - inputs_and_gradients < one_map / 2

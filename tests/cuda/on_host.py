@@ -1,0 +1,57 @@
+"""The CUDA backend's kernels and glue, compiled for the host and run by tests/cuda/simt, as a backend of its own.
+
+Compiled by the first call; every call runs under another schedule of its threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import itertools
+
+import torch
+
+from tests import ROOT
+from tests.cuda import simt_build
+from xlnet_kernels import ops
+
+NAME = "cuda-on-host"
+DEVICE = "cpu"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INTERPRETED = True
+SOURCES = ("csrc/cuda/forward.cu", "csrc/cuda/backward.cu", "csrc/cuda/register.cpp", "csrc/call.cpp")
+FLAGS = ("-std=c++20", "-O1", "-Wno-unknown-pragmas")
+
+_operator = ops.define("rel_attention_simt")
+_seeds = itertools.count()
+
+
+def max_width(dtype: torch.dtype) -> int:
+    return 128
+
+
+def unavailable() -> str | None:
+    if torch.cuda.is_available():
+        return "there is a GPU for them"
+    return simt_build.NO_COMPILER if simt_build.COMPILER is None else None
+
+
+@functools.cache
+def library(*extra_flags: str) -> ctypes.CDLL:
+    """The compiled kernels, their operator known to torch."""
+    sources = [ROOT / source for source in SOURCES]
+    path = str(simt_build.extension(sources, "rel_attention_simt", (*FLAGS, *extra_flags)))
+    torch.ops.load_library(path)
+    return ctypes.CDLL(path)
+
+
+def rel_attention(*args, seed: int | None = None, **kwargs):
+    library().set_schedule(ctypes.c_uint64(next(_seeds) if seed is None else seed))
+    return _operator(*args, **kwargs)
+
+
+def install() -> None:
+    """Makes it one of the package's backends, the last to be chosen."""
+    backends = importlib.import_module("xlnet_kernels.backends")
+    backends._BACKENDS[NAME] = importlib.import_module(__name__)

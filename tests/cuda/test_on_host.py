@@ -1,0 +1,131 @@
+"""The CUDA kernels, run on the host: any schedule of their threads, memory that traps, what they refuse.
+
+operator/test_operator.py asks of them what it asks of every backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.cases import READY, assert_close, assert_right, make
+from tests.cuda import on_host
+from tests.cuda.simt_memory import torch_guarded
+
+if on_host.NAME not in READY:
+    pytest.skip(on_host.unavailable(), allow_module_level=True)
+
+SEEDS = range(9)  # every way of ordering threads that tests/cuda/simt/schedule.h has
+PROBLEMS = {
+    "order": dict(length=75, mask="order"),
+    "memory-in-the-middle-of-a-tile": dict(length=70, mem=37, mask="ranks"),
+    "uni": dict(length=70, rel_rows="uni", rel_batch=True),
+    "rows-in-any-order": dict(length=75, keys=75, mem=5, positions=True, mask="ranks"),
+    "rows-far-apart": dict(length=20, keys=200, mem=20, positions=True, mask="order"),
+    "window": dict(length=140, mem=20, mask="window", extra_distance=-1),  # tiles are skipped, and come again
+}
+
+
+@pytest.fixture
+def under_seed(monkeypatch):
+    """Sets the schedule that the calls which follow run under."""
+
+    def use(seed: int) -> None:
+        monkeypatch.setattr(on_host, "_seeds", iter(lambda: seed, None))
+
+    return use
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_results_do_not_depend_on_the_schedule(under_seed, problem):
+    given = make(1, 1, width=16, dtype=torch.bfloat16, **PROBLEMS[problem]).with_options(deterministic=True)
+    wanted = None
+    for seed in SEEDS:
+        under_seed(seed)
+        found = given.results(on_host.NAME)
+        if wanted is None:
+            wanted = found
+            assert_close(found, given.to(torch.float64).results("reference"), given)
+        for name, result in found.items():
+            assert torch.equal(result, wanted[name]), f"{name} differs under seed {seed}"
+
+
+@pytest.mark.parametrize("seed", [0, 4, 8])
+@pytest.mark.parametrize("problem", ["order", "rows-in-any-order"])
+def test_gradients_added_atomically_are_right_under_any_schedule(under_seed, problem, seed):
+    under_seed(seed)
+    assert_right(make(2, 2, width=16, **PROBLEMS[problem]).with_options(deterministic=False), on_host.NAME)
+
+
+def test_several_blocks_share_a_gradient_of_rel_key_in_deterministic_mode():
+    """One head and three slots, so that each slot has several tiles of keys."""
+    problem = make(3, 1, 70, mem=90, width=16).with_options(deterministic=True)
+    first, second = (problem.results(on_host.NAME) for _ in range(2))
+    assert_close(first, problem.to(torch.float64).results("reference"), problem)
+    for name, result in first.items():
+        assert torch.equal(result, second[name]), name
+
+
+@pytest.mark.parametrize("at_start", [False, True], ids=["beyond-the-end", "before-the-start"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_stays_inside_its_tensors(problem, dtype, at_start):
+    given = make(1, 2, width=24, dtype=dtype, **PROBLEMS[problem]).with_options(dropout_p=0.2)
+    library = on_host.library()
+    with torch_guarded(library, at_start):
+        given = given.map(torch.clone)
+        found = given.results(on_host.NAME)
+    assert all(result.isfinite().all() for name, result in found.items() if name != "lse")
+
+
+def test_strided_and_misaligned_tensors_are_copied():
+    problem = make(2, 2, 20, mem=3, width=13)
+    odd = problem.map(lambda leaf: torch.stack([leaf, leaf], -1)[..., 0])
+    wanted = problem.to(torch.float64).results("reference")
+    assert_close(odd.results(on_host.NAME), wanted, problem)
+
+
+def test_rows_further_apart_than_32_bits_can_say_are_copied():
+    problem = make(1, 1, 2, width=16, dtype=torch.float16)
+    key = problem.leaves["key"]
+    far = torch.empty(2**31 + 16, dtype=key.dtype).as_strided(key.shape, (0, 0, 2**31, 1))  # two pages of it are used
+    far = far.copy_(key.detach()).requires_grad_()
+    wanted = problem.to(torch.float64).results("reference")
+    found = replace(problem, leaves=problem.leaves | {"key": far}).results(on_host.NAME)
+    assert_close(found, wanted, problem)
+
+
+def test_head_widths_beyond_the_compiled_ones_are_refused_by_the_kernels_too():
+    problem = make(1, 1, 5, width=136)
+    query, key, value, rel_key = (problem.leaves[name] for name in ("query", "key", "value", "rel_key"))
+    arguments = [query, key, value, rel_key, *[None] * 15, 10, 0.0, 1.0, True]
+    on_host.library()
+    with pytest.raises(RuntimeError, match="head widths up to 128, got 136"):
+        torch.ops.xlnet_kernels.rel_attention_simt(*arguments)
+
+
+def test_a_launch_that_fails_says_which_kernel_and_for_what():
+    problem = make(1, 1, 5, width=16)
+    library = on_host.library()
+    library.simt_fail_launches(b"no memory left")
+    try:
+        with pytest.raises(
+            RuntimeError, match="CUDA kernel prepare for B=1 H=1 L=5 K=5 M=0 D=16 float32.*no memory left"
+        ):
+            problem.results(on_host.NAME)
+    finally:
+        library.simt_fail_launches(None)
+
+
+def test_a_backward_pass_under_autocast_has_the_same_gradients():
+    problem = make(1, 2, 40, mem=7, width=32, mask="order").with_options(deterministic=True)
+    problem = problem.map(lambda leaf: leaf.requires_grad_())
+    out, _ = problem.run(on_host.NAME, "cpu")
+    leaves, grad = list(problem.leaves.values()), torch.randn_like(out)
+    wanted = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(out, leaves, grad)
+    for name, one, other in zip(problem.leaves, found, wanted, strict=True):
+        assert torch.equal(one, other), name

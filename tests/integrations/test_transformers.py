@@ -1,0 +1,400 @@
+"""accelerate and restore: a transformers XLNet computes the same with our attention, and is itself again afterwards."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.xlnet import modeling_xlnet
+
+import xlnet_kernels as xk
+from tests.model.twins import SIZES, B, L, M, N, assert_same, assert_same_outputs, make_inputs, make_mems, theirs
+from xlnet_kernels import attention
+from xlnet_kernels.integrations import xlnet as stand_ins
+
+accelerate, restore = xk.integrations.transformers.accelerate, xk.integrations.transformers.restore
+pytestmark = pytest.mark.filterwarnings("ignore:xlnet_kernels", "ignore:.*deprecated")
+EVERYTHING = ("mems", "hidden_states", "attentions")
+LABELS = {
+    "XLNetModel": {},
+    "XLNetLMHeadModel": dict(labels=torch.arange(B * L).view(B, L)),
+    "XLNetForSequenceClassification": dict(labels=torch.arange(B)),
+    "XLNetForTokenClassification": dict(labels=torch.arange(B * L).view(B, L) % 2),
+    "XLNetForMultipleChoice": dict(labels=torch.arange(B) % 2),
+    "XLNetForQuestionAnsweringSimple": dict(start_positions=torch.arange(B), end_positions=torch.arange(B) + 2),
+    "XLNetForQuestionAnswering": dict(start_positions=torch.arange(B), end_positions=torch.arange(B) + 2),
+}
+
+
+def pair(name: str = "XLNetLMHeadModel", backend: str | None = None, **options):
+    """transformers' model, and a copy of it that is accelerated."""
+    model = theirs(name, **options)
+    return model, accelerate(copy.deepcopy(model), backend)
+
+
+def gradients(model, loss) -> dict[str, torch.Tensor | None]:
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
+
+
+def assert_same_gradients(found, wanted) -> None:
+    """Relative to the largest element, and to one rounding of the largest of all: some are sums that cancel."""
+    sizes = {name: gradient.abs().max().item() for name, gradient in wanted.items() if gradient is not None}
+    rounding = torch.finfo(torch.float32).eps * max(sizes.values()) + 1e-7
+    for name, gradient in wanted.items():
+        assert (found[name] is None) == (gradient is None), name
+        if gradient is not None:
+            assert_same(found[name], gradient, 2e-5 * sizes[name] + rounding, name)
+
+
+def blind_inputs() -> dict[str, torch.Tensor]:
+    """In both sequences the first target sees nothing; in one of them it is padding that hides the rest."""
+    inputs = make_inputs()
+    inputs["target_mapping"] = nn.functional.one_hot(torch.tensor([[2, 0, 5], [2, 4, 6]]), L).float()
+    inputs["perm_mask"][:, 2] = 1
+    inputs["perm_mask"][0, 2, 0] = 0
+    return inputs
+
+
+@pytest.mark.parametrize("given", ["content", "both streams", "blind rows", "soft mapping", "empty targets"])
+@pytest.mark.parametrize("options", [{}, dict(bi_data=True, clamp_len=3, mem_len=8, reuse_len=4)], ids=str)
+def test_outputs_memory_and_gradients_are_those_of_transformers(options, given, backend):
+    model, fast = pair(backend=backend, **options)
+    inputs = blind_inputs() if given == "blind rows" else make_inputs()
+    if given == "content":
+        del inputs["perm_mask"], inputs["target_mapping"]
+    elif given == "soft mapping":
+        inputs["target_mapping"] = torch.rand(B, N, L)
+    elif given == "empty targets":
+        inputs["target_mapping"][:, 1] = 0
+    for memory in (None, make_mems(model)):
+        calls = [x(**inputs, mems=memory, output_hidden_states=True) for x in (model, fast)]
+        assert_same_outputs(calls[1], calls[0], ("logits", *EVERYTHING))
+        weights = torch.randn_like(calls[0].logits)
+        wanted, found = (gradients(x, (y.logits * weights).sum()) for x, y in zip((model, fast), calls, strict=True))
+        assert_same_gradients(found, wanted)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(same_length=True), dict(clamp_len=2)], ids=str)
+@pytest.mark.parametrize("memory", [0, M])
+def test_unidirectional_model_one_sequence_at_a_time(options, memory):
+    """transformers refuses masks of a unidirectional batch; accelerated it takes them."""
+    model, fast = pair(attn_type="uni", **options)
+    inputs = blind_inputs() | dict(mems=make_mems(model, memory) if memory else None)
+    found = fast(**inputs, output_attentions=True)
+    for b in range(B):
+        one = {name: x[b : b + 1] for name, x in inputs.items() if name != "mems"}
+        one["mems"] = None if not memory else [x[:, b : b + 1] for x in inputs["mems"]]
+        wanted = model(**one, output_attentions=True)
+        assert_same(found.logits[b : b + 1], wanted.logits)
+        assert_same([[y[b : b + 1] for y in x] for x in found.attentions], wanted.attentions)
+        both = (gradients(x, x(**one).logits.square().sum()) for x in (fast, model))
+        # Keys ahead of a row that sees nothing get the position scores of other rows in transformers.
+        assert_same_gradients(
+            *({n: x for n, x in grads.items() if not n.endswith((".r", "r_r_bias"))} for grads in both)
+        )
+    with pytest.raises(RuntimeError):
+        model(**inputs)
+
+
+def test_float64_agrees_to_its_precision():
+    model, fast = pair(attn_type="uni", clamp_len=4)
+    ids, mems = make_inputs()["input_ids"], [x.double() for x in make_mems(model)]
+    wanted, found = (x.double()(ids, mems=mems) for x in (model, fast))
+    assert_same_outputs(found, wanted, ("logits", "mems"), atol=1e-11)
+
+
+@pytest.mark.parametrize("given", ["content", "blind rows", "soft mapping"])
+def test_attention_maps(given):
+    model, fast = pair()
+    inputs = blind_inputs()
+    if given == "content":
+        del inputs["target_mapping"]
+    elif given == "soft mapping":
+        inputs["target_mapping"] = torch.rand(B, N, L)
+    wanted, found = (x(**inputs, output_attentions=True, output_hidden_states=True) for x in (model, fast))
+    assert_same_outputs(found, wanted, ("logits", *EVERYTHING))
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_every_head(name):
+    model, fast = pair(name)
+    inputs = make_inputs()
+    for unwanted in ("perm_mask", "target_mapping"):
+        del inputs[unwanted]
+    if name == "XLNetForMultipleChoice":
+        inputs = {key: torch.stack([x, x.flip(0)], 1) for key, x in inputs.items()}
+    wanted, found = (x(**inputs, **LABELS[name]).to_tuple() for x in (model, fast))
+    assert_same(found, wanted)
+    assert_same_gradients(gradients(fast, found[0].sum()), gradients(model, wanted[0].sum()))
+    assert_same(fast(**inputs, return_dict=False), model(**inputs, return_dict=False))
+
+
+def test_embeddings_instead_of_ids_and_memory_without_asking():
+    model, fast = pair("XLNetModel")
+    inputs = make_inputs()
+    inputs["inputs_embeds"] = torch.randn(*inputs.pop("input_ids").shape, 32)
+    inputs["input_mask"] = 1 - inputs.pop("attention_mask")
+    mems = make_mems(model)
+    for use_mems in (True, False):
+        wanted, found = (x(**inputs, mems=mems, use_mems=use_mems) for x in (model, fast))
+        assert_same_outputs(found, wanted, ("last_hidden_state", "mems"))
+
+
+def test_every_layer_calls_the_operator_for_the_predicted_rows_alone(monkeypatch, backend):
+    calls = []
+
+    def counted(query, key, *others, **options):
+        calls.append((query.shape[2], type(options["mask"]), options["backend"]))
+        return xk.rel_attention(query, key, *others, **options)
+
+    monkeypatch.setattr(attention, "rel_attention", counted)
+    model, fast = pair(backend=backend)
+    inputs = make_inputs()
+    model(**inputs)
+    assert not calls
+    fast(**inputs)
+    fast(**inputs | dict(target_mapping=torch.rand(B, N, L)))
+    fast(inputs["input_ids"], inputs["attention_mask"])  # no L x L mask is made where none is given
+    wanted = [(L + N, torch.Tensor, backend), (L + L, torch.Tensor, backend), (L, xk.RankMask, backend)]
+    assert calls == [call for call in wanted for _ in fast.transformer.layer]
+
+
+@pytest.mark.parametrize("how", [dict(), dict(num_beams=3), dict(do_sample=True, use_mems=True)], ids=str)
+def test_generate(how):
+    model, fast = pair()
+    texts = []
+    for x in (model, fast):
+        torch.manual_seed(3)
+        texts.append(x.generate(torch.arange(8).view(2, 4), max_new_tokens=5, **how))
+    assert torch.equal(*texts)
+
+
+def test_training_gives_the_same_losses():
+    model, fast = pair()
+    inputs, losses = make_inputs(), []
+    labels = inputs["input_ids"].gather(1, inputs["target_mapping"].argmax(-1))
+    for x in (model, fast):
+        optimizer = torch.optim.AdamW(x.train().parameters(), 1e-3)
+        for _ in range(5):
+            optimizer.zero_grad()
+            losses.append(x(**inputs, labels=labels).loss)
+            losses[-1].backward()
+            optimizer.step()
+    assert losses[4] < losses[0]
+    assert_same(losses[5:], losses[:5], 1e-3)
+
+
+def test_trainer(tmp_path):
+    pytest.importorskip("accelerate")
+    data = [dict(input_ids=torch.randint(50, (L,)), labels=torch.tensor(i % 2)) for i in range(8)]
+    losses = []
+    for x in pair("XLNetForSequenceClassification"):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=4, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_steps=4
+        )
+        trainer = transformers.Trainer(x, arguments, train_dataset=data)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing(use_reentrant):
+    """Dropout falls on the same elements when a layer is computed again."""
+    model, fast = pair(dropout=0.3)
+    inputs = blind_inputs()
+    with pytest.raises(ValueError, match="checkpointing"):
+        model.gradient_checkpointing_enable()
+    torch.manual_seed(1)
+    expected = gradients(fast.train(), fast(**inputs).logits.square().sum())
+    fast.gradient_checkpointing_enable(dict(use_reentrant=use_reentrant))
+    calls = []
+    fast.transformer.layer[1].ff.register_forward_hook(lambda *_: calls.append(1))
+    torch.manual_seed(1)
+    fast(**inputs).logits.square().sum().backward()
+    assert len(calls) > 2  # one for each stream, and again in the backward pass
+    assert_same_gradients({name: x.grad for name, x in fast.named_parameters()}, expected)
+    restore(fast)
+    assert not fast.is_gradient_checkpointing
+    assert not any("gradient_checkpointing" in vars(x) for x in fast.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", ["to", "from_pretrained", "autocast"])
+def test_two_streams_in_16_bits(how, dtype, tmp_path):
+    """from_pretrained(dtype=...) leaves bare parameters in 32 bits."""
+    model, fast = pair()
+    if how == "to":
+        fast = fast.to(dtype)
+    elif how == "from_pretrained":
+        fast.save_pretrained(tmp_path)
+        fast = accelerate(type(model).from_pretrained(tmp_path, dtype=dtype))
+        assert fast.transformer.mask_emb.dtype != fast.lm_loss.weight.dtype == dtype
+    for inputs in (make_inputs(), blind_inputs()):
+        wanted = model(**inputs).logits
+        with torch.autocast("cpu", dtype, enabled=how == "autocast"):
+            found = fast(**inputs).logits
+        assert found.dtype == dtype
+        assert (found - wanted).norm() < 0.03 * wanted.norm()  # measured 0.011 and 0.0015
+    found.float().square().mean().backward()
+    assert all(x.grad.isfinite().all() for x in fast.parameters() if x.grad is not None)
+
+
+def test_bool_masks():
+    model, fast = pair()
+    inputs = blind_inputs()
+    changed = {name: inputs[name].bool() for name in ("attention_mask", "perm_mask", "target_mapping")}
+    assert_same(fast(**inputs | changed).logits, model(**inputs).logits)
+
+
+def test_compiled_in_one_graph():
+    _, fast = pair("XLNetModel", n_layer=1)
+    inputs = blind_inputs()
+    found = torch.compile(fast, backend="eager", fullgraph=True)(**inputs)
+    assert_same_outputs(found, fast(**inputs), ("last_hidden_state",))
+
+
+def test_restore_leaves_nothing_behind():
+    model = theirs("XLNetLMHeadModel")
+    before = {name: (type(x), dict(vars(x))) for name, x in model.named_modules()}
+    parameters, state = dict(model.named_parameters()), list(model.state_dict())
+    other = copy.deepcopy(model)
+    assert accelerate(accelerate(model)) is model
+    assert list(model.state_dict()) == state
+    assert all(x is parameters[name] for name, x in model.named_parameters())
+    assert isinstance(model.transformer.layer[0].rel_attn, attention.TwoStreamAttention)
+    assert not isinstance(other.transformer.layer[0].rel_attn, attention.TwoStreamAttention)
+    assert restore(restore(model)) is model
+    assert {name: (type(x), dict(vars(x))) for name, x in model.named_modules()} == before
+
+
+def test_copies_are_accelerated_and_folders_are_not(tmp_path):
+    _, fast = pair()
+    inputs = make_inputs()
+    wanted = fast(**inputs).logits
+    torch.save(fast, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    for x in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), loaded):
+        assert type(x.transformer.layer[1].rel_attn) is type(fast.transformer.layer[1].rel_attn)
+        assert torch.equal(x(**inputs).logits, wanted)
+        assert type(restore(x)) is modeling_xlnet.XLNetLMHeadModel
+    fast.save_pretrained(tmp_path)
+    for cls in (modeling_xlnet.XLNetLMHeadModel, type(fast), transformers.AutoModelForCausalLM):
+        loaded = cls.from_pretrained(tmp_path)
+        assert type(loaded) is modeling_xlnet.XLNetLMHeadModel
+        assert type(loaded.transformer.layer[1].rel_attn) is modeling_xlnet.XLNetRelativeAttention
+    assert_same(loaded(**inputs).logits, wanted)
+
+
+def test_hooks_see_what_they_saw():
+    model, fast = pair()
+    inputs, seen = make_inputs(), {}
+    for x in (model, fast):
+        for name in ("word_embedding", "layer.0", "layer.0.rel_attn", "layer.1.ff"):
+            module, kept = x.transformer.get_submodule(name), seen.setdefault((name, x is fast), [])
+            module.register_forward_hook(lambda *call, kept=kept: kept.append(call[2]))
+        x(**inputs)
+    for name, is_fast in seen:
+        assert seen[name, is_fast]
+        assert_same(seen[name, True], seen[name, False])
+
+
+class Doubled(modeling_xlnet.XLNetModel):
+    """A subclass that adds to what the base class does."""
+
+    def forward(self, *inputs, **options):
+        output = super().forward(*inputs, **options)
+        output.last_hidden_state = 2 * output.last_hidden_state
+        return output
+
+
+def test_subclasses_keep_what_they_add():
+    model = Doubled(transformers.XLNetConfig(**SIZES)).eval()
+    fast = accelerate(copy.deepcopy(model))
+    inputs = make_inputs()
+    assert_same(fast(**inputs).last_hidden_state, model(**inputs).last_hidden_state)
+    assert isinstance(fast.layer[0].rel_attn, attention.TwoStreamAttention)
+    assert type(pickle.loads(pickle.dumps(fast))) is type(fast)
+    assert type(restore(fast)) is Doubled
+
+
+def test_what_the_operator_cannot_say_is_left_to_transformers():
+    """Targets beyond the text, and attention layers called with masks of their own."""
+    model, fast = pair("XLNetModel")
+    ids = make_inputs()["input_ids"]
+    mapping = nn.functional.one_hot(torch.tensor([[L], [L]]), L + 1).float()
+    wanted, found = (x(ids, target_mapping=mapping).last_hidden_state for x in (model, fast))
+    assert_same(found, wanted, 0)
+    h, r = torch.randn(L, B, 32), torch.randn(2 * L, B, 32)
+    wanted, found = (x.layer[0].rel_attn(h, None, None, None, r, None)[0] for x in (model, fast))
+    assert_same(found, wanted, 0)
+
+
+def test_what_costs_more_is_said_once():
+    _, fast = pair()
+    inputs = make_inputs() | dict(target_mapping=torch.rand(B, N, L))
+    stand_ins._warn.cache_clear()
+    with pytest.warns(UserWarning, match="one-hot"):
+        fast(**inputs)
+    with pytest.warns(UserWarning, match="reference backend"):
+        fast(**inputs, output_attentions=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast(**inputs)
+        fast(**inputs, output_attentions=True)
+
+
+def test_import_alone_does_not_import_transformers():
+    code = "import sys, xlnet_kernels as xk; xk.integrations.transformers; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_models_without_anything_to_accelerate_are_refused():
+    with pytest.raises(ValueError, match="got Linear"):
+        accelerate(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="got TwoStreamAttention"):
+        accelerate(xk.XLNetModel(xk.XLNetConfig(**SIZES)))  # ours by the same name
+    with pytest.raises(ValueError, match="must be a torch.nn.Module, got str"):
+        accelerate("xlnet-base-cased")
+    model = theirs("XLNetModel")
+    with pytest.raises(ValueError, match="backend must be None or one of .*reference.* got 'gpu'"):
+        accelerate(model, backend="gpu")
+    assert type(model) is modeling_xlnet.XLNetModel
+
+
+def test_restore_refuses_a_class_it_did_not_make():
+    _, fast = pair("XLNetModel")
+    fast.__class__ = type("Sharded", (type(fast),), {})
+    with pytest.raises(RuntimeError, match="Sharded whose class was changed"):
+        restore(fast)
+    assert isinstance(fast.layer[0].rel_attn, attention.TwoStreamAttention)
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (dict(input_ids=None), "neither"),
+        (dict(inputs_embeds=torch.zeros(B, L, 32)), "both"),
+        (dict(input_mask=torch.zeros(B, L)), "attention_mask .* and input_mask"),
+        (dict(attention_mask=torch.ones(B, L + 1)), r"attention_mask must be a tensor of shape \(2, 7\)"),
+        (dict(perm_mask=torch.zeros(B, L)), "perm_mask must be a tensor of shape"),
+        (dict(target_mapping=torch.zeros(B + 1, N, L)), "target_mapping must be a tensor of shape"),
+        (dict(token_type_ids=torch.zeros(B, L)), "token_type_ids must hold integers"),
+    ],
+    ids=str,
+)
+def test_wrong_inputs_are_refused(change, text):
+    _, fast = pair(bi_data=True)
+    with pytest.raises(ValueError, match=text):
+        fast(**make_inputs() | change)
+    with pytest.raises(ValueError, match="bi_data needs an even batch"):
+        fast(**make_inputs(batch=3))

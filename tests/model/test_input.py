@@ -1,0 +1,92 @@
+"""What the model is given wrongly is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import xlnet_kernels as xk
+from tests.model.twins import B, L, N, make_inputs, make_mems, ours
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (dict(input_ids=None), "give either input_ids or inputs_embeds, got neither"),
+        (dict(inputs_embeds=torch.zeros(B, L, 32)), "give either input_ids or inputs_embeds, got both"),
+        (dict(input_ids=torch.zeros(L).long()), r"input_ids must be a tensor of shape \(any, any\), got shape \(7,\)"),
+        (dict(input_ids=[[1, 2]]), r"input_ids must be a tensor of shape \(any, any\), got list"),
+        (dict(input_ids=torch.zeros(B, L)), "input_ids must hold integers, got torch.float32"),
+        (dict(input_ids=torch.full((B, L), 50)), r"input_ids must lie in \[0, 50\), got values from 50 to 50"),
+        (dict(input_ids=torch.full((B, L), -1)), r"input_ids must lie in \[0, 50\), got values from -1 to -1"),
+        (
+            dict(input_ids=torch.zeros(B, L, device="meta").long()),
+            "input_ids must be on the model's device cpu, got meta",
+        ),
+        (
+            dict(input_ids=None, inputs_embeds=torch.zeros(B, L)),
+            r"inputs_embeds must be a tensor of shape \(any, any, 32\), got shape \(2, 7\)",
+        ),
+        (
+            dict(input_ids=None, inputs_embeds=torch.zeros(B, L, 8)),
+            r"inputs_embeds must be .* \(any, any, 32\), got .* 8\)",
+        ),
+        (
+            dict(input_ids=None, inputs_embeds=torch.zeros(B, L, 32).double()),
+            "inputs_embeds must be torch.float32 like the parameters, got torch.float64",
+        ),
+        (
+            dict(attention_mask=torch.ones(B, L + 1)),
+            r"attention_mask must be a tensor of shape \(2, 7\), got .* \(2, 8\)",
+        ),
+        (dict(input_mask=torch.ones(B, L)), "attention_mask .* and input_mask .* are one thing: give one of them"),
+        (dict(token_type_ids=torch.zeros(B, 3).long()), r"token_type_ids must be a tensor of shape \(2, 7\), got"),
+        (dict(token_type_ids=torch.zeros(B, L)), "token_type_ids must hold integers"),
+        (dict(perm_mask=torch.zeros(B, L)), r"perm_mask must be a tensor of shape \(2, 7, 7\), got shape \(2, 7\)"),
+        (dict(mask=xk.RankMask.full(B, L)), "mask and perm_mask are one thing: give one of them"),
+        (dict(perm_mask=None, mask=torch.ones(B, L, L).bool()), "mask must be a RankMask .* got Tensor"),
+        (
+            dict(perm_mask=None, mask=xk.RankMask.full(B, 3)),
+            r"mask must have query_rank \(2, 7\) and key_rank \(2, 7\)",
+        ),
+        (dict(target_mapping=torch.zeros(B, N, 3)), r"target_mapping must be a tensor of shape \(2, any, 7\), got"),
+        (
+            dict(target_mapping=torch.zeros(N)),
+            r"target_mapping must be a tensor of shape \(2, any, 7\), got shape \(3,\)",
+        ),
+        (dict(target_positions=torch.zeros(B, N).long()), "target_mapping and target_positions are one thing"),
+        (
+            dict(target_mapping=None, target_positions=torch.full((B, N), L)),
+            r"target_positions must lie in \[0, 7\), got",
+        ),
+        (dict(target_mapping=None, target_positions=torch.zeros(B, N)), "target_positions must hold integers"),
+        (dict(target_mapping=None, target_positions=torch.zeros(3, N).long()), "target_positions must be a tensor of"),
+        (dict(mem_len=-1), "mem_len must be an integer of at least 0, or None for the configuration's, got -1"),
+        (dict(reuse_len=2.0), "reuse_len must be an integer of at least 0, or None for the configuration's, got 2.0"),
+    ],
+)
+def test_bad_input_is_named(change, text):
+    for model in (ours(), ours(attn_type="uni", same_length=True)):
+        with pytest.raises(ValueError, match=text):
+            model(**make_inputs() | change)
+
+
+def test_unknown_arguments_are_errors():
+    ids = make_inputs()["input_ids"]
+    for name in ("XLNetModel", "XLNetLMHeadModel", "XLNetForQuestionAnswering"):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'use_cache'"):
+            ours(name)(ids, use_cache=True)
+
+
+def test_odd_batches_of_both_directions():
+    with pytest.raises(ValueError, match="bi_data needs an even batch .* got 3"):
+        ours(bi_data=True)(torch.zeros(3, L).long())
+
+
+def test_a_refused_call_changes_nothing():
+    model, inputs = ours(), make_inputs()
+    mems = make_mems(model)
+    wanted = model(**inputs, mems=mems).last_hidden_state
+    with pytest.raises(ValueError, match="target_mapping"):
+        model(**inputs | dict(target_mapping=torch.zeros(1)), mems=mems)
+    assert torch.equal(model(**inputs, mems=mems).last_hidden_state, wanted)

@@ -1,0 +1,183 @@
+"""Segment recurrence: what is kept, stepping through a text, memory projected once."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import xlnet_kernels as xk
+from tests.model.twins import B, L, M, assert_same, assert_same_outputs, make_inputs, make_mems, ours, twins
+from xlnet_kernels import TwoStreamAttention
+
+LENGTH = 12
+
+
+def _text(batch: int = B, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(50, (batch, length))
+
+
+def test_kept_memory_is_that_of_transformers():
+    theirs, model = twins("XLNetModel")
+    default = ours(mem_len=3, reuse_len=1)
+    default.load_state_dict(model.state_dict())
+    ids = make_inputs()["input_ids"]
+    for mem_len, reuse_len, given in itertools.product((None, 0, 4, 8, 20), (None, 0, 3, 20), (0, 2, M)):
+        mems = make_mems(model, given) if given else None
+        theirs.mem_len, theirs.reuse_len = mem_len, reuse_len
+        model.config.mem_len, model.config.reuse_len = mem_len, reuse_len
+        with torch.no_grad():
+            wanted = theirs(ids, mems=mems).mems
+            assert_same(model(ids, mems=mems).mems, wanted)
+            if mem_len is not None and reuse_len is not None:  # the same for one call
+                assert_same(default(ids, mems=mems, mem_len=mem_len, reuse_len=reuse_len).mems, wanted)
+
+
+def test_when_memory_is_returned_and_used():
+    model, ids = ours(use_mems_eval=True, use_mems_train=False), _text()
+    mems = model(ids).mems
+    assert model.train()(ids).mems is None
+    model.config.use_mems_train = True
+    assert len(model(ids).mems) == 2
+    model.config.use_mems_eval = False
+    assert model.eval()(ids).mems is None
+    assert len(model(ids, use_mems=True).mems) == 2
+    found = model(ids, mems=mems, use_mems=False)  # memory that is given is used
+    assert found.mems is None
+    assert (found.last_hidden_state - model(ids).last_hidden_state).abs().max() > 0.02
+
+
+def test_no_gradient_flows_through_memory():
+    model = ours(use_mems_train=True).train()
+    mems = model(_text()).mems
+    assert not any(x.requires_grad for x in mems)
+    model(_text(), mems=mems).last_hidden_state.sum().backward()
+    assert model.layer[0].rel_attn.k.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("steps", [[1] * LENGTH, [5, 1, 1, 3, 2]], ids=["one by one", "several"])
+@pytest.mark.parametrize("projected", [False, True], ids=["mems", "projected"])
+@pytest.mark.parametrize("options", [dict(attn_type="uni"), dict(), dict(bi_data=True), dict(clamp_len=4)], ids=str)
+def test_causal_stepping_equals_the_full_pass(options, projected, steps):
+    lm = ours("XLNetLMHeadModel", mem_len=None, **options)
+    ids, bi = _text(), options.get("attn_type") != "uni"
+    with torch.no_grad():
+        wanted = lm(ids, mask=xk.RankMask.causal(B, LENGTH) if bi else None).logits
+        mems = lm.transformer.project_mems(batch=B) if projected else None
+        logits, past = [], 0
+        for piece in ids.split(steps, 1):
+            mask = xk.RankMask.causal(B, piece.shape[1], past) if bi else None
+            output = lm(piece, mems=mems, mask=mask)
+            logits.append(output.logits)
+            mems, past = output.mems, past + piece.shape[1]
+    assert_same(torch.cat(logits, 1), wanted)
+
+
+def test_a_mask_of_the_segment_leaves_memory_visible():
+    model = ours()
+    mems, ids = make_mems(model), make_inputs()["input_ids"]
+    order = torch.stack([torch.randperm(L) for _ in range(B)])
+    found = model(ids, mems=mems, mask=xk.RankMask.from_order(order))
+    assert_same_outputs(found, model(ids, mems=mems, mask=xk.RankMask.from_order(order, mem_len=M)), found._fields)
+    with pytest.raises(
+        ValueError, match="mask has a query_floor: with memory it must have M . L = 12 key ranks, got 7"
+    ):
+        model(ids, mems=mems, mask=xk.RankMask.causal(B, L, window=3))
+
+
+def test_a_row_can_be_kept_from_its_memory():
+    """A stream that starts a new context: nothing of the old one is seen."""
+    model, ids = ours(), make_inputs()["input_ids"]
+    mask = xk.RankMask.full(B, L, M)
+    mask.key_rank[0, :M] = torch.iinfo(torch.int32).max
+    found = model(ids, mems=make_mems(model), mask=mask).last_hidden_state
+    wanted = model(ids).last_hidden_state
+    assert_same(found[0], wanted[0])
+    assert (found[1] - wanted[1]).abs().max() > 0.02
+
+
+@pytest.mark.parametrize("mem_len", [3, 6, None])
+@pytest.mark.parametrize("reuse_len", [None, 2])
+def test_projected_memory_equals_layer_inputs(mem_len, reuse_len):
+    model = ours(mem_len=mem_len, reuse_len=reuse_len, clamp_len=5)
+    plain = make_mems(model)
+    projected = model.project_mems(plain)
+    assert projected.length == M
+    for length in (3, 1, 6, 2):
+        inputs = make_inputs(length=length, targets=1)
+        with torch.no_grad():
+            wanted, found = model(**inputs, mems=plain), model(**inputs, mems=projected)
+        assert_same(found.last_hidden_state, wanted.last_hidden_state)
+        plain, projected = wanted.mems, found.mems
+        assert isinstance(projected, xk.ProjectedMemory) and projected.length == plain[0].shape[0]
+        for layer, mems, key, value in zip(model.layer, plain, projected.keys, projected.values, strict=True):
+            assert_same([key, value], layer.rel_attn.project(mems.transpose(0, 1)))
+
+
+def test_projected_memory_projects_nothing_but_new_tokens(monkeypatch):
+    model = ours(attn_type="uni", mem_len=None)
+    memory, rows = model.project_mems(batch=B), []
+    heads = TwoStreamAttention._heads
+
+    def counted(self, x, weight):
+        rows.append((x.shape[-2], weight is self.r))
+        return heads(self, x, weight)
+
+    monkeypatch.setattr(TwoStreamAttention, "_heads", counted)
+    with torch.no_grad():
+        for token in _text(length=65).split(1, 1):
+            memory = model(token, mems=memory).mems
+    assert memory.length == 65
+    assert all(count == 1 for count, is_position in rows if not is_position)
+    tables = [count for count, is_position in rows if is_position and count > 1]
+    assert tables == [65] * len(model.layer) + [131] * len(model.layer)  # twice as long when it no longer reaches
+
+
+def test_longer_memory_than_in_training():
+    """Trained with 4 positions, read with 64: the model sees further back and says what the full pass says."""
+    lm = ours("XLNetLMHeadModel", attn_type="uni", mem_len=4, use_mems_train=True).train()
+    ids = _text(length=64)
+    mems = None
+    for segment in ids[:, :16].split(8, 1):
+        output = lm(segment, mems=mems, labels=segment)
+        output.loss.backward()
+        mems = output.mems
+        assert mems[0].shape[0] == 4
+    lm.eval()
+    with torch.no_grad():
+        wanted = lm(ids).logits[:, -8:]
+        memory = plain = None
+        for segment in ids.split(8, 1):
+            output, short = lm(segment, mems=memory, mem_len=64), lm(segment, mems=plain)
+            memory, plain = output.mems, short.mems
+    assert memory[0].shape[0] == 64 and plain[0].shape[0] == 4
+    assert_same(output.logits, wanted)
+    assert (short.logits - wanted).abs().max() > 0.02
+
+
+def test_memory_of_another_configuration_is_refused():
+    model, ids = ours(), make_inputs()["input_ids"]
+    good = make_mems(model)
+    projected = model.project_mems(good)
+    for mems, text in (
+        (good[:1], "mems must hold one memory for each of the 2 layers, got 1"),
+        ([x[:, :1] for x in good], r"mems\[0\] must be a tensor of shape \(5, 2, 32\), got shape \(5, 1, 32\)"),
+        ([x[..., :16] for x in good], r"mems\[0\] must be a tensor of shape \(5, 2, 32\), got shape \(5, 2, 16\)"),
+        ([good[0], good[1][:3]], r"mems\[1\] must be a tensor of shape \(5, 2, 32\), got shape \(3, 2, 32\)"),
+        ([x.double() for x in good], r"mems\[0\] must be torch.float32 like the parameters, got torch.float64"),
+        ([x.to("meta") for x in good], r"mems\[0\] must be on the model's device cpu, got meta"),
+        ([None, None], "mems must be a list of tensors"),
+        (good[0], "mems must be a list of tensors"),
+        ([], "mems must hold one memory for each of the 2 layers, got 0"),
+        (ours(n_layer=1).project_mems(batch=B), "mems must hold one memory for each of the 2 layers, got 1"),
+        (
+            ours(n_head=2).project_mems(good),
+            r"mems\[0\] must be a tensor of shape \(2, 4, 5, 8\), got .* \(2, 2, 5, 16\)",
+        ),
+        (model.project_mems(batch=3), r"mems\[0\] must be a tensor of shape \(2, 4, 0, 8\), got shape \(3, 4, 0, 8\)"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            model(ids, mems=mems)
+    with pytest.raises(ValueError, match="ProjectedMemory is for inference"):
+        model.train()(ids, mems=projected)

@@ -1,0 +1,167 @@
+"""What the build decides and asks for (build_backend/), and what the loader of the extension says."""
+
+import sys
+
+import pytest
+
+from tests import ROOT
+from xlnet_kernels import _extension
+
+sys.path.insert(0, str(ROOT / "build_backend"))
+
+import build_decisions as decide  # noqa: E402
+import xlnet_kernels_build as backend  # noqa: E402
+
+GIB = 2**30
+CUDA = ["csrc/cuda/forward.cu"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "torch_cuda", "nvcc", "sources", "build", "reason"),
+    [
+        ({}, "13.0", "/cuda/bin/nvcc", CUDA, True, "torch is built for CUDA 13.0 and there is /cuda/bin/nvcc"),
+        ({}, None, "/cuda/bin/nvcc", CUDA, False, "torch is a build without CUDA"),
+        ({}, "13.0", None, CUDA, False, "nvcc was not found (set CUDA_HOME)"),
+        ({}, None, None, CUDA, False, "torch is a build without CUDA and nvcc was not found (set CUDA_HOME)"),
+        ({}, "13.0", "nvcc", [], False, "this version has no CUDA sources"),
+        ({"FORCE_CUDA": "1"}, "13.0", "nvcc", [], False, "no CUDA sources (FORCE_CUDA=1 changes nothing)"),
+        ({"FORCE_CUDA": "1"}, "13.0", "nvcc", CUDA, True, "torch is built for CUDA 13.0"),
+        ({"FORCE_CUDA": "0"}, "13.0", "nvcc", CUDA, False, "FORCE_CUDA=0"),
+        ({"FORCE_CUDA": "0", "TORCH_CUDA_ARCH_LIST": "9.0"}, None, None, CUDA, False, "FORCE_CUDA=0"),
+        ({"TORCH_CUDA_ARCH_LIST": "9.0"}, "13.0", "nvcc", CUDA, True, "torch is built for CUDA 13.0"),
+    ],
+)
+def test_cuda_decision(environ, torch_cuda, nvcc, sources, build, reason):
+    decision = decide.cuda_decision(environ, torch_cuda, nvcc, sources)
+    assert decision.build is build
+    assert reason in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("environ", "torch_cuda", "nvcc", "message"),
+    [
+        ({"FORCE_CUDA": "1"}, None, "nvcc", "FORCE_CUDA=1, but torch is a build without CUDA"),
+        ({"FORCE_CUDA": "1"}, "13.0", None, "FORCE_CUDA=1, but nvcc was not found"),
+        ({"TORCH_CUDA_ARCH_LIST": "9.0"}, None, None, "TORCH_CUDA_ARCH_LIST is set, but torch .* nvcc was not found"),
+    ],
+)
+def test_forced_cuda_that_cannot_be_built_raises(environ, torch_cuda, nvcc, message):
+    with pytest.raises(ValueError, match=message):
+        decide.cuda_decision(environ, torch_cuda, nvcc, CUDA)
+
+
+def test_windows_is_pure_python():
+    assert "GCC and Clang" in decide.extension_decision({}, "win32").reason
+    assert not decide.extension_decision({}, "win32").build
+
+
+@pytest.mark.parametrize(
+    ("cores", "free", "jobs"),
+    [(8, 64 * GIB, 8), (8, 8 * GIB, 4), (8, GIB, 1), (1, 64 * GIB, 1), (8, None, 8), (2, 0, 1)],
+)
+def test_max_jobs(cores, free, jobs):
+    assert decide.max_jobs(cores, free) == jobs
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:  2048 kB\n"}, 2048 * 1024),
+        ({"proc/meminfo": "MemAvailable: 2048 kB\n", "sys/fs/cgroup/memory.max": "max\n"}, 2048 * 1024),
+        ({"proc/meminfo": "MemAvailable: 2048 kB\n", "sys/fs/cgroup/memory.max": "1024\n"}, 1024),
+    ],
+)
+def test_available_memory(tmp_path, files, expected):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    assert decide.available_memory(tmp_path) == expected
+
+
+def test_extension_decision(tmp_path):
+    compiler = tmp_path / "my-compiler"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    found = {"CXX": str(compiler), "PATH": str(tmp_path)}
+    assert decide.extension_decision(found).build
+    assert decide.extension_decision({**found, "XLNET_KERNELS_SKIP_EXT": "0"}).build
+    skipped = decide.extension_decision({**found, "XLNET_KERNELS_SKIP_EXT": "1"})
+    assert str(skipped) == "no, because XLNET_KERNELS_SKIP_EXT is set"
+    for environ in ({"PATH": str(tmp_path)}, {"CXX": "/nonexistent"}):
+        missing = decide.extension_decision(environ)
+        assert not missing.build and "no C++ compiler" in missing.reason
+
+
+@pytest.mark.parametrize(
+    ("version", "usable"),
+    [("2.6.0", True), ("2.13.0+cpu", True), ("3.0.0a0", True), ("2.5.1", False), ("1.13.1", False), (None, False)],
+)
+def test_torch_is_asked_for_only_when_needed(monkeypatch, version, usable):
+    assert decide.torch_is_usable(version) is usable
+    monkeypatch.setattr(backend, "torch_version", lambda: version)
+    monkeypatch.setattr(backend, "extension_decision", lambda: decide.Decision(True, "test"))
+    needed = [] if usable else ["torch>=2.6"]
+    assert backend.get_requires_for_build_wheel() == backend.get_requires_for_build_editable() == needed
+    assert backend.get_requires_for_build_sdist() == []
+    monkeypatch.setattr(backend, "extension_decision", lambda: decide.Decision(False, "test"))
+    assert backend.get_requires_for_build_wheel() == backend.get_requires_for_build_editable() == []
+
+
+def test_requirement_is_the_same_everywhere():
+    assert (
+        f'dependencies = ["{decide.TORCH_REQUIREMENT}", "numpy", "safetensors"]'
+        in (ROOT / "pyproject.toml").read_text()
+    )
+
+
+def test_environment_is_added_behind_the_isolated_packages(monkeypatch, tmp_path):
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (tmp_path / "outside.pth").write_text(f"{inside}\n")
+    monkeypatch.setattr(sys, "path", ["isolated"])
+    monkeypatch.setattr(backend, "environment_paths", lambda: [str(tmp_path)])
+    backend.add_environment()
+    assert sys.path == ["isolated", str(tmp_path), str(inside)]
+
+
+@pytest.mark.parametrize(
+    ("built_for", "have", "fits"),
+    [("2.13.0", "2.13.1+cu130", True), ("2.13.0", "2.14.0", False), ("2.1.0", "2.13.0", False), ("2.6", "3.6", False)],
+)
+def test_mismatch(built_for, have, fits):
+    reason = _extension.mismatch(built_for, have)
+    assert (reason is None) is fits
+    assert fits or f"built for torch {built_for}, you have {have}" in reason
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({}, "never built"),
+        ({"extension": "no, because of a test"}, "no, because of a test"),
+        ({"extension": "yes, because of a test", "torch": "2.13.0"}, "missing, although it was built"),
+    ],
+)
+def test_reason_for_a_missing_extension(monkeypatch, record, reason):
+    monkeypatch.setattr(_extension, "build_record", lambda: record)
+    monkeypatch.setattr(_extension.importlib.util, "find_spec", lambda name: None)
+    module, told = _extension.load.__wrapped__()
+    assert module is None and reason in told
+
+
+def test_build_record_survives_a_broken_file(tmp_path):
+    assert _extension.build_record(tmp_path) == {}
+    (tmp_path / "_build_info.json").write_text("{broken")
+    assert _extension.build_record(tmp_path) == {}
+
+
+def test_cuda_home_is_that_of_a_compiler_behind_a_script(tmp_path):
+    home = tmp_path / "cuda"
+    (tmp_path / "nvcc").write_text(f"#!/bin/sh\necho '#$ TOP={home}/bin/..' >&2\n")
+    (tmp_path / "nvcc").chmod(0o755)
+    (home / "bin").mkdir(parents=True)
+    assert decide.cuda_home({"PATH": str(tmp_path)}) == str(home)
+    (tmp_path / "nvcc").write_text("#!/bin/sh\necho something else >&2\n")
+    assert decide.cuda_home({"PATH": str(tmp_path)}) is None
+    assert decide.cuda_home({"PATH": str(home)}) is None

@@ -1,0 +1,54 @@
+"""`pip install .` against a CUDA build of torch, where no GPU is needed: compiles, links, loads, says what it is.
+
+Slow: torch for CUDA takes 5 GB and a minute, all kernels for one architecture about two.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from benchmarks.compiled import ptxas_report
+from tests import ROOT
+from tests.packaging.test_install import run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc: set PATH to where CUDA's compiler is"),
+]
+ASK = """
+import torch, xlnet_kernels as xk
+x = torch.randn(1, 2, 5, 64)
+assert xk.rel_attention(x, x, x, torch.randn(2, 10, 64)).isfinite().all()
+try:
+    xk.rel_attention(x, x, x, torch.randn(2, 10, 64), backend="cuda")
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_builds_for_a_gpu_that_is_not_here(tmp_path):
+    run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
+    python = tmp_path / "env" / "bin" / "python"
+    status, output = run(python, "-m", "pip", "install", "torch", "numpy", cwd=tmp_path, check=False)
+    if status:
+        pytest.skip(f"no other torch can be had here: {output[-300:]}")
+    if run(python, "-c", "import torch; print(torch.version.cuda)", cwd=tmp_path).strip() == "None":
+        pytest.skip("the newest torch that can be had here is a build without CUDA")
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "build", "*.so", "results"))
+    output = run(python, "-m", "pip", "install", "-v", ".", cwd=tree, TORCH_CUDA_ARCH_LIST="8.0")
+    found = ptxas_report.kernels(output)
+    assert len(found) == 2 * 3 * 4  # forward and backward, three dtypes, four widths
+    ptxas_report.check(found)
+
+    # not in `tree`, whose package has no compiled kernels
+    facts = json.loads(run(python, "-m", "xlnet_kernels.info", "--json", cwd=tmp_path))
+    assert facts["compiled"]["cuda_architectures"] == "8.0"
+    if not facts["cuda_devices"]:
+        assert facts["backends"]["cuda"] == "compiled for sm_80, no CUDA device"
+        refused = run(python, "-c", ASK, cwd=tmp_path)
+        assert refused.strip() == 'backend="cuda" is unavailable: compiled for sm_80, no CUDA device'

@@ -1,0 +1,236 @@
+"""The Triton backend beyond what operator/test_operator.py asks of every backend: tiles, modes, dispatch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import xlnet_kernels as xk
+from tests.cases import MODULES, READY, assert_right, make
+from xlnet_kernels.backends import choose
+
+pytest.importorskip("triton")
+if "triton" not in READY:
+    pytest.skip(f"the Triton backend is {xk.backends()['triton']}", allow_module_level=True)
+
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from xlnet_kernels.backends.triton import launch, shift, tuning  # noqa: E402
+
+DEVICE = MODULES["triton"].DEVICE
+interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="asks what Triton's interpreter does; this is a GPU")
+# (BM, BN, BC, KEEP) like those of the table, with chunks that are narrower than WIDTH
+TILES = {
+    "BM=2BN-kept": (64, 32, 16, True),
+    "BM=2BN": (64, 32, 16, False),
+    "BM=BN": (32, 32, 16, False),
+    "BM<BN": (16, 32, 16, False),
+}
+WIDTH = 24
+PROBLEMS = {
+    "order": dict(length=75, mask="order"),
+    "memory-in-the-middle-of-a-tile": dict(length=70, mem=37, mask="ranks"),
+    "uni": dict(length=70, rel_rows="uni", rel_batch=True),
+    "window": dict(length=100, mem=20, mask="window", extra_distance=-1),
+    "rows-in-any-order": dict(length=75, keys=75, mem=5, positions=True, mask="ranks"),
+    "rows-far-apart": dict(length=40, keys=150, mem=20, positions=True, rel_rows="uni", mask="order"),
+}
+
+
+def use_tiles(monkeypatch, BM: int, BN: int, BC: int = 16, KEEP: bool = True) -> None:
+    monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Config(BM, BN, BC, KEEP, 4, 1))
+
+
+def test_tiles_are_those_of_the_table():
+    """Every tile shape and KEEP in it is tested here, or by operator/test_operator.py, which runs the interpreter's."""
+    tested = {(BM, BN, KEEP) for BM, BN, _, KEEP in TILES.values()} | {(64, 64, True)}
+    assert {(BM, BN, KEEP) for entry in tuning.TABLE.values() for BM, BN, _, KEEP, _, _ in entry} == tested
+
+
+@pytest.mark.parametrize(
+    "tiles, problem",
+    [(tiles, problem) for tiles in TILES for problem in (PROBLEMS if TILES[tiles][3] else list(PROBLEMS)[1::2])],
+)
+def test_any_tile_shape(monkeypatch, tiles, problem):
+    use_tiles(monkeypatch, *TILES[tiles])
+    assert_right(make(1, 1, width=WIDTH, **PROBLEMS[problem]), "triton")
+
+
+@pytest.mark.parametrize("mask", [None, "window", "causal", "padding", "blocks"])
+def test_tiles_that_are_all_seen_or_of_one_segment(monkeypatch, mask):
+    """Tiles without a test for each score, beside those with one: long runs of one segment, borders of masks."""
+    use_tiles(monkeypatch, 32, 32)
+    length, mem = 150, 45
+    problem = make(1, 1, length, mem=mem, mask=None if mask == "blocks" else mask)
+    keys = torch.arange(mem + length)[None]
+    problem = replace(problem, query_ids=(keys[:, mem:] >= 130).long(), key_ids=(keys >= 130).long())
+    if mask == "blocks":  # own keys inside and outside of what ranks show
+        rows = torch.arange(length)[None]
+        ranks = xk.RankMask(rows // 40, keys // 40, (rows // 40 - 2).clamp(min=0), rows % 3 == 0)
+        problem = problem.with_options(mask=ranks)
+    if mask is None:
+        problem = make(1, 1, length, mem=mem, rel_rows="uni")
+        problem = replace(problem, query_ids=keys[:, mem:] // 64, key_ids=keys // 64)
+    assert_right(problem, "triton")
+
+
+def test_positions_outside_of_the_segment_are_clamped():
+    x, rel_key = torch.zeros(1, 1, 3, 16), torch.zeros(1, 6, 16)
+    positions = torch.tensor([[-(2**40), 1, 2**40]])
+    call = launch.Call((x, x, x, rel_key, *[None] * 13, positions, None, 3, 0.0, 1.0, False))
+    assert call.arguments["positions"].tolist() == [[0, 1, 2]]
+
+
+def test_any_number_of_heads_fits_into_a_grid(monkeypatch):
+    grids = []
+
+    class Kernel:
+        arg_names = ()
+
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda **options: None
+
+    for name in ("forward_kernel", "rows_kernel", "keys_kernel"):
+        monkeypatch.setattr(launch, name, Kernel())
+    x, rel_key = torch.zeros(2**16, 1, 1, 16), torch.zeros(2**16, 1, 2, 16)
+    inputs = (x, x, x, rel_key, *[None] * 15, 1, 0.0, 1.0, False)
+    out, lse = launch.forward(*inputs)
+    launch.backward(x, None, out, lse, [True] * 10, *inputs)
+    assert len(grids) == 3 and all(size < 2**16 for grid in grids for size in grid[1:])  # CUDA's limit
+
+
+def test_bounds_of_ranks_follow_rows_sorted_by_position(monkeypatch):
+    use_tiles(monkeypatch, 32, 32)
+    positions = torch.arange(149, -1, -1)[None]
+    mask = xk.RankMask.causal(1, 150, window=100).rows(positions)
+    assert_right(make(1, 1, 150).with_options(query_positions=positions, mask=mask), "triton")
+
+
+@pytest.mark.parametrize(
+    "capability, family", [((8, 0), 80), ((8, 9), 80), ((9, 0), 90), ((10, 0), 90), ((12, 0), 80), ((13, 0), 80)]
+)
+def test_gpus_that_are_not_in_the_table_have_a_family(capability, family):
+    assert tuning.family(capability) == family
+
+
+def test_the_table_serves_every_width_and_dtype():
+    for capability in ((8, 6), (9, 0), (12, 0)):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            for width in (1, 16, 64, 65, 80, 129, 256):
+                for kernel in tuning.KERNELS:
+                    config = tuning.choose(kernel, dtype, width, capability)
+                    assert config.BM <= 2 * config.BN and config.BN >= 32  # what the kernels can do
+                    assert 16 <= config.BC < max(17, 2 * width)
+
+
+def test_a_family_without_an_entry_of_its_own_takes_the_lower_one():
+    assert (90, "float32", 64) not in tuning.TABLE
+    for kernel in tuning.KERNELS:
+        assert tuning.choose(kernel, torch.float32, 64, (9, 0)) == tuning.choose(kernel, torch.float32, 64, (8, 0))
+
+
+@pytest.mark.parametrize("problem", ["order", "rows-in-any-order", "rows-far-apart"])
+def test_gradients_added_atomically_are_the_same(monkeypatch, problem):
+    use_tiles(monkeypatch, 32, 32)
+    assert_right(make(2, 1, **PROBLEMS[problem]).with_options(deterministic=False), "triton")
+
+
+@pytest.mark.parametrize("tiles", [(32, 32), (64, 64), (32, 128)])
+def test_dropout_mask_does_not_depend_on_tiles(monkeypatch, tiles):
+    problem = make(1, 2, 40, keys=90, mem=70).with_options(dropout_p=0.4)
+    state = torch.tensor([2**62 + 12345, 2**61 + 2**40 + 77])
+    monkeypatch.setattr("xlnet_kernels.dropout.new_state", lambda device: state.to(device))
+    wanted = problem.results("reference")
+    use_tiles(monkeypatch, *tiles)
+    for name, found in problem.results("triton").items():
+        assert torch.allclose(found, wanted[name], atol=1e-4, rtol=1e-4), name
+
+
+@triton.jit
+def _rotate(x, amount, out, BM: tl.constexpr, BN: tl.constexpr):
+    index = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    tl.store(out + index, shift.rotate(tl.load(x + index), tl.load(amount + tl.arange(0, BM))))
+
+
+@pytest.mark.parametrize("columns", [16, 32, 64, 128])
+def test_rotate_rotates_each_row_by_its_own_amount(columns):
+    x = torch.randn(16, columns, device=DEVICE)
+    amount = torch.randint(-2 * columns, 2 * columns, (16,), dtype=torch.int32, device=DEVICE)
+    out = torch.empty_like(x)
+    _rotate[(1,)](x, amount, out, 16, columns)
+    column = (torch.arange(columns, device=DEVICE) + amount[:, None]) % columns
+    assert torch.equal(out, x.gather(1, column))
+
+
+def test_memory_is_linear_in_length(monkeypatch):
+    """No tensor that the backend makes has a size that grows with the product of rows and keys."""
+    largest = {}
+    for length in (512, 1024):
+        sizes = []
+        monkeypatch.setattr(
+            launch.Call,
+            "launch",
+            lambda self, kernel, count, config, _sizes=sizes, **arguments: _sizes.extend(
+                a.numel() for a in (self.arguments | arguments).values() if isinstance(a, torch.Tensor)
+            ),
+        )
+        problem = make(1, 1, length, mask="order").with_options(deterministic=False)
+        problem.map(lambda leaf: leaf.requires_grad_()).call("triton")[0].sum().backward()
+        largest[length] = max(sizes)
+    assert largest[1024] <= 2 * largest[512]
+
+
+@interpreted
+def test_dtypes_it_does_not_serve_are_refused():
+    x = torch.randn(1, 1, 4, 16, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="torch.float32, query is torch.float64"):
+        xk.rel_attention(x, x, x, torch.randn(1, 8, 16, dtype=torch.float64), backend="triton")
+
+
+@interpreted
+def test_wide_heads_are_refused():
+    x = torch.randn(1, 1, 4, 257)
+    with pytest.raises(RuntimeError, match="head widths up to 256, query has 257"):
+        xk.rel_attention(x, x, x, torch.randn(1, 8, 257), backend="triton")
+
+
+@interpreted
+def test_automatic_choice_prefers_compiled_kernels():
+    chosen = choose(None, "cpu", torch.float32, 64)
+    assert chosen is MODULES["cpu" if "cpu" in MODULES else "triton"]
+
+
+def _fresh_process(code: str, **environment: str) -> str:
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", **environment}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_triton_is_imported_by_the_first_call_only():
+    code = "import sys, xlnet_kernels as xk; xk.backends(); print('triton.language' in sys.modules)"
+    assert _fresh_process(code).strip() == "False"
+
+
+@pytest.mark.parametrize(
+    "setup, reason",
+    [
+        ("metadata.version = lambda name: exec('raise metadata.PackageNotFoundError')", "Triton is not installed"),
+        ("metadata.version = lambda name: '3.5.1'", "it needs Triton 3.6 or newer, found 3.5.1"),
+        ("torch.cuda.is_available = lambda: False", "no CUDA device"),
+        (
+            "torch.cuda.is_available = lambda: True; torch.cuda.get_device_capability = lambda: (7, 5)",
+            "it needs compute capability 8.0 or newer, this GPU has 7.5",
+        ),
+    ],
+    ids=["no-triton", "old-triton", "no-gpu", "old-gpu"],
+)
+def test_says_why_it_is_unavailable(setup, reason):
+    code = f"from importlib import metadata; import torch; import xlnet_kernels as xk; {setup}; "
+    assert _fresh_process(code + "print(xk.backends()['triton'])").strip() == reason

@@ -15,13 +15,12 @@ import sys
 
 import torch
 
-import sections
-import session
 import xlnet_kernels as xk
-from implementations import FLOOR, Implementation, registry
-from measure import DIRECTIONS, Bench
-from problem import Case
-from session import positive
+from lib import sections, session
+from lib.implementations import FLOOR, Implementation, registry
+from lib.measure import DIRECTIONS, Bench
+from lib.problem import Case
+from lib.session import positive
 
 SECTIONS = ("core", "streams", "module", "precision", "long", "terms")
 # seconds of the budget that core leaves them

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from report import DIRECTION_NAMES
+from lib.report import DIRECTION_NAMES
 
 BACKENDS = ("cuda", "triton")
 CLASSES = (256, 1024, 4096)  # lengths up to these, and beyond

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from harness import environment, write_json
+from lib.harness import environment, write_json
 from regressions import Change, compare, confirmed, differences, machine, ratios
 
 ROOT = Path(__file__).parents[1]

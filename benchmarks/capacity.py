@@ -23,12 +23,12 @@ from dataclasses import replace
 import torch
 
 import model
-import session
-from harness import peak_memory, tidy
-from measure import Bench
+from lib import session
+from lib.harness import peak_memory, tidy
+from lib.measure import Bench
+from lib.session import positive
+from lib.text import english
 from model import OWN, THEIRS, ModelCase
-from session import positive
-from text import english
 
 IMPLEMENTATIONS = {
     OWN: (model.our_model, model.our_run),

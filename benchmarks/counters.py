@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 
-import session
 from attn import chosen
-from harness import environment, write_json
-from problem import Case, build_problem
-from report import markdown
-from session import positive
+from lib import session
+from lib.harness import environment, write_json
+from lib.problem import Case, build_problem
+from lib.report import markdown
+from lib.session import positive
 
 # Shares of what a unit can do, in % of the kernel's whole time: the first of these names that ncu has measured.
 # "active" instead of "elapsed" is what its sections have: of the cycles in which a multiprocessor had work.

@@ -50,7 +50,7 @@ class Check:
         return TOTAL - (time.monotonic() - self.began)
 
     def save(self) -> None:
-        from harness import write_json
+        from lib.harness import write_json
 
         self.record["seconds"] = round(time.monotonic() - self.began, 1)
         write_json(self.file(".json"), self.record)
@@ -123,7 +123,7 @@ class Check:
             print("building ...", flush=True)
             self.build()
             sys.path.insert(0, str(ROOT))
-            from harness import environment
+            from lib.harness import environment
 
             self.record["environment"] = environment("cuda")
             for step in (self.test, self.sanitize, self.measure):

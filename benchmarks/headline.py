@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from implementations import FLOOR, TRANSFORMERS
-from report import floor_kernel, put
+from lib.implementations import FLOOR, TRANSFORMERS
+from lib.report import floor_kernel, put
 
 OWN = "xlnet_kernels "
 PEERS = {

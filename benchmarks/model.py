@@ -26,12 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import session
 import xlnet_kernels as xk
-from harness import CannotRun, Run, free_memory
-from measure import DIRECTIONS, Bench, Job
-from session import positive
-from text import CLS, Batch, build_batch
+from lib import session
+from lib.harness import CannotRun, Run, free_memory
+from lib.measure import DIRECTIONS, Bench, Job
+from lib.session import positive
+from lib.text import CLS, Batch, build_batch
 
 OWN, OWN_COMPILED, OWN_PROJECTED = "xlnet_kernels", "xlnet_kernels compiled", "xlnet_kernels projected"
 THEIRS, THEIRS_COMPILED = "transformers eager", "transformers compiled"

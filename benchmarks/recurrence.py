@@ -27,12 +27,12 @@ from itertools import chain, count, repeat
 import torch
 from torch import Tensor
 
-import session
 import xlnet_kernels as xk
-from harness import Run
-from measure import TOLERANCE, Bench, Job
-from session import positive
-from text import CLS, english
+from lib import session
+from lib.harness import Run
+from lib.measure import TOLERANCE, Bench, Job
+from lib.session import positive
+from lib.text import CLS, english
 
 SEGMENTS, SINGLE, WINDOW = "memory, segments", "memory, single tokens", "sliding window"
 LENGTHS = [256, 800, 1800, 2800, 3800]

@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-import session
-from harness import CannotRun, Run
-from measure import DIRECTIONS, Bench, Job
-from session import positive
+from lib import session
+from lib.harness import CannotRun, Run
+from lib.measure import DIRECTIONS, Bench, Job
+from lib.session import positive
 from xlnet_kernels.integrations.transformers import accelerate
 
 OWN, COMPILED = "xlnet_kernels", "transformers compiled"

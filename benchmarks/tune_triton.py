@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import xlnet_kernels as xk
-from problem import Case, Problem, build_problem
+from lib.problem import Case, Problem, build_problem
 from xlnet_kernels.backends.triton import tuning
 from xlnet_kernels.backends.triton.tuning import KERNELS, Config
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch  # noqa: E402
 
-from harness import Run, environment, seconds  # noqa: E402
+from lib.harness import Run, environment, seconds  # noqa: E402
 from regressions import summary  # noqa: E402
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import xlnet_kernels as xk
-from harness import Run
-from implementations import package_backend, plain_sdpa
-from modules import our_module
-from problem import Case, build_problem
+from lib.harness import Run
+from lib.implementations import package_backend, plain_sdpa
+from lib.modules import our_module
+from lib.problem import Case, build_problem
 
 READY = [name for name, state in xk.backends().items() if state.available]
 FUSED = [name for name in READY if name != "reference"]

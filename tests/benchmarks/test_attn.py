@@ -23,14 +23,14 @@ pytestmark = pytest.mark.usefixtures("scripts", "one_thread")
 
 @pytest.fixture
 def small_case():
-    from problem import Case
+    from lib.problem import Case
 
     return Case(length=48, batch=2, heads=2, head_dim=16)
 
 
 @pytest.fixture
 def bench():
-    from measure import DIRECTIONS, Bench
+    from lib.measure import DIRECTIONS, Bench
 
     return Bench("cpu", DIRECTIONS, seconds=0.01, rounds=(3, 3), budget=60)
 
@@ -83,7 +83,7 @@ def test_bad_options_are_named(arguments, capsys):
 
 @pytest.mark.parametrize("length,mem_len", [(16, 0), (97, 0), (512, 30)])
 def test_batches_obey_xlnet(length, mem_len):
-    from text import CLS, SEP, build_batch
+    from lib.text import CLS, SEP, build_batch
 
     batch = build_batch(3, length, mem_len, seed=1)
     assert batch.tokens.shape == (3, length) and batch.memory_tokens.shape == (3, mem_len)
@@ -99,7 +99,7 @@ def test_batches_obey_xlnet(length, mem_len):
 
 
 def test_spans_are_spans():
-    from text import build_batch
+    from lib.text import build_batch
 
     runs = groupby(build_batch(1, 4096).targets[0].tolist())
     sizes = [len(list(run)) for is_target, run in runs if is_target]
@@ -111,7 +111,7 @@ def test_spans_are_spans():
 @pytest.mark.parametrize("mem_len", [0, 7])
 def test_mask_is_the_original_perm_mask(mem_len):
     """perm_mask[i, j] = (self_rev[i] <= rev[j]) & (masked | functional)[j], as in the original's data pipeline."""
-    from text import build_batch
+    from lib.text import build_batch
 
     batch = build_batch(2, 40, mem_len)
     mask = batch.mask()
@@ -131,8 +131,8 @@ def test_mask_is_the_original_perm_mask(mem_len):
 
 
 def test_peers_compute_the_same(bench, small_case):
-    from implementations import registry
-    from sections import core
+    from lib.implementations import registry
+    from lib.sections import core
 
     pytest.importorskip("transformers")
     eager = ("transformers eager", "SDPA + bias", "xlnet_kernels reference", "plain SDPA, no positions")
@@ -143,7 +143,7 @@ def test_peers_compute_the_same(bench, small_case):
 
 
 def test_whole_layers_are_compared(bench, small_case):
-    from sections import module
+    from lib.sections import module
 
     pytest.importorskip("transformers")
     module(bench, "reference", replace(small_case, mem_len=9))
@@ -154,9 +154,9 @@ def test_whole_layers_are_compared(bench, small_case):
 def test_wrong_result_gets_a_cross(bench, small_case):
     from rich.console import Console
 
-    from implementations import Implementation, package_backend
-    from report import notes, tables
-    from sections import core
+    from lib.implementations import Implementation, package_backend
+    from lib.report import notes, tables
+    from lib.sections import core
 
     def shifted_by_one(problem):
         return package_backend("reference")(replace(problem, rel_key=problem.rel_key.roll(1, -2)))
@@ -179,10 +179,10 @@ def test_wrong_result_gets_a_cross(bench, small_case):
 def test_what_cannot_run_is_a_row(bench, small_case):
     from rich.console import Console
 
-    from harness import CannotRun
-    from implementations import FLOOR, Implementation, registry
-    from report import notes, tables
-    from sections import core
+    from lib.harness import CannotRun
+    from lib.implementations import FLOOR, Implementation, registry
+    from lib.report import notes, tables
+    from lib.sections import core
 
     def absent(problem):
         raise CannotRun("it is not installed")
@@ -234,8 +234,8 @@ def test_interruption_keeps_what_was_measured(monkeypatch, tmp_path):
 
 
 def test_what_was_ready_when_the_run_was_stopped_is_timed(bench, small_case):
-    from implementations import FLOOR, Implementation, registry
-    from sections import core
+    from lib.implementations import FLOOR, Implementation, registry
+    from lib.sections import core
 
     def stopped(problem):
         raise KeyboardInterrupt
@@ -248,7 +248,7 @@ def test_what_was_ready_when_the_run_was_stopped_is_timed(bench, small_case):
 
 
 def test_plan_drops_peers_that_do_not_fit():
-    from sections import plan
+    from lib.sections import plan
 
     costs = {("own", 8): 3.0, ("peer", 8): 3.0, ("peer", 4): 1.0, ("other", 8): 2.0}
     assert plan(costs, ["peer", "other"], math.inf) == set()
@@ -257,8 +257,8 @@ def test_plan_drops_peers_that_do_not_fit():
 
 
 def test_compiled_peers_run_where_they_are_asked_for(bench, small_case):
-    from implementations import FLOOR, registry
-    from sections import core
+    from lib.implementations import FLOOR, registry
+    from lib.sections import core
 
     # "own" is not compiled and runs everywhere; nothing is dropped for running at one length only
     both = {name: replace(registry()[FLOOR], name=name, compiled=name == "peer") for name in ("own", "peer")}
@@ -271,9 +271,9 @@ def test_compiled_peers_run_where_they_are_asked_for(bench, small_case):
 
 
 def test_floor_is_the_fastest_kernel_of_plain_sdpa(bench, small_case):
-    from implementations import FLOOR, registry
-    from measure import _relate
-    from sections import core
+    from lib.implementations import FLOOR, registry
+    from lib.measure import _relate
+    from lib.sections import core
 
     names = [f"{FLOOR}, {kernel}" for kernel in ("flash", "cuDNN", "efficient")]
     assert [name for name in registry("cuda") if name.startswith(FLOOR)] == names and FLOOR in registry("cpu")
@@ -286,9 +286,9 @@ def test_floor_is_the_fastest_kernel_of_plain_sdpa(bench, small_case):
 
 
 def test_parts_are_left_out_and_added(bench, small_case, monkeypatch):
-    from implementations import FLOOR, registry
-    from report import markdown
-    from sections import TERMS, terms
+    from lib.implementations import FLOOR, registry
+    from lib.report import markdown
+    from lib.sections import TERMS, terms
 
     monkeypatch.setattr("gc.collect", lambda *_: 0)  # slow with all of transformers in memory
 
@@ -312,7 +312,7 @@ def test_parts_are_left_out_and_added(bench, small_case, monkeypatch):
 
 def test_parts_are_measured_where_they_are_asked_for(bench, monkeypatch):
     import attn
-    import sections
+    from lib import sections
 
     measured = []
     monkeypatch.setattr(sections, "terms", lambda bench, chosen, case: measured.append((sorted(chosen), case.length)))
@@ -323,7 +323,7 @@ def test_parts_are_measured_where_they_are_asked_for(bench, monkeypatch):
 
 
 def test_memory_is_seen():
-    from harness import peak_memory, peak_memory_method
+    from lib.harness import peak_memory, peak_memory_method
 
     if not peak_memory_method("cpu").startswith("VmHWM"):
         pytest.skip("peak memory cannot be reset here")
@@ -333,7 +333,7 @@ def test_memory_is_seen():
 
 def test_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    from plot import main
+    from lib.plot import main
 
     rows = [
         {"section": "core", "implementation": "SDPA + bias", "direction": "forward", "length": length, "batch": 1}
@@ -352,7 +352,7 @@ def test_picture(tmp_path):
 def test_share_of_the_limit(tmp_path):
     """Three products forward in 1.5 times the time of two are made as fast as those; the picture gets a third row."""
     pytest.importorskip("matplotlib")
-    from plot import limit_share, plot
+    from lib.plot import limit_share, plot
 
     row = {"section": "core", "implementation": "xlnet_kernels cpu", "direction": "forward", "length": 64, "batch": 1}
     row |= {"median_ms": 3.0, "peak_bytes": 1000, "ratio_to_floor": 1.5}
@@ -372,14 +372,14 @@ def test_share_of_the_limit(tmp_path):
 
 
 def environment():
-    from harness import environment
+    from lib.harness import environment
 
     return environment("cpu")
 
 
 def test_used_up_budget_is_said(bench, small_case):
-    from implementations import FLOOR, registry
-    from sections import core
+    from lib.implementations import FLOOR, registry
+    from lib.sections import core
 
     bench.budget = 0
     core(bench, {FLOOR: registry()[FLOOR]}, [small_case, replace(small_case, length=64)])

@@ -150,7 +150,7 @@ def test_command_and_call(capsys, monkeypatch):
     assert inner == ["triton", "--head-dim", "128", "--call"]
 
     calls = []
-    monkeypatch.setattr("harness.Run.step", lambda run, direction: calls.append(direction))
+    monkeypatch.setattr("lib.harness.Run.step", lambda run, direction: calls.append(direction))
     sizes = ["--length", "32", "--tokens", "64", "--heads", "2", "--head-dim", "8", "--mem-len", "8", "--both-streams"]
     assert counters.main(["reference", "--device", "cpu", *sizes, "--dtype", "float32", "--call"]) == 0
     assert calls == ["backward"] * 2

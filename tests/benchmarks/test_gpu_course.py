@@ -183,9 +183,9 @@ def test_headline_takes_the_best_kernel_of_each_direction(tmp_path, capsys):
 
 
 def test_the_table_names_the_kernel_that_was_the_floor():
-    from harness import environment
-    from measure import _relate
-    from report import markdown
+    from lib.harness import environment
+    from lib.measure import _relate
+    from lib.report import markdown
 
     rows = core(FLASH, 512, 1, 5) + core(CUDNN, 512, 2.5, 4) + core("xlnet_kernels cuda", 512, 2, 8)
     for direction in ("forward", "backward"):
@@ -240,14 +240,14 @@ def test_a_wrong_backend_is_no_choice():
 # ---- examples in docstrings, and what results say of the machine
 
 
-@pytest.mark.parametrize("name", ["backend_choice", "counters", "harness", "regressions", "sections"])
+@pytest.mark.parametrize("name", ["backend_choice", "counters", "lib.harness", "regressions", "lib.sections"])
 def test_examples(name):
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted and not result.failed
 
 
 def test_the_commit_of_a_copy_is_told(monkeypatch, tmp_path):
-    import harness
+    from lib import harness
 
     monkeypatch.setattr(harness, "__file__", str(tmp_path / "harness.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))

@@ -207,8 +207,8 @@ def test_a_wrong_speech_layer_is_found(tmp_path, monkeypatch, capsys, seconds):
 
 
 def test_transformers_is_left_out_where_its_maps_do_not_fit(tmp_path, monkeypatch):
-    import measure
     import speech
+    from lib import measure
 
     pytest.importorskip("transformers.models.parakeet")
     monkeypatch.setattr(measure, "free_memory", lambda device: 100_000)
@@ -223,7 +223,7 @@ def test_transformers_is_left_out_where_its_maps_do_not_fit(tmp_path, monkeypatc
 def test_published_factors_stand_beside_ours():
     from rich.console import Console
 
-    from report import markdown, tables
+    from lib.report import markdown, tables
 
     row = {"section": "recurrence", "direction": "forward", "dtype": "float32", "batch": 1, "status": "ok"}
     row |= {"length": 3800, "median_ms": 200.0, "q1_ms": 190.0, "q3_ms": 210.0, "samples_ms": [190.0, 210.0]}
@@ -234,7 +234,7 @@ def test_published_factors_stand_beside_ours():
     with (console := Console(width=150)).capture() as shown:
         console.print(*tables(rows))
     assert "2.00 │ 1.90 - 2.10" in shown.get() and "99.50x" in shown.get() and "1,874x" in shown.get()
-    from harness import environment
+    from lib.harness import environment
 
     page = markdown({"benchmark": "recurrence", "rows": rows, "environment": environment("cpu")})
     assert "| 3800 | memory, segments of 100 |" in page and page.count("|---") == page.count("|\n|--") * 9

@@ -12,7 +12,7 @@ from tests import ROOT
 pytest.importorskip("triton")
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import tune_triton  # noqa: E402
-from problem import Case, build_problem  # noqa: E402
+from lib.problem import Case, build_problem  # noqa: E402
 from tests.cases import INTERPRETED  # noqa: E402
 from xlnet_kernels.backends.triton import tuning  # noqa: E402
 

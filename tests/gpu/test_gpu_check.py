@@ -150,7 +150,7 @@ def steps_of(monkeypatch, tmp_path, **replaced):
     for name, step in steps.items():
         step.__name__ = name
         monkeypatch.setattr(gpu_check.Check, name, step)
-    monkeypatch.setattr("harness.environment", lambda device: {})
+    monkeypatch.setattr("lib.harness.environment", lambda device: {})
     status = gpu_check.Check(tmp_path, "NVIDIA H200 (test)").run()
     return status, json.loads((tmp_path / "gpu-check-nvidia-h200-test.json").read_text())
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from harness import environment, write_json
-from measure import Bench
-from report import lines, notes, tables
+from .harness import environment, write_json
+from .measure import Bench
+from .report import lines, notes, tables
 
 try:
     from rich.console import Console
@@ -23,7 +23,7 @@ try:
 except ImportError:  # then there is plain text alone
     Console = None
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 def common_options(parser: argparse.ArgumentParser, dtypes: tuple[str, ...]) -> None:
@@ -125,7 +125,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _plot(results: dict, path: Path) -> None:
-    from plot import plot
+    from .plot import plot
 
     try:
         plot(results, path)

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import xlnet_kernels as xk
-from harness import CannotRun, Run, tidy
-from problem import Problem
 from xlnet_kernels.backends import choose
+
+from .harness import CannotRun, Run, tidy
+from .problem import Problem
 
 FLOOR = "plain SDPA, no positions"
 SDPA_KERNELS = {"flash": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}

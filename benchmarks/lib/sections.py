@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from harness import CannotRun, Run
-from implementations import FLOOR, TRANSFORMERS, Implementation, package_backend, plain_sdpa
-from measure import DIRECTIONS, Bench, Job
-from modules import MODULE, TRANSFORMERS_MODULE, module_reference, our_module, transformers_module
-from problem import Case, Problem, build_problem
+from .harness import CannotRun, Run
+from .implementations import FLOOR, TRANSFORMERS, Implementation, package_backend, plain_sdpa
+from .measure import DIRECTIONS, Bench, Job
+from .modules import MODULE, TRANSFORMERS_MODULE, module_reference, our_module, transformers_module
+from .problem import Case, Problem, build_problem
 
 CHECKED_LENGTH = 512  # the longest sequence that is also computed in float64, every map in memory
 # what a problem has of (mask, segments, memory of half its length, query stream)

@@ -306,7 +306,7 @@ def _commit() -> str | None:
     if commit is None:
         return os.environ.get("COMMIT")
     # Results that an earlier run wrote are no change to what is measured.
-    changed = _printed([*git, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":!results"])
+    changed = _printed([*git, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":!../results"])
     return commit + ("+changes" if changed else "")
 
 

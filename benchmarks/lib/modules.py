@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harness import Run
-from implementations import transformers_attention, transformers_mask, transformers_segments
-from problem import Case, Problem, build_problem
-from text import VOCABULARY, Batch, build_batch
 from xlnet_kernels import TwoStreamAttention, relative_positions
+
+from .harness import Run
+from .implementations import transformers_attention, transformers_mask, transformers_segments
+from .problem import Case, Problem, build_problem
+from .text import VOCABULARY, Batch, build_batch
 
 MODULE = "TwoStreamAttention"
 TRANSFORMERS_MODULE = "transformers layer"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from harness import CannotRun, Run, free_memory, peak_memory, seconds, summary, tidy, time_interleaved
+from .harness import CannotRun, Run, free_memory, peak_memory, seconds, summary, tidy, time_interleaved
 
 DIRECTIONS = ("forward", "backward")  # "backward" stands for forward and backward together
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from text import VOCABULARY, Batch, build_batch
 from xlnet_kernels import RankMask, Segments, relative_positions
+
+from .text import VOCABULARY, Batch, build_batch
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,221 @@
+"""Results as a picture: `python benchmarks/plot.py RESULTS.json [PICTURE.png]`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from .report import DIRECTION_NAMES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FLOOR = "plain SDPA"  # without positions
+INK = "#7a7a7a"  # text and axes: readable on white and on GitHub's dark page alike, as are the colours below
+OWN = {
+    "xlnet_kernels cpu": "#d9480f",
+    "xlnet_kernels cuda": "#d9480f",
+    "xlnet_kernels triton": "#e8890c",
+    "memory, segments": "#d9480f",
+    "memory, single tokens": "#e8890c",
+}
+PEERS = {
+    "sliding window": ("#3b82c4", "-"),
+    "transformers eager": ("#3b82c4", "-"),
+    "transformers compiled": ("#3b82c4", "--"),
+    "transformers sdpa": ("#2f9e6e", "-"),
+    "SDPA + bias": ("#2f9e6e", "-"),
+    "SDPA + bias compiled": ("#2f9e6e", "--"),
+    "FlexAttention": ("#a463c9", "-"),
+    "plain SDPA, no positions": (INK, ":"),
+    "plain SDPA, no positions, flash": (INK, ":"),
+    "plain SDPA, no positions, cuDNN": (INK, "-."),
+    "plain SDPA, no positions, efficient": (INK, "--"),
+}
+BARS = {
+    "xlnet_kernels": "#d9480f",
+    "xlnet_kernels compiled": "#e8890c",
+    "xlnet_kernels projected": "#f2b35e",
+    "transformers eager": "#3b82c4",
+    "transformers compiled": "#8fb8de",
+}
+
+
+def plot(results: dict, path: Path) -> None:
+    """Writes the picture of a run.
+
+    Raises:
+        ValueError: nothing was timed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    benchmark = results.get("benchmark", "attn")
+    if benchmark not in PICTURES:
+        raise ValueError(f"there is no picture for {benchmark}.py")
+    draw, section, bottom = PICTURES[benchmark]
+    rows = [row for row in results["rows"] if row["section"] == section and "median_ms" in row]
+    if not rows:
+        raise ValueError("there is nothing to plot: no implementation has times")
+    style = {"text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK}
+    with plt.rc_context(style | {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, first = draw(plt, rows)
+        handles, labels = first.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="lower center", ncols=3, frameon=False, labelcolor=INK)
+        figure.suptitle(_title(results), color=INK)
+        figure.tight_layout(rect=(0, bottom / figure.get_figheight(), 1, 1))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150, transparent=True)
+        plt.close(figure)
+
+
+def _over_length(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
+    """One column per direction: time, peak memory and, where plain SDPA was measured, the share of its rate."""
+    directions = [name for name in DIRECTION_NAMES if any(row["direction"] == name for row in rows)]
+    rows = [row | limit_share(row) for row in rows]
+    panels = [("median_ms", 1, "milliseconds per call"), ("peak_bytes", 1e6, "peak MB above inputs\nand outputs")]
+    if any("limit_share" in row for row in rows):
+        panels.append(("limit_share", 0.01, "arithmetic per second,\n% of plain SDPA's"))
+    size = (5.2 * len(directions), 1 + 3 * len(panels))
+    figure, grid = plt.subplots(len(panels), len(directions), figsize=size, squeeze=False, sharex=True, sharey="row")
+    for column, direction in enumerate(directions):
+        here = [row for row in rows if row["direction"] == direction]
+        for (key, unit, _), axes in zip(panels, grid[:, column], strict=True):
+            for name in _names(rows):
+                _draw_line(axes, [row for row in here if row["implementation"] == name], name, key, unit)
+            _log_axes(axes, rows)
+            if key == "limit_share":
+                axes.set_yscale("linear")
+                axes.set_ylim(bottom=0)
+                axes.axhline(100, color=INK, linestyle=":", linewidth=1.5)
+        grid[0][column].set_title(DIRECTION_NAMES[direction], color=INK)
+    for axes, (_, _, label) in zip(grid[:, 0], panels, strict=True):
+        axes.set_ylabel(label)
+    for axes in grid[-1]:
+        axes.set_xlabel("length (tokens; batch x length constant)" if _constant_tokens(rows) else "length (tokens)")
+    return figure, grid[0][0]
+
+
+def limit_share(row: dict) -> dict[str, float]:
+    """The arithmetic of attention with positions per second, relative to plain SDPA's per second without.
+
+    The position term adds 1 product to plain attention's 2 forward, and 4 to its 7 forward and backward
+    (docs/math.md). At 1 nothing but this arithmetic is paid for; products that are faster than plain SDPA's give more.
+    """
+    if "ratio_to_floor" not in row or row["implementation"].startswith(FLOOR):
+        return {}
+    return {"limit_share": {"forward": 3 / 2, "backward": 11 / 7}[row["direction"]] / row["ratio_to_floor"]}
+
+
+def _tokens_per_second(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
+    """Evaluation speed over attention length, and how many times the sliding window's it is."""
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for name in _names(rows):
+        points = [row for row in rows if row["implementation"] == name]
+        _draw_line(axes, points, name, "tokens_per_s", 1)
+        for row in points:
+            if row.get("speedup", 1) != 1:
+                place = (row["length"], row["tokens_per_s"])
+                text = f"{row['speedup']:,.0f}x"
+                axes.annotate(text, place, (0, 7), textcoords="offset points", ha="center", fontsize=8, color=INK)
+    _log_axes(axes, rows)
+    axes.set_ylabel("tokens evaluated per second")
+    axes.set_xlabel("attention length (tokens)")
+    return figure, axes
+
+
+def _bars(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
+    """One group of bars per model and input: time above, peak memory below, one column per direction."""
+    directions = [name for name in DIRECTION_NAMES if any(row["direction"] == name for row in rows)]
+    names, cases = _names(rows), list(dict.fromkeys(row["case"] for row in rows))
+    width = 0.8 / len(names)
+    size = (2 + 1.6 * len(cases) * len(directions), 7)
+    figure, grid = plt.subplots(2, len(directions), figsize=size, squeeze=False, sharex=True)
+    for column, direction in enumerate(directions):
+        for (key, unit), axes in zip((("median_ms", 1), ("peak_bytes", 1e6)), grid[:, column], strict=True):
+            for index, name in enumerate(names):
+                found = {
+                    row["case"]: row for row in rows if (row["implementation"], row["direction"]) == (name, direction)
+                }
+                places = [cases.index(case) + width * (index - (len(names) - 1) / 2) for case in found]
+                heights = [(row.get(key) or 0) / unit for row in found.values()]
+                axes.bar(places, heights, width, label=name, color=BARS.get(name, INK))
+            axes.set_xticks(range(len(cases)), [case.replace(", ", "\n") for case in cases])
+            axes.grid(True, axis="y", color=INK, alpha=0.25, linewidth=0.6)
+            axes.set_axisbelow(True)
+        title = "forward (inference)" if direction == "forward" else "training step"
+        grid[0][column].set_title(title, color=INK)
+    grid[0][0].set_ylabel("milliseconds")
+    grid[1][0].set_ylabel("peak MB above weights and inputs")
+    return figure, grid[0][0]
+
+
+# per benchmark: how to draw, which section, and the inches that the legend takes
+PICTURES = {
+    "attn": (_over_length, "core", 0.77),
+    "model": (_bars, "model", 0.7),
+    "recurrence": (_tokens_per_second, "recurrence", 0.32),
+    "speech": (_over_length, "speech", 0.5),
+}
+
+
+def _names(rows: list[dict]) -> list[str]:
+    return list(dict.fromkeys(row["implementation"] for row in rows))
+
+
+def _draw_line(axes: Axes, rows: list[dict], name: str, key: str, unit: float) -> None:
+    points = sorted((row["length"], row[key] / unit) for row in rows if row.get(key))
+    if points:
+        axes.plot(*zip(*points, strict=True), label=name, **_line(name))
+
+
+def _log_axes(axes: Axes, rows: list[dict]) -> None:
+    lengths = sorted({row["length"] for row in rows})
+    axes.set_yscale("log")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.minorticks_off()
+    axes.grid(True, color=INK, alpha=0.25, linewidth=0.6)
+
+
+def _line(name: str) -> dict:
+    if name in OWN or (name.startswith("xlnet_kernels") and name != "xlnet_kernels reference"):
+        return {"color": OWN.get(name, "#d9480f"), "linewidth": 3, "marker": "o", "zorder": 3}
+    colour, dashes = PEERS.get(name, (INK, "-."))
+    return {"color": colour, "linestyle": dashes, "linewidth": 1.5, "marker": "o", "markersize": 3.5}
+
+
+def _constant_tokens(rows: list[dict]) -> bool:
+    return len({row["length"] * row["batch"] for row in rows}) == 1
+
+
+def _title(results: dict) -> str:
+    facts, settings = results["environment"], results["settings"]
+    where = facts.get("gpu") or f"{facts['cpu']}, {facts['threads']} threads"
+    about = {
+        "model": "Whole XLNet, {layers} layers, {d_model} wide, {heads} heads, {dtype}",
+        "recurrence": "Transformer-XL evaluation, {layers} layers, {d_model} wide, {heads} heads, {dtype}",
+        "speech": "Attention of Parakeet, {d_model} wide, {heads} heads, {dtype}",
+    }.get(results.get("benchmark"), "Transformer-XL attention, {heads} heads of {head_dim}, {dtype}")
+    return f"{about.format(**settings)}\n{where}, torch {facts['torch']}"
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or len(arguments) > 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    source = Path(arguments[0])
+    path = Path(arguments[1]) if len(arguments) > 1 else source.with_suffix(".png")
+    try:
+        plot(json.loads(source.read_text()), path)
+    except (OSError, ValueError, KeyError) as error:
+        print(f"{source}: {error}", file=sys.stderr)
+        return 1
+    print(path)
+    return 0

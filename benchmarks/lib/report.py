@@ -1,0 +1,342 @@
+"""The tables of a run: printed, or `python benchmarks/report.py RESULTS.json PAGE.md` puts them into a page.
+
+The page has a line `<!-- RESULTS.json -->` for where they begin and `<!-- end -->` for where they end.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from itertools import groupby
+from pathlib import Path
+
+try:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+except ImportError:  # then there is plain text alone
+    box = Console = Table = None
+
+TITLES = {
+    "core": "Attention core: operator against operator",
+    "terms": "What each part costs: left out or added",
+    "streams": "Two streams: what the query stream adds",
+    "module": "Whole layer, both streams",
+    "precision": "float32 and bfloat16",
+    "long": "Long sequences: one forward and backward pass",
+    "model": "Whole model against transformers'",
+    "capacity": "Largest training step",
+    "recurrence": "Evaluation with memory against a sliding window recomputed for every token",
+    "speech": "Attention of a speech encoder against the best of transformers' own",
+    "speech-layer": "The same with the layer's projections",
+}
+RATIOS = {"core": "x floor", "terms": "x floor", "streams": "x content", "precision": "x float32", "long": "x floor"}
+DIRECTION_NAMES = {"forward": "forward", "backward": "fwd + bwd"}
+DIRECTIONS = tuple(DIRECTION_NAMES)
+PUBLISHED = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}  # speed-ups with memory, Dai et al. 2019, table 9
+
+
+def tables(rows: list[dict]) -> list[Table]:
+    """One table per section that was measured."""
+    by_section = {section: [row for row in rows if row["section"] == section] for section in TITLES}
+    special = {"recurrence": _recurrence, "capacity": _capacity}
+    return [special.get(section, _table)(section, found) for section, found in by_section.items() if found]
+
+
+def lines(rows: list[dict]) -> list[str]:
+    """The rows one by one, for where rich is missing."""
+    found = []
+    for row in rows:
+        if row["section"] == "capacity":
+            found.append(f"{row['case']}: {row['implementation']} {row.get('largest', row['status'])}")
+            continue
+        what = f"{row['section']} L {row['length']} x {row['batch']} {row['direction']} {row['implementation']}"
+        found.append(" ".join([f"{what}:", *_numbers(row), _times(row.get("ratio_to_floor")), row["status"]]))
+    return found
+
+
+def _recurrence(section: str, rows: list[dict]) -> Table:
+    """Per token, whatever a call holds."""
+    table = Table(title=TITLES[section], title_justify="left", title_style="bold", header_style="bold")
+    for header in ("attention length", "evaluated by"):
+        table.add_column(header, no_wrap=True)
+    table.add_column("result", justify="center")
+    for header in ("tokens/s", "ms per token", "quartiles", "peak MB", "vs window", "published"):
+        table.add_column(header, justify="right", no_wrap=True)
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    for length, group in groupby(sorted(rows, key=lambda row: row["length"]), key=lambda row: row["length"]):
+        for index, row in enumerate(sorted(group, key=lambda row: names.index(row["implementation"]))):
+            tokens = row["tokens_per_call"]
+            name = row["implementation"] + (f" of {tokens}" if tokens > 1 else "")
+            head = (str(length) if index == 0 else "", name)
+            if row["status"] != "ok":
+                table.add_row(*head, f"[dim]{row['status']}[/dim]", *[""] * 6)
+                continue
+            per_token = {key: row[key] / tokens for key in ("median_ms", "q1_ms", "q3_ms") if key in row}
+            numbers = _numbers(row | per_token)
+            published = f"{PUBLISHED[length]:,}x" if length in PUBLISHED and tokens > 1 else "-"
+            speed = f"{row['tokens_per_s']:,.{1 if row['tokens_per_s'] < 100 else 0}f}"
+            table.add_row(*head, _result(row, rows), speed, *numbers, _times(row.get("speedup")), published)
+        table.add_section()
+    return table
+
+
+def _capacity(section: str, rows: list[dict]) -> Table:
+    """The largest that fits, for each question."""
+    table = Table(title=TITLES[section], title_justify="left", title_style="bold", header_style="bold")
+    for header in ("largest", "implementation"):
+        table.add_column(header, no_wrap=True)
+    for header in ("found", "tokens", "vs transformers"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for row in rows:
+        if row["status"] != "ok":
+            table.add_row(row["case"], row["implementation"], f"[dim]{row['status']}[/dim]", "", "")
+            continue
+        found = f"{row['largest']:,}" + (" or more" if row["largest"] == row["most"] else "")
+        tokens = f"{row['length'] * row['batch']:,}"
+        table.add_row(row["case"], row["implementation"], found, tokens, _times(row.get("speedup")))
+    return table
+
+
+def _table(section: str, rows: list[dict]) -> Table:
+    speedups = section in ("core", "module", "model", "speech", "speech-layer")
+    table = Table(title=TITLES[section], title_justify="left", title_style="bold", header_style="bold")
+    heads = {"model": "task, L x B + memory", "speech": "audio, L x B", "speech-layer": "audio, L x B"}
+    heads["terms"] = "L x B, parts"
+    head = heads.get(section, "L x B")
+    for header in (head, "direction", "implementation"):
+        table.add_column(header, no_wrap=True)
+    table.add_column("result", justify="center")
+    for header in ("median ms", "quartiles", "peak MB"):
+        table.add_column(header, justify="right", no_wrap=True)
+    if section in RATIOS:
+        table.add_column(RATIOS[section], justify="right", no_wrap=True)
+    if speedups:
+        table.add_column("vs transformers", justify="right", no_wrap=True)
+    if section == "model":
+        table.add_column("vs its compiled", justify="right", no_wrap=True)
+
+    columns = len(table.columns)
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    cases = list(dict.fromkeys(row.get("case") for row in rows))
+
+    def block(row: dict) -> tuple[int, int, int, bool]:
+        return row["length"], row["batch"], cases.index(row.get("case")), row["direction"] == "backward"
+
+    order = sorted(rows, key=lambda row: (block(row), names.index(row["implementation"])))
+    for _, group in groupby(order, key=block):
+        head = None
+        for row in group:
+            head = (_problem(row), _direction(row)) if head is None else ("", "")
+            cells = [*head, row["implementation"], _result(row, rows), *_numbers(row)]
+            if section in RATIOS:
+                cells.append(f"{_times(row.get('ratio_to_floor'))} {floor_kernel(row)}".strip())
+            if speedups:
+                cells.append(_times(row.get("speedup")))
+            if section == "model":
+                cells.append(_times(row.get("speedup_compiled")))
+            if row["status"] != "ok":  # the reason takes the place of the numbers
+                table.add_row(*cells[:3], f"[dim]{row['status']}[/dim]", *[""] * (columns - 4))
+            else:
+                table.add_row(*cells)
+        table.add_section()
+    return table
+
+
+def _problem(row: dict) -> str:
+    size = f"{row['length']} x {row['batch']}"
+    return f"{size}, {row['case']}" if row["section"] == "terms" else row.get("case") or size
+
+
+def floor_kernel(row: dict) -> str:
+    """Which of plain SDPA's kernels is the floor, "flash"; "" where nothing had to choose one."""
+    return ", ".join(row.get("floor", "").split(", ")[2:])
+
+
+def _direction(row: dict) -> str:
+    """What a direction is called: a model's includes the optimizer."""
+    training_step = row["section"] == "model" and row["direction"] == "backward"
+    return "training step" if training_step else DIRECTION_NAMES[row["direction"]]
+
+
+def _result(row: dict, rows: list[dict]) -> str:
+    """A tick or a cross: of this row's check, or of the same implementation's at the length that was checked."""
+    # A model's check at one length stands for its other lengths; their `case` names the length.
+    keys = ("implementation", "direction", "dtype", *(("task", "mem_len") if "task" in row else ("case",)))
+    same = [one["check"] for one in rows if "check" in one and all(one.get(key) == row.get(key) for key in keys)]
+    if not same:
+        return "-"
+    check = row.get("check", same[0])
+    return "[green]✓[/green]" if check["passed"] else "[bold red]✗[/bold red]"
+
+
+def _numbers(row: dict) -> tuple[str, str, str]:
+    if "median_ms" not in row:
+        return ("-", "-", _megabytes(row))
+    spread = f"{_digits(row['q1_ms'])} - {_digits(row['q3_ms'])}" if len(row["samples_ms"]) > 1 else "one pass"
+    return (_digits(row["median_ms"]), spread, _megabytes(row))
+
+
+def _megabytes(row: dict) -> str:
+    return "-" if row.get("peak_bytes") is None else f"{row['peak_bytes'] / 1e6:,.0f}"
+
+
+def _digits(milliseconds: float) -> str:
+    return f"{milliseconds:,.{3 if milliseconds < 1 else 2 if milliseconds < 10 else 1 if milliseconds < 100 else 0}f}"
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def notes(results: dict) -> list[str]:
+    """What the tables' cells cannot hold: reasons, what was checked and how, and the machine."""
+    rows, facts = results["rows"], results["environment"]
+    lines = []
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            place = f"{row.get('case') or 'L ' + str(row['length'])} {_direction(row)}"
+            reasons.setdefault((row["implementation"], row["reason"]), []).append(place)
+    for (name, reason), places in reasons.items():
+        shown = ", ".join(dict.fromkeys(places)) if len(set(places)) < 4 else f"{len(places)} rows"
+        lines.append(f"{name} ({shown}): {reason}")
+    checked = sorted({row["length"] for row in rows if "check" in row})
+    if checked and results.get("benchmark") == "recurrence":
+        lines.append("Memory and window give the same log-probabilities where their contexts are the same: ✓.")
+    elif checked:
+        lines.append(f"Results checked against float64 at L {', '.join(map(str, checked))}; - is other maths.")
+    for row in rows:
+        if not row.get("check", {"passed": True})["passed"]:
+            lines.append(_wrong(row))
+    cpu = f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads, {facts['cpu_capability']}"
+    lines += _settings(results)
+    lines.append(f"{facts.get('gpu') or cpu}; torch {facts['torch']}.")
+    if results.get("benchmark") != "capacity":
+        lines.append(f"Peak memory above inputs and outputs: {facts['peak_memory']}.")
+    return lines
+
+
+def _settings(results: dict) -> list[str]:
+    """What tells the runs of one page apart."""
+    settings = results.get("settings", {})
+    if results.get("benchmark") == "attn":
+        memory = f", {settings['mem_len']} positions of memory" if settings["mem_len"] else ""
+        return [f"{settings['heads']} heads of {settings['head_dim']}, {settings['dtype']}{memory}."]
+    if results.get("benchmark") in ("model", "capacity"):
+        size = f"{settings['layers']} layers, {settings['d_model']} wide, {settings['heads']} heads"
+        return [f"{size}, {settings['dtype']}."]
+    return []
+
+
+def _wrong(row: dict) -> str:
+    tolerance = row["check"]["tolerance"]
+    too_large = {name: error for name, error in row["check"]["errors"].items() if not error <= tolerance}
+    return (
+        f"WRONG {row['implementation']}, {_direction(row)}, {row.get('case') or 'L ' + str(row['length'])}: "
+        + ", ".join(f"{name} by {error:.2g}" for name, error in too_large.items())
+        + f" of its largest value, {tolerance:.0e} is allowed"
+    )
+
+
+def markdown(results: dict) -> str:
+    """The tables and notes of a run as Markdown."""
+    if "triton" in results:
+        return _compiled_by_triton(results)
+    if "torch_cuda" in results:
+        return _compiled_by_nvcc(results)
+    if "kernels" in results:
+        return _counted_by_ncu(results)
+    text = io.StringIO()
+    console = Console(file=text, width=240, color_system=None)
+    for table in tables(results["rows"]):
+        title, table.title, table.box = table.title, None, box.MARKDOWN
+        console.print(f"**{title}**", table, sep="\n")
+    lines = (line.strip() for line in text.getvalue().splitlines())
+    # rich draws the line between sections as a row of dashes, which only belongs under the header
+    found: list[str] = []
+    for line in lines:
+        below_header = found and found[-1].startswith("|") and (len(found) < 2 or not found[-2].startswith("|"))
+        if set(line) <= set("|-: ") and "-" in line and not below_header:
+            continue
+        found.append(line)
+    notes_list = "\n".join(f"* {line}" for line in notes(results))
+    return re.sub(r"[ ]{2,}", " ", "\n".join(found)) + f"\n\n{notes_list}\n"
+
+
+def _compiled_by_triton(results: dict) -> str:
+    """What compiled/triton_report.py found, a line for each kernel and class of the table."""
+    by_class: dict[tuple, dict] = {}
+    for row in results["rows"]:
+        by_class.setdefault((row["kind"], row["width"], row["kernel"]), {})[row["architecture"], row["stacked"]] = row
+    architectures = sorted({row["architecture"] for row in results["rows"]})
+    names = [f"sm_{architecture}" for architecture in architectures]
+    found = [f"| kernel | dtype, head width up to | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    for (kind, width, kernel), rows in by_class.items():
+        cells = [_compiled_cell(rows[architecture, False], rows[architecture, True]) for architecture in architectures]
+        found.append(f"| {kernel} | {kind}, {width} | {' | '.join(cells)} |")
+    return "\n".join(found) + f"\n\nTriton {results['triton']}.\n"
+
+
+def _compiled_cell(plain: dict, stacked: dict) -> str:
+    tile = f"{plain['BM']} x {plain['BN']}, {plain['num_warps']} warps"
+    kilobytes = max(plain["shared_memory"], stacked["shared_memory"]) / 1024
+    return f"{tile}: {plain['spills']}, {stacked['spills']}; {kilobytes:.0f} KB"
+
+
+def _compiled_by_nvcc(results: dict) -> str:
+    """What compiled/ptxas_report.py found, a line for each kernel."""
+    by_kernel: dict[tuple, dict] = {}
+    for row in results["rows"]:
+        by_kernel.setdefault((row["kernel"], row["dtype"], row["width"], row["threads"]), {})[row["architecture"]] = row
+    names = sorted({row["architecture"] for row in results["rows"]}, key=lambda name: int(re.sub(r"\D", "", name)))
+    found = [f"| kernel | dtype, head width | threads | {' | '.join(names)} |", f"|---|---|---|{'---|' * len(names)}"]
+    for (kernel, dtype, width, threads), rows in by_kernel.items():
+        cells = [f"{rows[name]['registers']}, {rows[name]['spilled']}" for name in names]
+        found.append(f"| {kernel} | {dtype}, {width} | {threads} | {' | '.join(cells)} |")
+    return "\n".join(found) + "\n"
+
+
+def _counted_by_ncu(results: dict) -> str:
+    """What counters.py found, a line for each kernel that takes 1 % of the call's time or more."""
+    kernels = sorted(results["kernels"], key=lambda kernel: -(kernel["us"] or 0))
+    total = sum(kernel["us"] or 0 for kernel in kernels)
+    units = list(kernels[0]["shares"]) if kernels else []
+    heads = ["kernel", "µs", "registers", "warps", *units, "binds"]
+    found = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for kernel in kernels:
+        if (kernel["us"] or 0) < total / 100:
+            continue
+        shares = [_share(kernel["occupancy"]), *(_share(kernel["shares"][unit]) for unit in units)]
+        numbers = ["-" if kernel[name] is None else f"{kernel[name]:,.0f}" for name in ("us", "registers")]
+        found.append(f"| {' | '.join([kernel['kernel'], *numbers, *shares, kernel['binds']])} |")
+    settings, facts = results["settings"], results["environment"]
+    batch = max(1, settings["tokens"] // settings["length"])
+    heads_of = f"{settings['heads']} heads of {settings['head_dim']}, {settings['dtype']}"
+    problem = f"{settings['implementation']}, {settings['length']} x {batch}, {heads_of}"
+    return "\n".join([*found, "", f"{problem}; {facts.get('gpu', 'GPU unknown')}, by ncu.", ""])
+
+
+def _share(percent: float | None) -> str:
+    return "-" if percent is None else f"{percent:.0f} %"
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    source, page = map(Path, arguments)
+    return put(page, source.name, markdown(json.loads(source.read_text())))
+
+
+def put(page: Path, name: str, text: str) -> int:
+    """Replaces what stands between `<!-- name -->` and `<!-- end -->`; 1 where the page has no such place."""
+    before = page.read_text()
+    pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    if not pattern.search(before):
+        print(f"{page}: there is no <!-- {name} --> ... <!-- end -->", file=sys.stderr)
+        return 1
+    page.write_text(pattern.sub(lambda found: f"{found[1]}\n{text}\n{found[2]}", before))
+    return 0

@@ -5,6 +5,7 @@ from ._version import __version__
 from .attention import TwoStreamAttention
 from .backends import Available, Unavailable, backends
 from .functional import rel_attention
+from .linear import Linear
 from .masks import RankMask
 from .model import (
     ProjectedMemory,
@@ -22,6 +23,7 @@ from .segments import Segments
 
 __all__ = [
     "Available",
+    "Linear",
     "ProjectedMemory",
     "RankMask",
     "Segments",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import dropout
 from ._checks import check_range
 from .backends import reference
 from .functional import autocasts, rel_attention
+from .linear import linear
 from .masks import RankMask
 from .positions import kept_positions
 from .segments import Segments
@@ -237,7 +237,7 @@ class TwoStreamAttention(nn.Module):
         if mapping is not None:
             out = torch.cat([out[:, :, :length], mapping[:, None] @ out[:, :, length:]], 2)
         # The cast is for transformers' modules (integrations/xlnet.py), whose bare parameters may have another dtype.
-        out = F.linear(out.transpose(1, 2).flatten(2), self.o.flatten(1).to(out.dtype))
+        out = linear(out.transpose(1, 2).flatten(2), self.o.flatten(1).to(out.dtype))
         return self.layer_norm(self.dropout(out) + rows), weights
 
     def _attention(
@@ -257,7 +257,7 @@ class TwoStreamAttention(nn.Module):
 
     def _heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """(..., L, d_model) -> (..., H, L, D) as one matrix product; the transposition is a view."""
-        return (x @ weight.flatten(1)).unflatten(-1, (self.n_head, self.d_head)).transpose(-3, -2)
+        return linear(x, weight.flatten(1).mT).unflatten(-1, (self.n_head, self.d_head)).transpose(-3, -2)
 
     def _check_hidden(self, h: Tensor, g: Tensor | None, mems: Tensor | None) -> tuple[int, int, int]:
         """Checks h, g and mems; returns B, L and M."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import rel_attention
+from ..linear import Linear
 from ..masks import RankMask
 from ..positions import relative_positions
 
@@ -65,11 +66,11 @@ class RelPositionAttention(nn.Module):
         if not isinstance(dropout_rate, (int, float)) or not 0 <= dropout_rate < 1:
             raise ValueError(f"dropout_rate must be in [0, 1), got {dropout_rate!r}")
         self.n_head, self.backend = n_head, backend
-        self.linear_q = nn.Linear(n_feat, n_feat, bias=use_bias)
-        self.linear_k = nn.Linear(n_feat, n_feat, bias=use_bias)
-        self.linear_v = nn.Linear(n_feat, n_feat, bias=use_bias)
-        self.linear_out = nn.Linear(n_feat, n_feat, bias=use_bias)
-        self.linear_pos = nn.Linear(n_feat, n_feat, bias=False)
+        self.linear_q = Linear(n_feat, n_feat, bias=use_bias)
+        self.linear_k = Linear(n_feat, n_feat, bias=use_bias)
+        self.linear_v = Linear(n_feat, n_feat, bias=use_bias)
+        self.linear_out = Linear(n_feat, n_feat, bias=use_bias)
+        self.linear_pos = Linear(n_feat, n_feat, bias=False)
         bound = sqrt(6 / (n_head + n_feat // n_head))
         self.pos_bias_u = nn.Parameter(torch.empty(n_head, n_feat // n_head).uniform_(-bound, bound))
         self.pos_bias_v = nn.Parameter(torch.empty(n_head, n_feat // n_head).uniform_(-bound, bound))

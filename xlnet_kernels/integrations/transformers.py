@@ -26,6 +26,7 @@ from typing import Any
 from torch import nn
 
 from ..backends import backends
+from ..linear import Linear
 
 # Name of a class of transformers -> module of this package with its stand-in.
 STAND_INS = {
@@ -44,7 +45,7 @@ STAND_INS = {
 _ORIGINAL = "_class_before_accelerate"
 
 
-def accelerate(model: nn.Module, backend: str | None = None) -> nn.Module:
+def accelerate(model: nn.Module, backend: str | None = None, linears: bool = False) -> nn.Module:
     """Makes every attention layer of this transformers model call `rel_attention`; other instances keep theirs.
 
     Weights are neither copied nor renamed. Outputs, gradients and memory are those of transformers; from_pretrained,
@@ -63,6 +64,8 @@ def accelerate(model: nn.Module, backend: str | None = None) -> nn.Module:
     Args:
         model: an XLNet or any model that has one inside, or one of the speech models in `STAND_INS`.
         backend: of the attention, None for the best available, or "reference", "cpu", "triton", "cuda".
+        linears: give every torch.nn.Linear of the model the products of `xlnet_kernels.Linear` as well, which are
+            faster on some processors and the same within float32 rounding.
 
     Returns:
         `model` itself. Accelerating it again changes no more than the backend.
@@ -85,7 +88,7 @@ def accelerate(model: nn.Module, backend: str | None = None) -> nn.Module:
         raise ValueError(f"backend must be None or one of {', '.join(backends())}, got {backend!r}")
     pairs = [(module, _substitute(type(module))) for module in model.modules()]
     substitutes = [(module, cls) for module, cls in pairs if cls is not None]
-    if not substitutes:
+    if all(issubclass(cls, Linear) for _, cls in substitutes):
         names = {type(module).__name__ for module in model.modules()}
         kinds = sorted(name for name in names if "Attention" in name) or [type(model).__name__]
         raise ValueError(
@@ -96,6 +99,8 @@ def accelerate(model: nn.Module, backend: str | None = None) -> nn.Module:
         if check is not None:
             check(module)
     for module, cls in substitutes:
+        if issubclass(cls, Linear) and not linears:
+            continue
         module.__class__ = cls
         if hasattr(cls, "backend"):
             vars(module)["backend"] = backend
@@ -140,6 +145,8 @@ def _substitute(cls: type) -> type[nn.Module] | None:
     """The accelerated form of a class, which may be that already; None for what we have nothing for."""
     if hasattr(cls, _ORIGINAL):
         return cls
+    if cls is nn.Linear:
+        return _derive(cls, Linear)
     for base in cls.__mro__:
         if base.__name__ in STAND_INS and base.__module__.partition(".")[0] == "transformers":
             module = importlib.import_module(f".{STAND_INS[base.__name__]}", __package__)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .._checks import readable
 from ..attention import TwoStreamAttention
+from ..linear import Linear
 from ..masks import RankMask
 from ..positions import kept_positions
 from .checkpoint import PretrainedModel
@@ -34,8 +35,8 @@ class XLNetFeedForward(nn.Module):
     def __init__(self, config: XLNetConfig) -> None:
         super().__init__()
         self.layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
-        self.layer_1 = nn.Linear(config.d_model, config.d_inner)
-        self.layer_2 = nn.Linear(config.d_inner, config.d_model)
+        self.layer_1 = Linear(config.d_model, config.d_inner)
+        self.layer_2 = Linear(config.d_inner, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.activation = ACTIVATIONS[config.ff_activation]
 

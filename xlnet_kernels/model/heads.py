@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import check_range
+from ..linear import Linear
 from .checkpoint import PretrainedModel
 from .config import ACTIVATIONS, XLNetConfig
 from .encoder import XLNetModel
@@ -48,7 +49,7 @@ class XLNetLMHeadModel(Generation, HeadedModel):
     """
 
     def make_head(self, config: XLNetConfig) -> None:
-        self.lm_loss = nn.Linear(config.d_model, config.vocab_size)
+        self.lm_loss = Linear(config.d_model, config.vocab_size)
 
     def tie_weights(self) -> None:
         if self.config.tie_word_embeddings:
@@ -88,7 +89,7 @@ class SequenceSummary(nn.Module):
         self.summary: nn.Module = nn.Identity()
         if config.summary_use_proj:
             width = config.num_labels if config.summary_proj_to_labels else config.d_model
-            self.summary = nn.Linear(config.d_model, width)
+            self.summary = Linear(config.d_model, width)
         self.activation = ACTIVATIONS[config.summary_activation] if config.summary_activation else nn.Identity()
         self.first_dropout = nn.Dropout(config.summary_first_dropout)
         self.last_dropout = nn.Dropout(config.summary_last_dropout)

@@ -1,0 +1,143 @@
+"""Linear: torch's linear by another library's products, the same within float32 rounding."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import xlnet_kernels as xk
+from tests import ROOT
+from xlnet_kernels import linear as module
+from xlnet_kernels.linear import linear
+
+OPERATOR = torch.ops.xlnet_kernels.linear
+LARGE = (4, 96, 128, 192)  # batch, rows, in, out: enough multiplications to be served
+
+
+@pytest.fixture(params=["onednn", "mkl"])
+def library(request, monkeypatch):
+    monkeypatch.setenv("XLNET_KERNELS_LINEAR", request.param)
+    module._library.cache_clear()
+    if module.library() != request.param:
+        pytest.skip("this torch has no oneDNN")
+    yield request.param
+    module._library.cache_clear()
+
+
+@pytest.fixture
+def onednn(monkeypatch):
+    monkeypatch.setattr(module, "_library", lambda: "onednn")
+
+
+def operands(batch, rows, inside, outside, dtype=torch.float32):
+    x, weight, bias = torch.randn(batch, rows, inside), torch.randn(outside, inside), torch.randn(outside)
+    return [tensor.to(dtype).requires_grad_() for tensor in (x, weight, bias)]
+
+
+def test_sizes_are_served():
+    assert LARGE[0] * LARGE[1] * LARGE[2] * LARGE[3] >= module._SMALLEST
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("layout", ["plain", "transposed weight", "strided input", "expanded gradient"])
+def test_values_and_gradients_are_those_of_torch(library, layout, with_bias):
+    x, weight, bias = operands(*LARGE)
+    given_x, given_weight = x, weight
+    if layout == "transposed weight":
+        weight = torch.randn(LARGE[2], LARGE[3]).requires_grad_()
+        given_weight = weight.mT
+    elif layout == "strided input":
+        x = torch.randn(LARGE[1], LARGE[0], LARGE[2]).requires_grad_()
+        given_x = x.transpose(0, 1)
+    bias = bias if with_bias else None
+    leaves = [leaf for leaf in (x, weight, bias) if leaf is not None]
+    found = linear(given_x, given_weight, bias)
+    assert ("xlnet_kernels_linear" in type(found.grad_fn).__name__) == (library == "onednn")
+    grad = torch.randn(()).expand_as(found) if layout == "expanded gradient" else torch.randn_like(found)
+    exact = F.linear(given_x.double(), given_weight.double(), None if bias is None else bias.double())
+    wanted = torch.autograd.grad(exact, leaves, grad.double())
+    for result, want in zip((found, *torch.autograd.grad(found, leaves, grad)), (exact, *wanted), strict=True):
+        assert result.shape == want.shape
+        # sums of at most 384 products, each rounded once
+        assert (result - want).abs().max() <= 384**0.5 * torch.finfo(torch.float32).eps * 8 * want.abs().max()
+
+
+def test_frozen_operands_get_no_gradient(onednn):
+    x, weight, bias = operands(*LARGE)
+    linear(x.detach(), weight, bias.detach()).sum().backward()
+    assert weight.grad is not None and x.grad is None and bias.grad is None
+
+
+def test_the_operator_is_well_registered():
+    torch.library.opcheck(OPERATOR, tuple(operands(2, 3, 8, 5)))
+
+
+def test_second_derivatives(onednn):
+    x, weight, bias = operands(*LARGE)
+
+    def grad_of_square(function):
+        (grad,) = torch.autograd.grad(function(x, weight, bias).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), weight)[0]
+
+    found, wanted = grad_of_square(linear), grad_of_square(F.linear)
+    assert (found - wanted).abs().max() <= 1e-4 * wanted.abs().max()  # six products, each with 1e-6 to 1e-5
+
+
+def fused(function, *args) -> bool:
+    """Whether the operator is called in `function`."""
+    with torch.profiler.profile() as profile:
+        function(*args)
+    return any(event.key == "xlnet_kernels::linear" for event in profile.key_averages())
+
+
+def test_what_is_left_to_torch(onednn):
+    x, weight, bias = operands(*LARGE)
+    assert fused(linear, x, weight, bias)
+    assert not fused(linear, x[:1, :1], weight, bias)  # small
+    assert not fused(linear, x.double(), weight.double(), bias.double())
+    assert not fused(linear, x.bfloat16(), weight.bfloat16(), bias.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear(x, weight, bias).dtype == torch.bfloat16
+        assert not fused(linear, x, weight, bias)
+    assert not fused(torch.func.vmap(linear, in_dims=(0, None, None)), x, weight, bias)
+    assert not fused(torch.func.grad(lambda x: linear(x, weight, bias).sum()), x)
+    empty = linear(x[:0], weight, bias)
+    assert empty.shape == (0, LARGE[1], LARGE[3])
+
+
+def test_compiled_and_exported(onednn):
+    layer = xk.Linear(LARGE[2], LARGE[3])
+    x = torch.randn(LARGE[:3])
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert fused(compiled, x)
+    assert torch.allclose(compiled(x), layer(x), atol=1e-4)
+    program = torch.export.export(layer, (x,))
+    assert OPERATOR.default not in [node.target for node in program.graph.nodes]  # others run it without this package
+
+
+def test_the_module_is_torchs(onednn):
+    ours, theirs = xk.Linear(LARGE[2], LARGE[3]), nn.Linear(LARGE[2], LARGE[3])
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(LARGE[:3])
+    assert fused(ours, x) and torch.allclose(ours(x), theirs(x), atol=1e-4)
+
+
+def test_the_hot_path_uses_it(onednn):
+    config = xk.XLNetConfig(vocab_size=64, d_model=128, n_head=2, d_inner=256, n_layer=1)
+    model = xk.XLNetLMHeadModel(config).eval()
+    with torch.profiler.profile() as profile:
+        model(torch.randint(64, (2, 160)))
+    (calls,) = (event.count for event in profile.key_averages() if event.key == "xlnet_kernels::linear")
+    assert calls == 8  # q, k, v, r, o, both of feed-forward, logits
+
+
+def test_a_wrong_name_is_an_error():
+    code = "import torch, xlnet_kernels as xk; xk.Linear(8, 8)(torch.zeros(1, 8))"
+    environment = {"PYTHONPATH": str(ROOT), "XLNET_KERNELS_LINEAR": "blas"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.returncode and "XLNET_KERNELS_LINEAR must be mkl or onednn, got 'blas'" in run.stderr

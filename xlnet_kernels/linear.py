@@ -1,0 +1,122 @@
+"""`linear`: torch's linear by whichever of torch's two libraries of matrix products is faster on this processor.
+
+torch sends float32 products on the CPU to MKL. On AMD's processors oneDNN, which is in the same wheel, has about twice
+MKL's rate (docs/performance.md). The choice depends on the processor's maker alone, so that two runs of a program round
+alike; XLNET_KERNELS_LINEAR=onednn or mkl insists on one.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ._checks import constant_for_compilers, transformed
+from .functional import autocasts
+
+_SMALLEST = 2**21  # multiplications; below, what a call costs beside the product is more than what the product gains
+
+torch.library.define("xlnet_kernels::linear", "(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """input @ weight.mT + bias, and its gradients. Equivalent to:
+
+        torch.nn.functional.linear(input, weight, bias)
+
+    which it calls for everything but float32 on the CPU, for small products, under autocast and inside torch.func
+    transforms and torch.export.
+
+    Args:
+        input: (..., in_features).
+        weight: (out_features, in_features), of any strides.
+        bias: (out_features) or None.
+
+    Returns:
+        (..., out_features), the same within float32 rounding.
+
+    >>> x, weight = torch.randn(4, 256, 128), torch.randn(96, 128)
+    >>> torch.allclose(linear(x, weight), x @ weight.mT, atol=1e-4)
+    True
+    """
+    if _serves(input, weight):
+        return torch.ops.xlnet_kernels.linear(input, weight, bias)
+    return F.linear(input, weight, bias)
+
+
+class Linear(nn.Linear):
+    """torch.nn.Linear whose product is `linear`. Parameters, state dict and results are those of torch.nn.Linear."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+@constant_for_compilers
+def library() -> str:
+    """Which library serves float32 products on the CPU: "onednn" or "mkl", where mkl means whatever torch takes.
+
+    Raises:
+        ValueError: XLNET_KERNELS_LINEAR names neither.
+    """
+    return _library()
+
+
+@functools.cache
+def _library() -> str:
+    wish = os.environ.get("XLNET_KERNELS_LINEAR", "")
+    if wish not in ("", "mkl", "onednn"):
+        raise ValueError(f"XLNET_KERNELS_LINEAR must be mkl or onednn, got {wish!r}")
+    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if not there:
+        return "mkl"
+    return wish or ("onednn" if torch.backends.mkl.is_available() and _is_amd() else "mkl")
+
+
+def _is_amd() -> bool:
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+def _serves(input: Tensor, weight: Tensor) -> bool:
+    if input.device.type != "cpu" or input.dtype != torch.float32 or weight.dtype != torch.float32:
+        return False
+    if library() == "mkl" or torch.compiler.is_exporting() or transformed() or autocasts("cpu"):
+        return False
+    if torch.compiler.is_compiling():  # sizes may be symbols
+        return True
+    if not all(type(tensor) in (Tensor, nn.Parameter) for tensor in (input, weight)):
+        return False
+    return input.numel() * weight.shape[0] >= _SMALLEST
+
+
+@torch.library.impl("xlnet_kernels::linear", "CPU")
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+
+
+@torch.library.register_fake("xlnet_kernels::linear")
+def _fake(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    input, weight, _ = inputs
+    ctx.save_for_backward(input, weight)
+
+
+def _backward(ctx, grad: Tensor):
+    input, weight = ctx.saved_tensors
+    needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+    rows = grad.flatten(0, -2)
+    grad_input = linear(grad, weight.mT) if needs_input else None
+    grad_weight = linear(rows.mT, input.flatten(0, -2).mT) if needs_weight else None
+    return grad_input, grad_weight, rows.sum(0) if needs_bias else None
+
+
+torch.library.register_autograd("xlnet_kernels::linear", _backward, setup_context=_setup_context)

@@ -6,8 +6,8 @@
 #   make test TORCH="torch==2.8.0"            another torch
 #   make test PYTHON=python3.12               another interpreter
 #
-# `make bench-suite` keeps its result as this machine's baseline; with COMPARE=1 it compares with that instead, and fails
-# where something has become slower.
+# `make bench-suite` keeps the operator's time in multiples of plain SDPA's; with COMPARE=1 it compares with what was kept
+# instead, and fails where something has become slower.
 #
 # `make gpu-check` tests and measures on this machine's GPU with the torch, Triton and pytest that PYTHON has, without
 # network and without an environment of its own, in less than eight minutes. OUT=FOLDER: where its results go.
@@ -33,7 +33,8 @@ bench: $(VENV)/installed
 	$(RUN) -u benchmarks/attn.py $(ARGS)
 
 bench-suite: $(VENV)/installed
-	$(RUN) -u benchmarks/bench_suite.py $(if $(COMPARE),--compare) $(ARGS)
+	$(RUN) -u benchmarks/attn.py --sections core --lengths 128 512 1024 --implementations xlnet_kernels "plain SDPA" \
+	  --output .benchmarks/suite$(if $(COMPARE),-now.json --compare .benchmarks/suite.json,.json) $(ARGS)
 
 gpu-check:
 	@$(PYTHON) -u benchmarks/gpu_check.py '$(OUT)'

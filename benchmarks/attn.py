@@ -4,6 +4,7 @@
     python benchmarks/attn.py --full --plot         everything at every length, for the committed results
     python benchmarks/attn.py --lengths 1024 --sections core --direction forward
     python benchmarks/attn.py --lengths 512 --sections terms        what mask, segments, memory, query stream cost
+    python benchmarks/attn.py --compare EARLIER.json                exit status 1 where something has become slower
 
 Prints tables, writes every number to a JSON file. Ctrl-C keeps what has been measured so far.
 """
@@ -11,13 +12,16 @@ Prints tables, writes every number to a JSON file. Ctrl-C keeps what has been me
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from pathlib import Path
 
 import torch
 
 import xlnet_kernels as xk
 from lib import sections, session
-from lib.implementations import FLOOR, Implementation, registry
+from lib.compare import changes
+from lib.implementations import BASELINE, Implementation, registry
 from lib.measure import DIRECTIONS, Bench
 from lib.problem import Case
 from lib.session import positive
@@ -51,12 +55,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--seconds", type=float, help="of samples per implementation and direction; default 1, with --full 4")
     add("--budget", type=float, default=240, help="seconds in all; compiled peers that do not fit are left out")
     add("--full", action="store_true", help="no budget, more samples")
+    add("--compare", type=Path, metavar="EARLIER.json", help="results of an earlier run on this machine")
     options = parser.parse_args(arguments)
     for name, default in SIZES[options.device].items():
         if getattr(options, name) is None:
             setattr(options, name, default)
     options.lengths = sorted(set(options.lengths))
     session.check_common(parser, options, "attn")
+    if options.compare and not options.compare.exists():
+        parser.error(f"--compare: there is no {options.compare}")
     if options.mem_len < 0 or (options.heads * options.head_dim) % 2:
         parser.error("--mem-len must not be negative, --heads x --head-dim must be even (sines and cosines)")
     if options.implementations and not chosen(options.implementations, options.device):
@@ -103,13 +110,13 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
     layer = case(options, 512 if options.device == "cpu" else 1024)
     long = case(options, sections.LONG_LENGTHS[options.device])
     fused = [f"xlnet_kernels {name}" for name in ready if name != "reference"] or ["xlnet_kernels reference"]
-    with_floors = {name: one for name, one in present.items() if name in fused or name.startswith(FLOOR)}
+    with_baselines = {name: one for name, one in present.items() if name in fused or name.startswith(BASELINE)}
     others = {
         "streams": (extra, lambda: sections.streams(bench, own, extra)),
         "module": ([layer], lambda: sections.module(bench, own, layer)),
         "precision": (extra, lambda: sections.precision(bench, own, extra)),
         "long": ([long], lambda: sections.long(bench, present, long)),
-        "terms": (extra, lambda: [sections.terms(bench, with_floors, one) for one in extra]),
+        "terms": (extra, lambda: [sections.terms(bench, with_baselines, one) for one in extra]),
     }
     if options.dtype != "float32":
         del others["precision"]
@@ -130,10 +137,11 @@ def _own_backends(implementations: dict, device: str) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status 0; 1 where a backend of this package computes something wrong; 130 where interrupted."""
+    """Exit status 0; 1 where this package computes something wrong or has become slower; 130 where interrupted."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
+    earlier = json.loads(options.compare.read_text())["rows"] if options.compare else []
     settings = {name: getattr(options, name) for name in ("device", "dtype", "lengths", "heads", "head_dim", "mem_len")}
-    return session.run(
+    status = session.run(
         "attn",
         options,
         settings | {"seconds": options.seconds, "full": options.full, "sections": list(options.sections)},
@@ -143,6 +151,11 @@ def main(arguments: list[str] | None = None) -> int:
         seconds=options.seconds,
         budget=float("inf") if options.full else options.budget,
     )
+    compared = changes(earlier, json.loads(options.output.read_text())["rows"])
+    print(*compared, sep="\n", end="\n" if compared else "")
+    if options.compare and not compared:
+        print("--compare: the earlier run has none of these rows", file=sys.stderr)
+    return status or int(any(change.is_slower for change in compared))
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ class Check:
         """What is printed last."""
         tests, lines = self.record.get("tests"), []
         if self.file("-attn.json").exists() and "benchmark" in self.record:
-            from headline import headline
+            from lib.headline import headline
 
             lines += headline(json.loads(self.file("-attn.json").read_text())["rows"])
         if tests:

@@ -181,7 +181,7 @@ def our_run(
     arguments = _common(case)
     if case.task == "pre-training":
         positions = batch.target_positions.to(case.device)
-        arguments |= {"mask": batch.mask().to(case.device), "target_positions": positions}
+        arguments |= {"mask": batch.mask.to(case.device), "target_positions": positions}
     if projected and mems is None:
         raise CannotRun("there is no memory")
     return _run(case, model, arguments | {"mems": mems}, compiled, projected)
@@ -198,7 +198,7 @@ def transformers_run(
         model.transformer.relative_positional_encoding = functools.partial(_exact_positions, case.d_model)
     arguments = _common(case)
     if case.task == "pre-training":
-        seen = batch.mask().to_bool("query")[:, :, case.mem_len :]
+        seen = batch.mask.to_bool("query")[:, :, case.mem_len :]
         mapping = F.one_hot(batch.target_positions, case.length)
         arguments |= {"perm_mask": (~seen).to(case.device, dtype), "target_mapping": mapping.to(case.device, dtype)}
     mems = None if mems is None else [x.to(dtype) for x in mems]

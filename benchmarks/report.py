@@ -1,8 +1,55 @@
-"""The tables of a run into a page: `python benchmarks/report.py RESULTS.json PAGE.md`."""
+"""What results files say: tables, the headline, pictures.
 
+    python benchmarks/report.py RESULTS.json                              tables, printed as Markdown
+    python benchmarks/report.py RESULTS.json PAGE.md                      put into a page
+    python benchmarks/report.py --headline RESULTS.json [...] [PAGE.md]   in multiples of plain SDPA's time
+    python benchmarks/report.py --plot RESULTS.json [PICTURE.png]         drawn; default beside the JSON
+
+A page has a line `<!-- RESULTS.json -->`, or `<!-- headline -->`, for where they begin and `<!-- end -->` for where
+they end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
 import sys
+from pathlib import Path
 
-from lib.report import main
+from lib import headline, report
+from lib.plot import plot
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status 1 where a file cannot be read or drawn, or a page has no place for the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--headline", action="store_true", help="of runs of attn.py, a line per dtype, head_dim, length, backend"
+    )
+    what.add_argument("--plot", action="store_true", help="a picture")
+    options = parser.parse_args(arguments)
+    target = options.files.pop() if len(options.files) > 1 and options.files[-1].suffix != ".json" else None
+    if len(options.files) > 1 and not options.headline:
+        parser.error("one results file at a time, but for --headline")
+    try:
+        runs = [json.loads(path.read_text()) for path in options.files]
+        if options.plot:
+            target = target or options.files[0].with_suffix(".png")
+            plot(runs[0], target)
+            print(target)
+        else:
+            text = headline.markdown(runs) if options.headline else report.markdown(runs[0])
+            if target is None:
+                print(text)
+            else:
+                report.put(target, "headline" if options.headline else options.files[0].name, text)
+    except (OSError, ValueError, KeyError) as error:
+        print(f"{options.files[0]}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -20,7 +20,7 @@ from xlnet_kernels.backends import choose
 from .harness import CannotRun, Run, tidy
 from .problem import Problem
 
-FLOOR = "plain SDPA, no positions"
+BASELINE = "plain SDPA, no positions"
 SDPA_KERNELS = {"flash": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
 TRANSFORMERS = "transformers eager"
 TRANSFORMERS_NAMES = {
@@ -254,10 +254,10 @@ def registry(device: str = "cpu") -> dict[str, Implementation]:
         Implementation("SDPA + bias compiled", functools.partial(sdpa_with_bias, compiled=True), (3.5, 4.5), True),
         Implementation("FlexAttention", flex_attention, maps=(4, 7), compiled=True),
     ]
-    floors = [Implementation(FLOOR, plain_sdpa, checked=False)]
+    baselines = [Implementation(BASELINE, plain_sdpa, checked=False)]
     if device == "cuda":
-        floors = [
-            Implementation(f"{FLOOR}, {kernel}", functools.partial(plain_sdpa, kernel=kernel), checked=False)
+        baselines = [
+            Implementation(f"{BASELINE}, {kernel}", functools.partial(plain_sdpa, kernel=kernel), checked=False)
             for kernel in SDPA_KERNELS
         ]
-    return {implementation.name: implementation for implementation in own + peers + floors}
+    return {implementation.name: implementation for implementation in own + peers + baselines}

@@ -61,14 +61,14 @@ class Bench:
         section: str,
         jobs: Iterable[Job],
         labels: dict[str, object],
-        floor: str | None = None,
+        baseline: str | None = None,
         base: str | None = None,
         memory_limit: int | None = None,
         single_pass: bool = False,
     ) -> list[dict]:
-        """Measure `jobs` side by side; `floor` and `base` name the jobs that ratio and speed-up refer to.
+        """Measure `jobs` side by side; `baseline` and `base` name the jobs that ratio and speed-up refer to.
 
-        The floor is the fastest of those jobs whose names begin with `floor`, and rows say which it was. With
+        The baseline is the fastest of those jobs whose names begin with `baseline`, and rows say which it was. With
         `single_pass`, each runs once, for its peak memory; nothing is checked. An interruption before all are ready
         (compiling takes longest) comes through after a few samples of those that are.
         """
@@ -88,7 +88,7 @@ class Bench:
             for direction, runs in ready.items():
                 self._time(direction, runs, labels, sample_seconds)
         for direction in self.directions:
-            _relate([row for row in rows if row["direction"] == direction], floor, base)
+            _relate([row for row in rows if row["direction"] == direction], baseline, base)
         self.save()
         if interruption is not None:
             raise interruption
@@ -189,15 +189,15 @@ def _check_memory(need: int, limit: int | None, device: str) -> None:
         raise CannotRun(f"would need about {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
 
 
-def _relate(rows: list[dict], floor: str | None, base: str | None) -> None:
+def _relate(rows: list[dict], baseline: str | None, base: str | None) -> None:
     medians = {row["implementation"]: row["median_ms"] for row in rows if "median_ms" in row}
-    floors = [name for name in medians if floor is not None and name.startswith(floor)]
-    fastest = min(floors, key=medians.get, default=None)
+    baselines = [name for name in medians if baseline is not None and name.startswith(baseline)]
+    fastest = min(baselines, key=medians.get, default=None)
     for row in rows:
         if "median_ms" not in row:
             continue
         if fastest is not None:
-            row |= {"ratio_to_floor": round(row["median_ms"] / medians[fastest], 3), "floor": fastest}
+            row |= {"ratio_to_baseline": round(row["median_ms"] / medians[fastest], 3), "baseline": fastest}
         if base in medians:
             row["speedup"] = round(medians[base] / row["median_ms"], 3)
 

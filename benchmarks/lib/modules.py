@@ -25,7 +25,7 @@ def our_module(case: Case, backend: str | None) -> Run:
     inputs, batch = _inputs(case), _batch(case)
     attention = TwoStreamAttention.from_transformers(_weights(case))
     attention.backend = backend
-    mask, ids = batch.mask().to(case.device), batch.segment_ids.to(case.device)
+    mask, ids = batch.mask.to(case.device), batch.segment_ids.to(case.device)
     positions, rel_pos = batch.target_positions.to(case.device), _positions(case)
     leaves = {name: inputs[name].clone().requires_grad_() for name in ("h", "g")}
     mems = inputs["mems"] if case.mem_len else None
@@ -44,7 +44,7 @@ def transformers_module(case: Case, double: bool = False) -> Run:
     attention = _weights(case)
     convert = Tensor.double if double else Tensor.clone
     attention = attention.double() if double else attention
-    mask = batch.mask().to(case.device)
+    mask = batch.mask.to(case.device)
     hidden = [convert(transformers_mask(mask.to_bool(one), case.dtype)) for one in ("content", "query")]
     segment_matrix = convert(transformers_segments(problem))
     # (N, L, B)

@@ -1,9 +1,7 @@
-"""Results as a picture: `python benchmarks/plot.py RESULTS.json [PICTURE.png]`."""
+"""A run as a picture."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FLOOR = "plain SDPA"  # without positions
+BASELINE = "plain SDPA"  # without positions
 INK = "#7a7a7a"  # text and axes: readable on white and on GitHub's dark page alike, as are the colours below
 OWN = {
     "xlnet_kernels cpu": "#d9480f",
@@ -108,9 +106,9 @@ def limit_share(row: dict) -> dict[str, float]:
     The position term adds 1 product to plain attention's 2 forward, and 4 to its 7 forward and backward
     (docs/math.md). At 1 nothing but this arithmetic is paid for; products that are faster than plain SDPA's give more.
     """
-    if "ratio_to_floor" not in row or row["implementation"].startswith(FLOOR):
+    if "ratio_to_baseline" not in row or row["implementation"].startswith(BASELINE):
         return {}
-    return {"limit_share": {"forward": 3 / 2, "backward": 11 / 7}[row["direction"]] / row["ratio_to_floor"]}
+    return {"limit_share": {"forward": 3 / 2, "backward": 11 / 7}[row["direction"]] / row["ratio_to_baseline"]}
 
 
 def _tokens_per_second(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
@@ -204,18 +202,3 @@ def _title(results: dict) -> str:
         "speech": "Attention of Parakeet, {d_model} wide, {heads} heads, {dtype}",
     }.get(results.get("benchmark"), "Transformer-XL attention, {heads} heads of {head_dim}, {dtype}")
     return f"{about.format(**settings)}\n{where}, torch {facts['torch']}"
-
-
-def main(arguments: list[str]) -> int:
-    if not arguments or len(arguments) > 2:
-        print(__doc__, file=sys.stderr)
-        return 2
-    source = Path(arguments[0])
-    path = Path(arguments[1]) if len(arguments) > 1 else source.with_suffix(".png")
-    try:
-        plot(json.loads(source.read_text()), path)
-    except (OSError, ValueError, KeyError) as error:
-        print(f"{source}: {error}", file=sys.stderr)
-        return 1
-    print(path)
-    return 0

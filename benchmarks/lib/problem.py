@@ -98,7 +98,7 @@ def build_problem(case: Case, two_streams: bool = False, seed: int = 0) -> Probl
         return table.to(case.device, case.dtype).unflatten(-1, (heads, width)).transpose(-3, -2)
 
     content_rows, memory = batch.tokens, batch.memory_tokens
-    mask, query_ids, query_positions = batch.mask().for_stream("content"), batch.segment_ids, None
+    mask, query_ids, query_positions = batch.mask.for_stream("content"), batch.segment_ids, None
     if two_streams:
         content_rows, query_ids, query_positions, mask = _stack_streams(batch)
     return Problem(
@@ -122,7 +122,7 @@ def build_problem(case: Case, two_streams: bool = False, seed: int = 0) -> Probl
 
 def _stack_streams(batch: Batch) -> tuple[Tensor, Tensor, Tensor, RankMask]:
     """Tokens, segments, positions and mask of L content rows and then N query-stream rows."""
-    targets, mask = batch.target_positions, batch.mask()
+    targets, mask = batch.target_positions, batch.mask
     own = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
     positions = torch.cat([own, targets], 1)
     stacked = RankMask(

@@ -1,14 +1,9 @@
-"""The tables of a run: printed, or `python benchmarks/report.py RESULTS.json PAGE.md` puts them into a page.
-
-The page has a line `<!-- RESULTS.json -->` for where they begin and `<!-- end -->` for where they end.
-"""
+"""The tables and notes of a run, for a terminal and as Markdown."""
 
 from __future__ import annotations
 
 import io
-import json
 import re
-import sys
 from itertools import groupby
 from pathlib import Path
 
@@ -32,7 +27,7 @@ TITLES = {
     "speech": "Attention of a speech encoder against the best of transformers' own",
     "speech-layer": "The same with the layer's projections",
 }
-RATIOS = {"core": "x floor", "terms": "x floor", "streams": "x content", "precision": "x float32", "long": "x floor"}
+RATIOS = dict.fromkeys(("core", "terms", "long"), "x baseline") | {"streams": "x content", "precision": "x float32"}
 DIRECTION_NAMES = {"forward": "forward", "backward": "fwd + bwd"}
 DIRECTIONS = tuple(DIRECTION_NAMES)
 PUBLISHED = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}  # speed-ups with memory, Dai et al. 2019, table 9
@@ -53,7 +48,7 @@ def lines(rows: list[dict]) -> list[str]:
             found.append(f"{row['case']}: {row['implementation']} {row.get('largest', row['status'])}")
             continue
         what = f"{row['section']} L {row['length']} x {row['batch']} {row['direction']} {row['implementation']}"
-        found.append(" ".join([f"{what}:", *_numbers(row), _times(row.get("ratio_to_floor")), row["status"]]))
+        found.append(" ".join([f"{what}:", *_numbers(row), _times(row.get("ratio_to_baseline")), row["status"]]))
     return found
 
 
@@ -132,7 +127,7 @@ def _table(section: str, rows: list[dict]) -> Table:
             head = (_problem(row), _direction(row)) if head is None else ("", "")
             cells = [*head, row["implementation"], _result(row, rows), *_numbers(row)]
             if section in RATIOS:
-                cells.append(f"{_times(row.get('ratio_to_floor'))} {floor_kernel(row)}".strip())
+                cells.append(f"{_times(row.get('ratio_to_baseline'))} {baseline_kernel(row)}".strip())
             if speedups:
                 cells.append(_times(row.get("speedup")))
             if section == "model":
@@ -150,9 +145,9 @@ def _problem(row: dict) -> str:
     return f"{size}, {row['case']}" if row["section"] == "terms" else row.get("case") or size
 
 
-def floor_kernel(row: dict) -> str:
-    """Which of plain SDPA's kernels is the floor, "flash"; "" where nothing had to choose one."""
-    return ", ".join(row.get("floor", "").split(", ")[2:])
+def baseline_kernel(row: dict) -> str:
+    """Which of plain SDPA's kernels is the baseline, "flash"; "" where nothing had to choose one."""
+    return ", ".join(row.get("baseline", "").split(", ")[2:])
 
 
 def _direction(row: dict) -> str:
@@ -247,8 +242,6 @@ def markdown(results: dict) -> str:
         return _compiled_by_triton(results)
     if "torch_cuda" in results:
         return _compiled_by_nvcc(results)
-    if "kernels" in results:
-        return _counted_by_ncu(results)
     text = io.StringIO()
     console = Console(file=text, width=240, color_system=None)
     for table in tables(results["rows"]):
@@ -299,44 +292,14 @@ def _compiled_by_nvcc(results: dict) -> str:
     return "\n".join(found) + "\n"
 
 
-def _counted_by_ncu(results: dict) -> str:
-    """What counters.py found, a line for each kernel that takes 1 % of the call's time or more."""
-    kernels = sorted(results["kernels"], key=lambda kernel: -(kernel["us"] or 0))
-    total = sum(kernel["us"] or 0 for kernel in kernels)
-    units = list(kernels[0]["shares"]) if kernels else []
-    heads = ["kernel", "µs", "registers", "warps", *units, "binds"]
-    found = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for kernel in kernels:
-        if (kernel["us"] or 0) < total / 100:
-            continue
-        shares = [_share(kernel["occupancy"]), *(_share(kernel["shares"][unit]) for unit in units)]
-        numbers = ["-" if kernel[name] is None else f"{kernel[name]:,.0f}" for name in ("us", "registers")]
-        found.append(f"| {' | '.join([kernel['kernel'], *numbers, *shares, kernel['binds']])} |")
-    settings, facts = results["settings"], results["environment"]
-    batch = max(1, settings["tokens"] // settings["length"])
-    heads_of = f"{settings['heads']} heads of {settings['head_dim']}, {settings['dtype']}"
-    problem = f"{settings['implementation']}, {settings['length']} x {batch}, {heads_of}"
-    return "\n".join([*found, "", f"{problem}; {facts.get('gpu', 'GPU unknown')}, by ncu.", ""])
+def put(page: Path, name: str, text: str) -> None:
+    """Replaces what stands between `<!-- name -->` and `<!-- end -->`.
 
-
-def _share(percent: float | None) -> str:
-    return "-" if percent is None else f"{percent:.0f} %"
-
-
-def main(arguments: list[str]) -> int:
-    if len(arguments) != 2:
-        print(__doc__, file=sys.stderr)
-        return 2
-    source, page = map(Path, arguments)
-    return put(page, source.name, markdown(json.loads(source.read_text())))
-
-
-def put(page: Path, name: str, text: str) -> int:
-    """Replaces what stands between `<!-- name -->` and `<!-- end -->`; 1 where the page has no such place."""
+    Raises:
+        ValueError: the page has no such place.
+    """
     before = page.read_text()
     pattern = re.compile(rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
     if not pattern.search(before):
-        print(f"{page}: there is no <!-- {name} --> ... <!-- end -->", file=sys.stderr)
-        return 1
+        raise ValueError(f"there is no <!-- {name} --> ... <!-- end --> in {page}")
     page.write_text(pattern.sub(lambda found: f"{found[1]}\n{text}\n{found[2]}", before))
-    return 0

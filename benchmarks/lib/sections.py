@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .harness import CannotRun, Run
-from .implementations import FLOOR, TRANSFORMERS, Implementation, package_backend, plain_sdpa
+from .implementations import BASELINE, TRANSFORMERS, Implementation, package_backend, plain_sdpa
 from .measure import DIRECTIONS, Bench, Job
 from .modules import MODULE, TRANSFORMERS_MODULE, module_reference, our_module, transformers_module
 from .problem import Case, Problem, build_problem
@@ -107,7 +107,7 @@ def streams(bench: Bench, backend: str, cases: list[Case]) -> None:
         for name, two_streams in (("content stream", False), ("both streams, N = L/6", True)):
             problem = build_problem(case, two_streams)
             jobs.append(_job(name, case, problem, package_backend(backend), _reference(problem, case)))
-        bench.group("streams", jobs, labels(case), floor="content stream")
+        bench.group("streams", jobs, labels(case), baseline="content stream")
 
 
 def terms(bench: Bench, implementations: dict[str, Implementation], case: Case) -> None:
@@ -121,7 +121,7 @@ def terms(bench: Bench, implementations: dict[str, Implementation], case: Case) 
             problem = replace(problem, query_ids=None, key_ids=None)
         reference = _reference(problem, sized)
         jobs = [_implementation_job(one, sized, problem, reference) for one in implementations.values()]
-        bench.group("terms", jobs, labels(sized) | {"case": name}, floor=FLOOR)
+        bench.group("terms", jobs, labels(sized) | {"case": name}, baseline=BASELINE)
 
 
 def precision(bench: Bench, backend: str, cases: list[Case]) -> None:
@@ -132,8 +132,8 @@ def precision(bench: Bench, backend: str, cases: list[Case]) -> None:
             typed = replace(case, dtype=dtype)
             problem, own = build_problem(typed), f"xlnet_kernels {_short(dtype)}"
             jobs.append(_job(own, typed, problem, package_backend(backend), _reference(problem, typed)))
-            jobs.append(_job(f"{FLOOR}, {_short(dtype)}", typed, problem, plain_sdpa, None))
-        bench.group("precision", jobs, labels(case), floor="xlnet_kernels float32")
+            jobs.append(_job(f"{BASELINE}, {_short(dtype)}", typed, problem, plain_sdpa, None))
+        bench.group("precision", jobs, labels(case), baseline="xlnet_kernels float32")
 
 
 def module(bench: Bench, backend: str, case: Case) -> None:
@@ -151,7 +151,7 @@ def long(bench: Bench, implementations: dict[str, Implementation], case: Case) -
     problem = build_problem(case)
     bench = replace(bench, directions=("backward",))  # the rows list is shared
     jobs = [_implementation_job(one, case, problem) for one in implementations.values()]
-    bench.group("long", jobs, labels(case), floor=FLOOR, memory_limit=LONG_LIMIT, single_pass=True)
+    bench.group("long", jobs, labels(case), baseline=BASELINE, memory_limit=LONG_LIMIT, single_pass=True)
 
 
 def _core_group(bench: Bench, implementations: dict[str, Implementation], case: Case, check: bool) -> dict[str, dict]:
@@ -159,7 +159,7 @@ def _core_group(bench: Bench, implementations: dict[str, Implementation], case: 
     problem = build_problem(case)
     reference = _reference(problem, case) if check else None
     jobs = [_implementation_job(one, case, problem, reference) for one in implementations.values()]
-    rows = bench.group("core", jobs, labels(case), floor=FLOOR, base=TRANSFORMERS)
+    rows = bench.group("core", jobs, labels(case), baseline=BASELINE, base=TRANSFORMERS)
     found: dict[str, dict] = {}
     for row in rows:
         if row["status"] == "ok":

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import groupby
 
 import pytest
 import torch
@@ -61,9 +60,9 @@ def test_tiny_run(tmp_path):
         assert row["min_ms"] <= row["q1_ms"] <= row["median_ms"] <= row["q3_ms"] <= row["max_ms"]
         assert len(row["samples_ms"]) >= 3
         assert row["peak_bytes"] is None or row["peak_bytes"] >= 0
-        floor = rows["core", "plain SDPA, no positions", direction]
-        assert "check" not in floor and floor["ratio_to_floor"] == 1
-        assert row["ratio_to_floor"] == pytest.approx(row["median_ms"] / floor["median_ms"], rel=1e-2)
+        baseline = rows["core", "plain SDPA, no positions", direction]
+        assert "check" not in baseline and baseline["ratio_to_baseline"] == 1
+        assert row["ratio_to_baseline"] == pytest.approx(row["median_ms"] / baseline["median_ms"], rel=1e-2)
         assert rows["streams", "both streams, N = L/6", direction]["rows"] == 64 + 64 // 6
         assert rows["streams", "both streams, N = L/6", direction]["check"]["passed"]
     assert str(tmp_path) not in output.read_text() and not list(output.parent.glob(".*"))
@@ -87,47 +86,17 @@ def test_batches_obey_xlnet(length, mem_len):
 
     batch = build_batch(3, length, mem_len, seed=1)
     assert batch.tokens.shape == (3, length) and batch.memory_tokens.shape == (3, mem_len)
-    assert not (batch.targets & batch.special).any()
-    assert (batch.targets.sum(1) == length // 6).all()
-    assert (batch.order.sort(1).values == torch.arange(length)).all()
+    assert batch.target_positions.shape == (3, length // 6) and (batch.target_positions.diff() > 0).all()
+    assert (batch.tokens.gather(1, batch.target_positions) < SEP).all()
+    query, content = batch.mask.to_bool("query"), batch.mask.to_bool("content")
+    assert query[:, :, :mem_len].all() and content.diagonal(mem_len, 1, 2).all()
+    assert not query.diagonal(mem_len, 1, 2).gather(1, batch.target_positions).any()  # a target does not see itself
     for tokens, ids in zip(batch.tokens, batch.segment_ids, strict=True):
         first, second = (tokens == SEP).nonzero().flatten().tolist()
         assert tokens[-1] == CLS and second == length - 2
         assert ids.tolist() == [0] * (first + 1) + [1] * (second - first) + [2]
     assert torch.equal(batch.tokens, build_batch(3, length, mem_len, seed=1).tokens)
     assert not torch.equal(batch.tokens, build_batch(3, length, mem_len, seed=2).tokens)
-
-
-def test_spans_are_spans():
-    from lib.text import build_batch
-
-    runs = groupby(build_batch(1, 4096).targets[0].tolist())
-    sizes = [len(list(run)) for is_target, run in runs if is_target]
-    assert sum(sizes) == 4096 // 6
-    # p(n) ~ 1/n over 1..5: 44 % single; the topping-up adds some single ones.
-    assert 0.35 < sum(size == 1 for size in sizes) / len(sizes) < 0.75 and 5 in sizes
-
-
-@pytest.mark.parametrize("mem_len", [0, 7])
-def test_mask_is_the_original_perm_mask(mem_len):
-    """perm_mask[i, j] = (self_rev[i] <= rev[j]) & (masked | functional)[j], as in the original's data pipeline."""
-    from lib.text import build_batch
-
-    batch = build_batch(2, 40, mem_len)
-    mask = batch.mask()
-    query, content = mask.to_bool("query"), mask.to_bool("content")
-    for b in range(2):
-        for i in range(40):
-            for j in range(40):
-                target_i, target_j = batch.targets[b, i].item(), batch.targets[b, j].item()
-                special_i, special_j = batch.special[b, i].item(), batch.special[b, j].item()
-                rev_i = batch.order[b, i].item() if target_i or special_i else -1
-                rev_j = batch.order[b, j].item() if target_j or special_j else -1
-                self_rev = rev_i if target_i else rev_i + 1
-                hidden = self_rev <= rev_j and (target_j or special_j)
-                assert query[b, i, mem_len + j].item() == (not hidden)
-                assert content[b, i, mem_len + j].item() == (not hidden or i == j)
-    assert query[:, :, :mem_len].all()
 
 
 def test_peers_compute_the_same(bench, small_case):
@@ -180,7 +149,7 @@ def test_what_cannot_run_is_a_row(bench, small_case):
     from rich.console import Console
 
     from lib.harness import CannotRun
-    from lib.implementations import FLOOR, Implementation, registry
+    from lib.implementations import BASELINE, Implementation, registry
     from lib.report import notes, tables
     from lib.sections import core
 
@@ -191,7 +160,7 @@ def test_what_cannot_run_is_a_row(bench, small_case):
         raise RuntimeError("no kernel\nsecond line")
 
     def forward_only(problem):
-        run = registry()[FLOOR].prepare(problem)
+        run = registry()[BASELINE].prepare(problem)
 
         def forward():
             if torch.is_grad_enabled():
@@ -201,7 +170,7 @@ def test_what_cannot_run_is_a_row(bench, small_case):
         return replace(run, forward=forward)
 
     entries = [Implementation(one.__name__, one, checked=False) for one in (absent, raises, forward_only)]
-    huge = Implementation("huge", registry()[FLOOR].prepare, maps=(1e9, 1e9))
+    huge = Implementation("huge", registry()[BASELINE].prepare, maps=(1e9, 1e9))
     core(bench, {one.name: one for one in (*entries, huge)}, [small_case])
     status = {(row["implementation"], row["direction"]): (row["status"], row.get("reason")) for row in bench.rows}
     assert status["absent", "forward"] == status["absent", "backward"] == ("skipped", "it is not installed")
@@ -234,17 +203,18 @@ def test_interruption_keeps_what_was_measured(monkeypatch, tmp_path):
 
 
 def test_what_was_ready_when_the_run_was_stopped_is_timed(bench, small_case):
-    from lib.implementations import FLOOR, Implementation, registry
+    from lib.implementations import BASELINE, Implementation, registry
     from lib.sections import core
 
     def stopped(problem):
         raise KeyboardInterrupt
 
     bench.seconds = 3600
-    floor = registry()[FLOOR]
+    baseline = registry()[BASELINE]
     with pytest.raises(KeyboardInterrupt):
-        core(bench, {FLOOR: floor, "compiling": Implementation("compiling", stopped), "late": floor}, [small_case])
-    assert [(row["implementation"], len(row["samples_ms"])) for row in bench.rows] == [(FLOOR, 3)] * 2
+        stopping = Implementation("compiling", stopped)
+        core(bench, {BASELINE: baseline, "compiling": stopping, "late": baseline}, [small_case])
+    assert [(row["implementation"], len(row["samples_ms"])) for row in bench.rows] == [(BASELINE, 3)] * 2
 
 
 def test_plan_drops_peers_that_do_not_fit():
@@ -257,11 +227,11 @@ def test_plan_drops_peers_that_do_not_fit():
 
 
 def test_compiled_peers_run_where_they_are_asked_for(bench, small_case):
-    from lib.implementations import FLOOR, registry
+    from lib.implementations import BASELINE, registry
     from lib.sections import core
 
     # "own" is not compiled and runs everywhere; nothing is dropped for running at one length only
-    both = {name: replace(registry()[FLOOR], name=name, compiled=name == "peer") for name in ("own", "peer")}
+    both = {name: replace(registry()[BASELINE], name=name, compiled=name == "peer") for name in ("own", "peer")}
     cases = [replace(small_case, length=length, batch=1) for length in (32, 48, 64)]
     core(bench, both, cases, compiled_lengths=[32, 64])
     assert {(row["implementation"], row["length"]) for row in bench.rows if row["status"] == "ok"} == {
@@ -270,37 +240,37 @@ def test_compiled_peers_run_where_they_are_asked_for(bench, small_case):
     assert all(row["status"] == "ok" for row in bench.rows)
 
 
-def test_floor_is_the_fastest_kernel_of_plain_sdpa(bench, small_case):
-    from lib.implementations import FLOOR, registry
+def test_baseline_is_the_fastest_kernel_of_plain_sdpa(bench, small_case):
+    from lib.implementations import BASELINE, registry
     from lib.measure import _relate
     from lib.sections import core
 
-    names = [f"{FLOOR}, {kernel}" for kernel in ("flash", "cuDNN", "efficient")]
-    assert [name for name in registry("cuda") if name.startswith(FLOOR)] == names and FLOOR in registry("cpu")
+    names = [f"{BASELINE}, {kernel}" for kernel in ("flash", "cuDNN", "efficient")]
+    assert [name for name in registry("cuda") if name.startswith(BASELINE)] == names and BASELINE in registry("cpu")
     core(bench, {names[0]: registry("cuda")[names[0]]}, [small_case])
-    assert [(row["status"], row["ratio_to_floor"]) for row in bench.rows] == [("ok", 1), ("ok", 1)]
+    assert [(row["status"], row["ratio_to_baseline"]) for row in bench.rows] == [("ok", 1), ("ok", 1)]
     rows = [{"implementation": name, "median_ms": ms} for name, ms in zip([*names, "own"], (4, 2, 8, 3), strict=True)]
-    _relate(rows, FLOOR, None)
-    assert [row["ratio_to_floor"] for row in rows] == [2, 1, 4, 1.5]
-    assert {row["floor"] for row in rows} == {names[1]}
+    _relate(rows, BASELINE, None)
+    assert [row["ratio_to_baseline"] for row in rows] == [2, 1, 4, 1.5]
+    assert {row["baseline"] for row in rows} == {names[1]}
 
 
 def test_parts_are_left_out_and_added(bench, small_case, monkeypatch):
-    from lib.implementations import FLOOR, registry
+    from lib.implementations import BASELINE, registry
     from lib.report import markdown
     from lib.sections import TERMS, terms
 
     monkeypatch.setattr("gc.collect", lambda *_: 0)  # slow with all of transformers in memory
 
     own = "xlnet_kernels reference"
-    terms(bench, {name: registry()[name] for name in (own, FLOOR)}, small_case)
+    terms(bench, {name: registry()[name] for name in (own, BASELINE)}, small_case)
     rows = {(row["case"], row["implementation"], row["direction"]): row for row in bench.rows}
     assert len(rows) == len(TERMS) * 2 * 2 and all(row["status"] == "ok" for row in bench.rows), bench.rows
     for (name, implementation, direction), row in rows.items():
         _, segmented, memory, two_streams = TERMS[name]
         assert row["rows"] == 48 + (48 // 6 if two_streams else 0) and row["mem_len"] == (24 if memory else 0)
         if implementation == own:
-            assert row["check"]["passed"] and row["ratio_to_floor"] > 0
+            assert row["check"]["passed"] and row["ratio_to_baseline"] > 0
             if direction == "backward":  # the largest gradient of what is not there is zero, and so is the error
                 assert (row["check"]["errors"]["segment_embed"] > 0) == segmented
     results = {"benchmark": "attn", "rows": bench.rows, "environment": environment()}
@@ -333,7 +303,7 @@ def test_memory_is_seen():
 
 def test_picture(tmp_path):
     pytest.importorskip("matplotlib")
-    from lib.plot import main
+    from report import main
 
     rows = [
         {"section": "core", "implementation": "SDPA + bias", "direction": "forward", "length": length, "batch": 1}
@@ -343,10 +313,10 @@ def test_picture(tmp_path):
     settings = {"heads": 2, "head_dim": 16, "dtype": "float32"}
     source = tmp_path / "results.json"
     source.write_text(json.dumps({"rows": rows, "settings": settings, "environment": environment()}))
-    assert main([str(source)]) == 0
+    assert main(["--plot", str(source)]) == 0
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
     source.write_text(json.dumps({"rows": [], "settings": settings, "environment": environment()}))
-    assert main([str(source)]) == 1
+    assert main(["--plot", str(source)]) == 1
 
 
 def test_share_of_the_limit(tmp_path):
@@ -355,16 +325,16 @@ def test_share_of_the_limit(tmp_path):
     from lib.plot import limit_share, plot
 
     row = {"section": "core", "implementation": "xlnet_kernels cpu", "direction": "forward", "length": 64, "batch": 1}
-    row |= {"median_ms": 3.0, "peak_bytes": 1000, "ratio_to_floor": 1.5}
+    row |= {"median_ms": 3.0, "peak_bytes": 1000, "ratio_to_baseline": 1.5}
     assert limit_share(row) == {"limit_share": 1}
-    assert limit_share(row | {"ratio_to_floor": 1.2}) == {"limit_share": pytest.approx(1.25)}
+    assert limit_share(row | {"ratio_to_baseline": 1.2}) == {"limit_share": pytest.approx(1.25)}
     assert limit_share(row | {"direction": "backward"}) == {"limit_share": pytest.approx(11 / 7 / 1.5)}
     assert limit_share(row | {"implementation": "plain SDPA, no positions"}) == {}
-    assert limit_share({name: row[name] for name in row if name != "ratio_to_floor"}) == {}
+    assert limit_share({name: row[name] for name in row if name != "ratio_to_baseline"}) == {}
 
     heights = []
     settings = {"heads": 2, "head_dim": 16, "dtype": "float32"}
-    for rows in ([row], [{name: row[name] for name in row if name != "ratio_to_floor"}]):
+    for rows in ([row], [{name: row[name] for name in row if name != "ratio_to_baseline"}]):
         plot({"rows": rows, "settings": settings, "environment": environment()}, tmp_path / "picture.png")
         # width and height are words 4 and 5 of a PNG
         heights.append(int.from_bytes((tmp_path / "picture.png").read_bytes()[20:24], "big"))
@@ -378,10 +348,35 @@ def environment():
 
 
 def test_used_up_budget_is_said(bench, small_case):
-    from lib.implementations import FLOOR, registry
+    from lib.implementations import BASELINE, registry
     from lib.sections import core
 
     bench.budget = 0
-    core(bench, {FLOOR: registry()[FLOOR]}, [small_case, replace(small_case, length=64)])
+    core(bench, {BASELINE: registry()[BASELINE]}, [small_case, replace(small_case, length=64)])
     reasons = {row["length"]: row.get("reason") for row in bench.rows}
     assert reasons[64] is None and "time budget is used up" in reasons[48]
+
+
+def test_compare_says_what_has_become_slower(tmp_path, capsys, monkeypatch):
+    import attn
+
+    def run(ratio: float, spread: float) -> dict:
+        row = {"section": "core", "length": 64, "batch": 1, "direction": "forward", "baseline": "plain SDPA, flash"}
+        row |= {"samples_ms": [1.0] * 16, "ratio_to_baseline": ratio}
+        times = {"median_ms": 1.0, "q1_ms": 1 - spread / 2, "q3_ms": 1 + spread / 2}
+        names = ("xlnet_kernels cpu", "plain SDPA, flash", "transformers eager")
+        return {"rows": [row | times | {"implementation": name} for name in names]}
+
+    output, earlier = tmp_path / "now.json", tmp_path / "earlier.json"
+    monkeypatch.setattr(attn.session, "run", lambda *_, **__: 0)
+    arguments = ["--device", "cpu", "--output", str(output), "--compare", str(earlier)]
+    earlier.write_text(json.dumps(run(1.0, 0.01)))
+    for ratio, spread, status in ((1.09, 0.01, 0), (1.2, 0.01, 1), (1.2, 0.5, 0), (0.5, 0.01, 0)):
+        output.write_text(json.dumps(run(ratio, spread)))
+        assert attn.main(arguments) == status
+        shown = capsys.readouterr().out.splitlines()
+        assert len(shown) == 1 and ("SLOWER" in shown[0]) == bool(status)
+    with pytest.raises(SystemExit):
+        attn.main([*arguments, "--compare", str(tmp_path / "none.json")])
+    earlier.write_text('{"rows": []}')
+    assert attn.main(arguments) == 0 and "none of these rows" in capsys.readouterr().err

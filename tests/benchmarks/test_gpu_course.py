@@ -1,4 +1,4 @@
-"""What measuring on a GPU needs and can be tested without one: searches, headline, choice of backends, the how-to."""
+"""What measuring on a GPU needs and can be tested without one: searches, the headline, the how-to."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_search_has_a_process_of_its_own():
         isolated(divmod, 1, 0)
 
 
-# ---- headline and choice of backends
+# ---- the headline
 
 
 def core(name: str, length: int, forward: float, both: float, **labels) -> list[dict]:
@@ -156,7 +156,8 @@ def core(name: str, length: int, forward: float, both: float, **labels) -> list[
 
 
 def test_headline_takes_the_best_kernel_of_each_direction(tmp_path, capsys):
-    import headline
+    import report
+    from lib import headline
 
     # flash is the faster forward, cuDNN the faster backward: 3 against 4 alone, though flash is faster in all
     rows = core(FLASH, 512, 1, 5) + core(CUDNN, 512, 2.5, 5.5) + core("xlnet_kernels cuda", 512, 2, 8)
@@ -171,18 +172,18 @@ def test_headline_takes_the_best_kernel_of_each_direction(tmp_path, capsys):
         sources[-1].write_text(json.dumps({"rows": rows, "settings": settings, "environment": facts}))
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- headline -->\nold\n<!-- end -->\nafter\n")
-    assert headline.main([*map(str, sources), str(page)]) == 0
+    assert report.main(["--headline", *map(str, sources), str(page)]) == 0
     text = page.read_text()
     assert text.startswith("before") and text.endswith("after\n") and "old" not in text
     assert "| bfloat16, 64 | 512 | cuda | 2.00 flash | 2.00 cuDNN | - | - | - | - |" in text
     assert "| float16, 128 | 512 | cuda |" in text and text.count("a GPU, torch 2.11") == 1
     page.write_text("no place")
-    assert headline.main([str(sources[0]), str(page)]) == 1
+    assert report.main(["--headline", str(sources[0]), str(page)]) == 1
     assert "there is no <!-- headline -->" in capsys.readouterr().err
-    assert headline.main([str(sources[0])]) == 0 and "2.00 flash" in capsys.readouterr().out
+    assert report.main(["--headline", str(sources[0])]) == 0 and "2.00 flash" in capsys.readouterr().out
 
 
-def test_the_table_names_the_kernel_that_was_the_floor():
+def test_the_table_names_the_kernel_that_was_the_baseline():
     from lib.harness import environment
     from lib.measure import _relate
     from lib.report import markdown
@@ -199,48 +200,10 @@ def test_the_table_names_the_kernel_that_was_the_floor():
     ]
 
 
-def test_backends_are_compared_by_class(tmp_path, capsys):
-    import backend_choice
-
-    cuda, triton = "xlnet_kernels cuda", "xlnet_kernels triton"
-    rows = core(cuda, 512, 1, 4) + core(triton, 512, 2, 4) + core(cuda, 1024, 1, 4) + core(triton, 1024, 8, 1)
-    rows += core(cuda, 8192, 1, 1) + core(cuda, 2048, 3, 6, head_dim=128) + core(triton, 2048, 2, 4, head_dim=128)
-    rows += core("xlnet_kernels reference", 512, 100, 100)
-    found = {(one.head_dim, one.lengths, one.direction): one for one in backend_choice.choices(rows)}
-    forward = found[64, "257 to 1024", "forward"]
-    assert forward.ratios == {512: 2, 1024: 8} and forward.ratio == pytest.approx(4) and forward.best == "cuda"
-    assert found[64, "257 to 1024", "backward"].best == "triton"  # 1 and 1/4
-    assert found[64, "beyond 4096", "forward"].alone == "cuda"
-    assert found[128, "1025 to 4096", "forward"].ratio == pytest.approx(2 / 3)
-    lines = backend_choice.summary(list(found.values()))
-    assert "bfloat16, heads of 64: cuda wins 1 of 2, by 1.41x in the mean; at worst 2.00x slower" in lines[0]
-    assert "heads of 128: triton wins 2 of 2, by 1.50x in the mean" in lines[1] and "worst" not in lines[1]
-
-    source = tmp_path / "attn.json"
-    source.write_text(json.dumps({"rows": rows}))
-    assert backend_choice.main([str(source)]) == 0
-    shown = capsys.readouterr().out
-    assert "L 257 to 1024, forward: cuda 4.00x as fast (triton / cuda L 512: 2.00, L 1024: 8.00)" in shown
-    assert backend_choice.main([]) == 2
-    source.write_text(json.dumps({"rows": []}))
-    assert backend_choice.main([str(source)]) == 1
-
-
-def test_a_wrong_backend_is_no_choice():
-    import backend_choice
-
-    rows = core("xlnet_kernels cuda", 512, 1, 4) + core("xlnet_kernels triton", 512, 2, 4)
-    rows += core("xlnet_kernels cuda", 2048, 1, 4) + core("xlnet_kernels triton", 2048, 2, 4)
-    rows[0]["check"] = {"passed": False}  # forward, at the length that is checked
-    found = {(one.lengths, one.direction): one for one in backend_choice.choices(rows)}
-    assert found["257 to 1024", "forward"].alone == found["1025 to 4096", "forward"].alone == "triton"
-    assert found["1025 to 4096", "backward"].alone is None
-
-
 # ---- examples in docstrings, and what results say of the machine
 
 
-@pytest.mark.parametrize("name", ["backend_choice", "counters", "lib.harness", "regressions", "lib.sections"])
+@pytest.mark.parametrize("name", ["lib.harness", "lib.sections"])
 def test_examples(name):
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted and not result.failed
@@ -268,6 +231,7 @@ def commands(tmp_path) -> list[list[str]]:
     programs = {
         "timeout": 'shift; exec "$@"',
         "make": "",
+        "ncu": 'while [ "$1" != python ]; do shift; done; exec "$@"',
         "python": f"""printf '%s\\037' "$@" >> {log}; echo >> {log}""",
     }
     for name, text in programs.items():
@@ -291,7 +255,7 @@ def test_the_commands_of_the_how_to_are_understood(commands, monkeypatch):
         module = importlib.import_module(Path(script).stem)
         if hasattr(module, "parse"):
             outputs.append(module.parse(arguments).output)
-    assert len(outputs) == len(set(outputs)) == 4 + 4 + 2 + 3
+    assert len(outputs) == len(set(outputs)) == 4 + 4 + 2 + 1
     for path in outputs:  # they can be committed
         for pattern in (ROOT / ".gitignore").read_text().split():
             assert not fnmatch.fnmatch(str(path), pattern), (path, pattern)

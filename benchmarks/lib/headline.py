@@ -1,21 +1,12 @@
-"""What runs of attn.py come to in a few lines: this package against the best of plain attention and its peers.
-
-    python benchmarks/headline.py RESULTS.json [RESULTS.json ...]            prints a table
-    python benchmarks/headline.py RESULTS.json [RESULTS.json ...] README.md  puts it into a page
-
-The page has a line `<!-- headline -->` for where the table begins and `<!-- end -->` for where it ends.
-"""
+"""What runs of attn.py come to in a few lines: this package against the best of plain attention and its peers."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from lib.implementations import FLOOR, TRANSFORMERS
-from lib.report import floor_kernel, put
+from .implementations import BASELINE, TRANSFORMERS
+from .report import baseline_kernel
 
 OWN = "xlnet_kernels "
 PEERS = {
@@ -54,15 +45,15 @@ def summarise(rows: list[dict]) -> list[Line]:
             both = {row["implementation"]: row["median_ms"] for row in here if row["direction"] == "backward"}
             backward = {one: both[one] - forward[one] for one in both if one in forward and both[one] > forward[one]}
             peers = [both[peer] / both[name] if {peer, name} <= both.keys() else None for peer in PEERS]
-            lines.append(Line(name, length, _against_floor(forward, name), _against_floor(backward, name), peers))
+            lines.append(Line(name, length, _against_baseline(forward, name), _against_baseline(backward, name), peers))
     return lines
 
 
-def _against_floor(times: dict[str, float], name: str) -> tuple[float, str] | None:
-    best = min((one for one in times if one.startswith(FLOOR)), key=times.get, default=None)
+def _against_baseline(times: dict[str, float], name: str) -> tuple[float, str] | None:
+    best = min((one for one in times if one.startswith(BASELINE)), key=times.get, default=None)
     if best is None or name not in times:
         return None
-    return times[name] / times[best], floor_kernel({"floor": best})
+    return times[name] / times[best], baseline_kernel({"baseline": best})
 
 
 def headline(rows: list[dict]) -> Iterator[str]:
@@ -78,9 +69,9 @@ def headline(rows: list[dict]) -> Iterator[str]:
     for row in rows:
         if "median_ms" not in row:
             continue
-        if row["section"] == "streams" and row.get("ratio_to_floor", 1) != 1:
+        if row["section"] == "streams" and row.get("ratio_to_baseline", 1) != 1:
             both = " + backward" if row["direction"] == "backward" else ""
-            yield f"both streams, L {row['length']}, forward{both}: {row['ratio_to_floor']:.2f} x the content stream"
+            yield f"both streams, L {row['length']}, forward{both}: {row['ratio_to_baseline']:.2f} x the content stream"
         if row["section"] == "long" and row.get("peak_bytes") is not None:
             peak = f"{row['peak_bytes'] / 1e9:.2f} GB"
             yield f"L {row['length']}, forward + backward: {row['implementation']} needs {peak}"
@@ -111,19 +102,3 @@ def _ratio(found: tuple[float, str] | None) -> str:
 
 def _cell(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}"
-
-
-def main(arguments: list[str]) -> int:
-    if not arguments:
-        print(__doc__, file=sys.stderr)
-        return 2
-    page = Path(arguments.pop()) if arguments[-1].endswith(".md") else None
-    text = markdown([json.loads(Path(name).read_text()) for name in arguments])
-    if page is not None:
-        return put(page, "headline", text)
-    print(text)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

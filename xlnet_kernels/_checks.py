@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-
-def constant_for_compilers(function: Callable) -> Callable:
-    """torch.compiler.assume_constant_result, which would import torch's compiler, and with it Triton, here and now."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
+from ._torch import is_wrapped
 
 
 def check_matrix(name: str, values: Tensor) -> None:
@@ -41,10 +35,4 @@ def readable(values: Tensor) -> bool:
     """Whether the values are there to be looked at: not in a compiler, a fake mode, vmap or on the meta device."""
     if torch.compiler.is_compiling() or type(values) not in (Tensor, torch.nn.Parameter):
         return False
-    return values.device.type != "meta" and not torch._C._functorch.is_functorch_wrapped_tensor(values)
-
-
-@constant_for_compilers  # a compiler traces inside the transforms, and guards on them
-def transformed() -> bool:
-    """Whether the call is inside grad, vmap or jvp of torch.func, or a dual level of forward-mode gradients."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return values.device.type != "meta" and not is_wrapped(values)

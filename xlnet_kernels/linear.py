@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._checks import constant_for_compilers, transformed
+from ._torch import constant_for_compilers, transformed
 from .functional import autocasts
 
 _SMALLEST = 2**21  # multiplications; below, what a call costs beside the product is more than what the product gains

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_matrix, is_integer
-from ._pytree import register
+from ._torch import register
 
 LOWEST = torch.iinfo(torch.int32).min  # rank of a key that every query sees
 HIGHEST = torch.iinfo(torch.int32).max  # rank of a key that no query sees

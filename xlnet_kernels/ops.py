@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ._torch import is_batch_of_gradients
 from .masks import RankMask
 from .segments import Segments
 
@@ -39,7 +40,7 @@ def define(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     backward_op = getattr(torch.ops.xlnet_kernels, f"{name}_backward")
 
     def differentiate(ctx, grad_out, grad_lse):
-        if any(torch._C._functorch.is_legacy_batchedtensor(x) for x in (grad_out, grad_lse) if x is not None):
+        if any(is_batch_of_gradients(x) for x in (grad_out, grad_lse) if x is not None):
             raise RuntimeError(
                 "rel_attention: its kernels take no batch of gradients (is_grads_batched, vectorize), "
                 'backend="reference" does'

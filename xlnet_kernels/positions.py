@@ -6,9 +6,9 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ._checks import readable, transformed
+from ._checks import readable
+from ._torch import in_dispatch_mode, transformed
 
 
 def relative_positions(
@@ -71,7 +71,7 @@ def kept_positions(h: Tensor, key_len: int, query_len: int, d_model: int, **opti
     """`relative_positions` of h's dtype and device, computed once for the layers and steps that ask for the same."""
     # Under a compiler, a fake mode or a transform, or while a CUDA graph is captured, which computes nothing yet, the
     # result is no tensor that later calls could use.
-    plain = readable(h) and not transformed() and _get_current_dispatch_mode() is None
+    plain = readable(h) and not transformed() and not in_dispatch_mode()
     plain = plain and not (h.is_cuda and torch.cuda.is_current_stream_capturing())
     compute = _kept if plain else relative_positions
     return compute(key_len, query_len, d_model, dtype=h.dtype, device=h.device, **options)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_matrix, check_range
-from ._pytree import register
+from ._torch import register
 
 
 @register

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._checks import transformed
+from .._torch import transformed
 from . import cpu, cuda, reference, self_check, triton
 
 _LOGGER = logging.getLogger("xlnet_kernels")

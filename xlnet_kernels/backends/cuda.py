@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
 from .. import _extension
-from .._checks import constant_for_compilers
+from .._torch import constant_for_compilers
 from ..ops import rel_attention
 
 __all__ = ["DEVICE", "DTYPES", "max_width", "rel_attention", "unavailable"]
 
 DEVICE = "cuda"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_SHARED_MEMORY = {2: 140 * 1024, 4: 120 * 1024}  # of a block of backward at head width 128, by bytes of an element
 
 
 @constant_for_compilers
 def max_width(dtype: torch.dtype) -> int:
     """The largest head width: 128, or 64 where blocks have little shared memory (sm_86, sm_89, sm_120)."""
-    return _max_width(dtype)
+    return _max_width(dtype, torch.cuda.current_device())
 
 
 @functools.cache
-def _max_width(dtype: torch.dtype) -> int:
-    properties: Any = torch.cuda.get_device_properties()  # torch's stub lacks the field
-    return 128 if properties.shared_memory_per_block_optin >= _SHARED_MEMORY[dtype.itemsize] else 64
+def _max_width(dtype: torch.dtype, device: int) -> int:
+    ask = getattr(_extension.module, "cuda_max_head_dim", None)
+    if ask is not None:  # the kernels know what they need, and CUDA what the device has
+        return ask(dtype.itemsize, device)
+    # torch 2.6 does not say how much shared memory a block may have; these are the devices that have enough.
+    return 128 if torch.cuda.get_device_capability(device) in ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)) else 64
 
 
 @constant_for_compilers

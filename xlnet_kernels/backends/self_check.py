@@ -19,7 +19,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .._checks import constant_for_compilers, transformed
+from .._torch import constant_for_compilers, transformed
 from ..masks import RankMask
 from ..segments import Segments
 from . import reference

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .._pytree import register
+from .._torch import register
 
 
 @register

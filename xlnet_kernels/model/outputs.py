@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .._pytree import register_output
+from .._torch import register_output
 from .memory import ProjectedMemory
 
 

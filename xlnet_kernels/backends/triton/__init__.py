@@ -11,7 +11,7 @@ from importlib import metadata
 
 import torch
 
-from ..._checks import constant_for_compilers
+from ..._torch import constant_for_compilers
 from ...ops import define
 
 __all__ = ["DEVICE", "DTYPES", "max_width", "rel_attention", "unavailable"]

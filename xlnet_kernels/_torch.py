@@ -1,0 +1,108 @@
+"""Every private name of torch that this package uses, each with what it is for and what to do when it goes.
+
+torch has no public name for any of these. tests/packaging/test_private_names.py finds those used elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+# What torch.export's documentation and messages name for registering classes, underscore and all.
+# When it goes: torch.export will name another way to register a class, with the same three functions.
+from torch.utils import _pytree
+
+# For keeping tables between calls, see `in_dispatch_mode`.
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+
+def constant_for_compilers(function: Callable) -> Callable:
+    """What torch.compiler.assume_constant_result does, without importing torch's compiler, and with it Triton, now.
+
+    When `_dynamo_marked_constant` goes: call torch.compiler.assume_constant_result, and take the slower import.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_for_compilers  # a compiler traces inside the transforms, and guards on them
+def transformed() -> bool:
+    """Whether the call is inside grad, vmap or jvp of torch.func, or a dual level of forward-mode gradients.
+
+    The kernels have one derivative and no batching rule: such calls go to the reference. When one of the names goes:
+    drop its half. torch then raises an error of its own at the kernels' operator, and backend="reference" still works.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def is_wrapped(values: Tensor) -> bool:
+    """Whether a transform of torch.func has wrapped the tensor: its numbers cannot be read.
+
+    When it goes: `transformed()` is true in the same calls, but for tensors that outlive their transform.
+    """
+    return torch._C._functorch.is_functorch_wrapped_tensor(values)
+
+
+def is_batch_of_gradients(gradient: Tensor) -> bool:
+    """Whether torch.autograd.grad(is_grads_batched=True) made it: kernels would be given the wrong shape, silently.
+
+    When it goes, that option either goes too, or uses torch.func.vmap, which the operator refuses by itself.
+    """
+    return torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a fake mode, or another that catches operators, is on: what is computed now is not what it seems.
+
+    When it goes: never keep tables of positions between calls (`positions.kept_positions`); slower, and right.
+    """
+    return _get_current_dispatch_mode() is not None
+
+
+def register(cls: type) -> type:
+    """A class decorator: torch looks into these dataclasses. Exported programs take them, torch.load reads them.
+
+    Fields that are numbers or flags are part of the structure, the others are leaves or trees.
+    """
+
+    def flatten(x: Any) -> tuple[list[Any], list]:
+        named = [(field.name, getattr(x, field.name)) for field in fields(cls)]
+        fixed = [[name, value] for name, value in named if isinstance(value, (bool, int))]
+        names = [name for name, value in named if not isinstance(value, (bool, int))]
+        return [getattr(x, name) for name in names], [names, fixed]
+
+    def flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], list]:
+        values, context = flatten(x)
+        return [(_pytree.GetAttrKey(name), value) for name, value in zip(context[0], values, strict=True)], context
+
+    def unflatten(values: Iterable[Any], context: list) -> Any:
+        names, fixed = context
+        x: Any = object.__new__(cls)  # not __init__: torch also puts things into trees that are no tensors
+        for name, value in (*zip(names, values, strict=True), *fixed):
+            object.__setattr__(x, name, value)
+        return x
+
+    _pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"xlnet_kernels.{cls.__name__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+    torch.serialization.add_safe_globals([cls])  # an exported program is saved with its example inputs
+    return cls
+
+
+def register_output(cls: type) -> type:
+    """A class decorator for named tuples, which torch looks into unasked: the name they are saved under.
+
+    When `_register_namedtuple` goes: exported programs that return them run, and cannot be saved (torch 2.6 is so).
+    """
+    if hasattr(_pytree, "_register_namedtuple"):
+        _pytree._register_namedtuple(cls, serialized_type_name=f"xlnet_kernels.{cls.__name__}")
+    return cls

@@ -64,6 +64,19 @@ def in_dispatch_mode() -> bool:
     return _get_current_dispatch_mode() is not None
 
 
+def has_onednn_linear() -> bool:
+    """Whether `onednn_linear` is there."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def onednn_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """input @ weight.mT + bias by oneDNN, where torch's own linear takes MKL. No gradients.
+
+    When it goes: `has_onednn_linear` says no, and `linear` is torch's.
+    """
+    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+
+
 def register(cls: type) -> type:
     """A class decorator: torch looks into these dataclasses. Exported programs take them, torch.load reads them.
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._torch import constant_for_compilers, transformed
+from ._torch import constant_for_compilers, has_onednn_linear, onednn_linear, transformed
 from .functional import autocasts
 
 _SMALLEST = 2**21  # multiplications; below, what a call costs beside the product is more than what the product gains
@@ -70,8 +70,7 @@ def _library() -> str:
     wish = os.environ.get("XLNET_KERNELS_LINEAR", "")
     if wish not in ("", "mkl", "onednn"):
         raise ValueError(f"XLNET_KERNELS_LINEAR must be mkl or onednn, got {wish!r}")
-    there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    if not there:
+    if not has_onednn_linear():
         return "mkl"
     return wish or ("onednn" if torch.backends.mkl.is_available() and _is_amd() else "mkl")
 
@@ -97,7 +96,7 @@ def _serves(input: Tensor, weight: Tensor) -> bool:
 
 @torch.library.impl("xlnet_kernels::linear", "CPU")
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+    return onednn_linear(input, weight, bias)
 
 
 @torch.library.register_fake("xlnet_kernels::linear")

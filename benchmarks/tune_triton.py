@@ -1,6 +1,6 @@
 """Measures configurations of the Triton kernels on a GPU and prints the entries of the table that were fastest.
 
-    python benchmarks/tune_triton.py --widths 64 128 --dtype bfloat16 --lengths 512 2048 --output entries.txt
+    python benchmarks/tune_triton.py --head-dims 64 128 --dtype bfloat16 --lengths 512 2048 --output entries.txt
 
 Nothing else searches: the kernels take what xlnet_kernels/backends/triton/tuning.py says. What is written has its form;
 `--entries FILE` of an earlier run starts from there. A candidate that does not compile or gives wrong results is out.
@@ -26,21 +26,21 @@ from xlnet_kernels.backends.triton.tuning import KERNELS, Config
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}  # of the largest value of each result
 # After these a process cannot use the GPU any more: every later candidate would be out as well.
 LOST = ("illegal memory access", "misaligned address", "illegal instruction", "unspecified launch failure")
-HEADER = "# (GPU family, kind of dtype, head width up to): forward, rows, keys\n"
+HEADER = "# (GPU family, kind of dtype, head_dim up to): forward, rows, keys\n"
 
 
-def candidates(kind: str, width: int) -> list[Config]:
+def candidates(kind: str, head_dim: int) -> list[Config]:
     """What is worth measuring: tiles that the kernels can do and whose operands fit into registers."""
     shapes = [(16, 32), (32, 32), (32, 64)] if kind == "float32" else [(32, 32), (64, 32), (64, 64), (128, 64)]
     found = []
-    for (BM, BN), warps, stages, keep in itertools.product(shapes, (4, 8), (1, 2, 3), (True, False)):
-        if keep and width > (64 if kind == "float32" else 128):
+    for (BLOCK_M, BLOCK_N), warps, stages, keep in itertools.product(shapes, (4, 8), (1, 2, 3), (True, False)):
+        if keep and head_dim > (64 if kind == "float32" else 128):
             continue  # spills thousands of words
-        if kind == "16-bit" and BM * BN >= 64 * 64 and not keep and width > 128:
+        if kind == "16-bit" and BLOCK_M * BLOCK_N >= 64 * 64 and not keep and head_dim > 128:
             continue
-        for BC in (64,) if keep else (32, 64):
-            BC = min(BC, max(16, 1 << (width - 1).bit_length()))
-            found.append(Config(BM, BN, BC, keep, warps, stages))
+        for BLOCK_D in (64,) if keep else (32, 64):
+            BLOCK_D = min(BLOCK_D, max(16, 1 << (head_dim - 1).bit_length()))
+            found.append(Config(BLOCK_M, BLOCK_N, BLOCK_D, keep, warps, stages))
     return list(dict.fromkeys(found))
 
 
@@ -140,7 +140,7 @@ class OnGPU:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--tokens", type=int, default=16384, help="batch times length")
@@ -155,14 +155,14 @@ def main(arguments: list[str]) -> int:
         tuning.TABLE.update(read(options.entries.read_text()))
     dtype, of, found = getattr(torch, options.dtype), tuning.family(torch.cuda.get_device_capability()), {}
     kind = tuning.kind_of(dtype)
-    for width in options.widths:
-        key = (of, kind, width)
-        start = {key: tuple(tuning.choose(kernel, dtype, width, (of // 10, 0)) for kernel in KERNELS)}
+    for head_dim in options.head_dims:
+        key = (of, kind, head_dim)
+        start = {key: tuple(tuning.choose(kernel, dtype, head_dim, (of // 10, 0)) for kernel in KERNELS)}
         problems = [
-            build_problem(Case(length, max(1, options.tokens // length), options.heads, width, 0, dtype, "cuda"))
+            build_problem(Case(length, max(1, options.tokens // length), options.heads, head_dim, 0, dtype, "cuda"))
             for length in options.lengths
         ]
-        checked = build_problem(Case(min(options.lengths), 1, 2, width, 0, dtype, "cuda"), two_streams=True)
+        checked = build_problem(Case(min(options.lengths), 1, 2, head_dim, 0, dtype, "cuda"), two_streams=True)
         found |= tune(start, key, OnGPU(key, checked, problems), log=lambda line: print(line, flush=True))
         tuning.TABLE.update(found)  # what was measured last is not what was best
         if options.output:  # what is known so far stays when the run is stopped

@@ -14,10 +14,11 @@ if not torch.cuda.is_available():  # the Triton kernels run in Triton's interpre
 
 from tests import ROOT  # noqa: E402
 from tests.cases import BACKENDS  # noqa: E402
-from tests.triton import fast_interpreter  # noqa: E402
+from tests.triton import fast_interpreter, interpreter_bounds  # noqa: E402
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     fast_interpreter.install()
+    interpreter_bounds.install()
 
 try:
     from hypothesis import settings

@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from xlnet_kernels.backends.triton import launch, tuning
 
 DTYPES = {"16-bit": torch.bfloat16, "float32": torch.float32}
-CLASSES = sorted({(kind, width) for _, kind, width in tuning.TABLE})
+CLASSES = sorted({(kind, head_dim) for _, kind, head_dim in tuning.TABLE})
 # Tensor cores by one warp, by four (sm_90), by one thread (sm_100); and multiply-add without them.
 PRODUCTS = ("HMMA", "HGMMA", "UTCHMMA", "FFMA")
 # What a program may use on sm_86, sm_89 and sm_120, the least of all from sm_80 on (CUDA programming guide, compute
@@ -76,13 +76,22 @@ class Driver:
         pass
 
 
+def leaves(name: str, value) -> list[tuple]:
+    """(name, member) of whatever lies inside of tuples."""
+    if not isinstance(value, tuple):
+        return [(name, value)]
+    names = getattr(value, "_fields", range(len(value)))
+    return [leaf for field, member in zip(names, value, strict=True) for leaf in leaves(f"{name}.{field}", member)]
+
+
 def _launcher(driver: Driver, source, metadata):
     """Checks that every argument is what its type in the kernel's signature can hold."""
-    types = list(source.signature.values())
+    types = [leaf for name, kind in source.signature.items() for leaf in leaves(name, kind)]
 
     def run(x, y, z, stream, function, packed, launch_metadata, enter_hook, exit_hook, *arguments):
-        assert len(types) == len(arguments) and x > 0 and y == z == 1, (x, y, z)
-        for name, kind, value in zip(source.signature, types, arguments, strict=True):
+        assert x > 0 and y == z == 1, (x, y, z)
+        values = [value for argument in arguments for _, value in leaves("", argument)]
+        for (name, kind), value in zip(types, values, strict=True):
             if kind.startswith("*"):
                 assert isinstance(value, torch.Tensor), (name, kind, value)
             elif kind in ("i32", "i64"):
@@ -103,24 +112,25 @@ def pretend(architecture: int) -> Driver:
     return driver
 
 
-def inputs(width: int, dtype: torch.dtype, stacked: bool) -> list:
+def inputs(head_dim: int, dtype: torch.dtype, stacked: bool) -> list:
     """A call with biases, segments and ranks; `stacked`: memory and query positions too, as for two streams."""
     batch, heads, length, mem = 2, 4, 256, 128 if stacked else 0
 
     def rows(count: int):
-        return torch.zeros(batch, count, heads, width, dtype=dtype).transpose(1, 2)
+        return torch.zeros(batch, count, heads, head_dim, dtype=dtype).transpose(1, 2)
 
     keys = mem + length
     return [
-        rows(length), rows(length), rows(length), torch.zeros(keys + length, heads, width, dtype=dtype).transpose(0, 1),
-        torch.zeros(heads, width, dtype=dtype), torch.zeros(heads, width, dtype=dtype),
+        rows(length), rows(length), rows(length),
+        torch.zeros(keys + length, heads, head_dim, dtype=dtype).transpose(0, 1),
+        torch.zeros(heads, head_dim, dtype=dtype), torch.zeros(heads, head_dim, dtype=dtype),
         rows(mem) if stacked else None, rows(mem) if stacked else None,
-        torch.zeros(2, heads, width, dtype=dtype), torch.zeros(heads, width, dtype=dtype),
+        torch.zeros(2, heads, head_dim, dtype=dtype), torch.zeros(heads, head_dim, dtype=dtype),
         torch.zeros(batch, length, dtype=torch.int64), torch.zeros(batch, keys, dtype=torch.int64),
         torch.zeros(batch, length, dtype=torch.int32), torch.zeros(batch, keys, dtype=torch.int32), None,
         torch.zeros(batch, length, dtype=torch.bool), None,
         torch.zeros(batch, length, dtype=torch.int64) if stacked else None, None,
-        keys, 0.0, width**-0.5, False,
+        keys, 0.0, head_dim**-0.5, False,
     ]  # fmt: skip
 
 
@@ -253,12 +263,12 @@ def describe(cubin: bytes, shared: int) -> dict:
 
 
 def cases(architectures: list[int], sample: bool) -> list[tuple]:
-    """(architecture, kind, width, kernel, stacked) of everything, or of each kernel and class on one architecture."""
+    """(architecture, kind, head_dim, kernel, stacked): everything, or each kernel and class on one architecture."""
     every = [
-        (architecture, kind, width, kernel, stacked)
+        (architecture, kind, head_dim, kernel, stacked)
         for stacked in (False, True)
         for architecture in architectures
-        for kind, width in CLASSES
+        for kind, head_dim in CLASSES
         for kernel in tuning.KERNELS
     ]
     if not sample:
@@ -270,9 +280,9 @@ def cases(architectures: list[int], sample: bool) -> list[tuple]:
     ]
 
 
-def report(architecture: int, kind: str, width: int, kernel: str, stacked: bool) -> dict:
-    config, cubin, shared = compile_kernel(architecture, kernel, inputs(width, DTYPES[kind], stacked))
-    case = {"architecture": architecture, "kernel": kernel, "kind": kind, "width": width, "stacked": stacked}
+def report(architecture: int, kind: str, head_dim: int, kernel: str, stacked: bool) -> dict:
+    config, cubin, shared = compile_kernel(architecture, kernel, inputs(head_dim, DTYPES[kind], stacked))
+    case = {"architecture": architecture, "kernel": kernel, "kind": kind, "head_dim": head_dim, "stacked": stacked}
     return case | config._asdict() | describe(cubin, shared)
 
 

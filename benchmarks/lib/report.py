@@ -263,18 +263,19 @@ def _compiled_by_triton(results: dict) -> str:
     """What compiled/triton_report.py found, a line for each kernel and class of the table."""
     by_class: dict[tuple, dict] = {}
     for row in results["rows"]:
-        by_class.setdefault((row["kind"], row["width"], row["kernel"]), {})[row["architecture"], row["stacked"]] = row
+        rows = by_class.setdefault((row["kind"], row["head_dim"], row["kernel"]), {})
+        rows[row["architecture"], row["stacked"]] = row
     architectures = sorted({row["architecture"] for row in results["rows"]})
     names = [f"sm_{architecture}" for architecture in architectures]
-    found = [f"| kernel | dtype, head width up to | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
-    for (kind, width, kernel), rows in by_class.items():
+    found = [f"| kernel | dtype, head_dim up to | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    for (kind, head_dim, kernel), rows in by_class.items():
         cells = [_compiled_cell(rows[architecture, False], rows[architecture, True]) for architecture in architectures]
-        found.append(f"| {kernel} | {kind}, {width} | {' | '.join(cells)} |")
+        found.append(f"| {kernel} | {kind}, {head_dim} | {' | '.join(cells)} |")
     return "\n".join(found) + f"\n\nTriton {results['triton']}.\n"
 
 
 def _compiled_cell(plain: dict, stacked: dict) -> str:
-    tile = f"{plain['BM']} x {plain['BN']}, {plain['num_warps']} warps"
+    tile = f"{plain['BLOCK_M']} x {plain['BLOCK_N']}, {plain['num_warps']} warps"
     kilobytes = max(plain["shared_memory"], stacked["shared_memory"]) / 1024
     return f"{tile}: {plain['spills']}, {stacked['spills']}; {kilobytes:.0f} KB"
 

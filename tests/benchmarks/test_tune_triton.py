@@ -19,13 +19,13 @@ from xlnet_kernels.backends.triton import tuning  # noqa: E402
 KEY = (90, "16-bit", 128)
 
 
-@pytest.mark.parametrize("kind, width", [("16-bit", 16), ("16-bit", 64), ("16-bit", 256), ("float32", 64)])
-def test_candidates_are_what_the_kernels_can_do(kind, width):
-    found = tune_triton.candidates(kind, width)
+@pytest.mark.parametrize("kind, head_dim", [("16-bit", 16), ("16-bit", 64), ("16-bit", 256), ("float32", 64)])
+def test_candidates_are_what_the_kernels_can_do(kind, head_dim):
+    found = tune_triton.candidates(kind, head_dim)
     assert len(set(found)) == len(found) > 10
     for config in found:
-        assert config.BM <= 2 * config.BN and config.BN >= 32
-        assert 16 <= config.BC < max(17, 2 * width)
+        assert config.BLOCK_M <= 2 * config.BLOCK_N and config.BLOCK_N >= 32
+        assert 16 <= config.BLOCK_D < max(17, 2 * head_dim)
 
 
 def test_the_fastest_candidate_of_each_kernel_is_taken():
@@ -65,8 +65,8 @@ def test_a_candidate_that_loses_the_gpu_ends_the_search():
         tune_triton.tune(tuning.TABLE, KEY, measure)
 
 
-def test_each_width_starts_from_the_best_of_those_before(monkeypatch):
-    """A width without an entry starts from that of the next larger one, which must not be the last one measured."""
+def test_each_head_dim_starts_from_the_best_of_those_before(monkeypatch):
+    """A head_dim without an entry starts from that of the next larger one, which must not be the last one measured."""
     monkeypatch.setattr(tuning, "TABLE", dict(tuning.TABLE))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -83,7 +83,7 @@ def test_each_width_starts_from_the_best_of_those_before(monkeypatch):
             return float(configs != starts[0])
 
     monkeypatch.setattr(tune_triton, "OnGPU", Measure)
-    assert tune_triton.main(["--widths", "128", "64", "--dtype", "float32"]) == 0
+    assert tune_triton.main(["--head-dims", "128", "64", "--dtype", "float32"]) == 0
     assert starts[0] == starts[1]
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import xlnet_kernels as xk
 from tests.cases import MODULES, READY, assert_right, make
@@ -25,14 +26,14 @@ from xlnet_kernels.backends.triton import launch, shift, tuning  # noqa: E402
 
 DEVICE = MODULES["triton"].DEVICE
 interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="asks what Triton's interpreter does; this is a GPU")
-# (BM, BN, BC, KEEP) like those of the table, with chunks that are narrower than WIDTH
+# (BLOCK_M, BLOCK_N, BLOCK_D, KEEP) like those of the table, with chunks that are narrower than HEAD_DIM
 TILES = {
-    "BM=2BN-kept": (64, 32, 16, True),
-    "BM=2BN": (64, 32, 16, False),
-    "BM=BN": (32, 32, 16, False),
-    "BM<BN": (16, 32, 16, False),
+    "M=2N-kept": (64, 32, 16, True),
+    "M=2N": (64, 32, 16, False),
+    "M=N": (32, 32, 16, False),
+    "M<N": (16, 32, 16, False),
 }
-WIDTH = 24
+HEAD_DIM = 24
 PROBLEMS = {
     "order": dict(length=75, mask="order"),
     "memory-in-the-middle-of-a-tile": dict(length=70, mem=37, mask="ranks"),
@@ -43,14 +44,16 @@ PROBLEMS = {
 }
 
 
-def use_tiles(monkeypatch, BM: int, BN: int, BC: int = 16, KEEP: bool = True) -> None:
-    monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Config(BM, BN, BC, KEEP, 4, 1))
+def use_tiles(monkeypatch, BLOCK_M: int, BLOCK_N: int, BLOCK_D: int = 16, KEEP: bool = True) -> None:
+    monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Config(BLOCK_M, BLOCK_N, BLOCK_D, KEEP, 4, 1))
 
 
 def test_tiles_are_those_of_the_table():
     """Every tile shape and KEEP in it is tested here, or by operator/test_operator.py, which runs the interpreter's."""
-    tested = {(BM, BN, KEEP) for BM, BN, _, KEEP in TILES.values()} | {(64, 64, True)}
-    assert {(BM, BN, KEEP) for entry in tuning.TABLE.values() for BM, BN, _, KEEP, _, _ in entry} == tested
+    tested = {(BLOCK_M, BLOCK_N, KEEP) for BLOCK_M, BLOCK_N, _, KEEP in TILES.values()} | {(64, 64, True)}
+    assert {
+        (BLOCK_M, BLOCK_N, KEEP) for entry in tuning.TABLE.values() for BLOCK_M, BLOCK_N, _, KEEP, _, _ in entry
+    } == tested
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,7 @@ def test_tiles_are_those_of_the_table():
 )
 def test_any_tile_shape(monkeypatch, tiles, problem):
     use_tiles(monkeypatch, *TILES[tiles])
-    assert_right(make(1, 1, width=WIDTH, **PROBLEMS[problem]), "triton")
+    assert_right(make(1, 1, width=HEAD_DIM, **PROBLEMS[problem]), "triton")
 
 
 @pytest.mark.parametrize("mask", [None, "window", "causal", "padding", "blocks"])
@@ -84,15 +87,67 @@ def test_positions_outside_of_the_segment_are_clamped():
     x, rel_key = torch.zeros(1, 1, 3, 16), torch.zeros(1, 6, 16)
     positions = torch.tensor([[-(2**40), 1, 2**40]])
     call = launch.Call((x, x, x, rel_key, *[None] * 13, positions, None, 3, 0.0, 1.0, False))
-    assert call.arguments["positions"].tolist() == [[0, 1, 2]]
+    assert call.arguments["positions"].position.tolist() == [[0, 1, 2]]
+
+
+def test_rel_key_is_copied_once_and_not_for_every_batch():
+    x, rel_key = torch.zeros(5, 2, 3, 16), torch.zeros(2, 16, 6).transpose(1, 2)
+    call = launch.Call((x, x, x, rel_key, *[None] * 15, 3, 0.0, 1.0, False))
+    given = call.arguments["rel_key"]
+    assert given.stride_b == 0 and given.data.untyped_storage().nbytes() == rel_key.untyped_storage().nbytes()
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch 2.9 and newer")
+def test_float32_precision_is_what_the_user_said_in_the_new_way_or_the_old(monkeypatch):
+    matmul = torch.backends.cuda.matmul
+
+    def precision(dtype: torch.dtype) -> str:
+        x, rel_key = torch.zeros(1, 1, 3, 16, dtype=dtype), torch.zeros(1, 6, 16, dtype=dtype)
+        return launch.Call((x, x, x, rel_key, *[None] * 15, 3, 0.0, 1.0, False)).precision
+
+    before = matmul.fp32_precision
+    try:
+        for said, found in (("tf32", "tf32"), ("ieee", "ieee")):
+            matmul.fp32_precision = said  # torch refuses to answer in the old way from here on
+            assert precision(torch.float32) == found
+            assert precision(torch.float16) == "ieee"
+    finally:
+        matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["", "atomic"])
+def test_rows_that_see_no_key_touch_no_other_memory(monkeypatch, deterministic):
+    """Left padding hides every key that rel_key, which ends at distance 0, leaves the first tiles."""
+    use_tiles(monkeypatch, 32, 32)
+    mask = xk.RankMask.padding(torch.arange(224)[None] < 192)
+    assert_right(make(1, 1, 224, rel_rows="uni").with_options(mask=mask, deterministic=deterministic), "triton")
+
+
+@interpreted
+def test_the_interpreter_ends_where_a_kernel_leaves_its_tensors():
+    whole = torch.zeros(64)
+    for kernel, what in ((_read_beyond, "masked_load"), (_add_beyond, "atomic_rmw")):
+        kernel[(1,)](whole[:16], whole[16:32], 16)
+        with pytest.raises(triton.runtime.errors.InterpreterError, match=f"{what}: 1 of 17 addresses outside"):
+            kernel[(1,)](whole[:16], whole[32:48], 17)
+
+
+@triton.jit
+def _read_beyond(x, out, count):
+    i = tl.arange(0, 32)
+    tl.store(out + i, tl.load(x + i, mask=i < count, other=0.0), mask=i < 16)
+
+
+@triton.jit
+def _add_beyond(x, out, count):
+    i = tl.arange(0, 32)
+    tl.atomic_add(out + i, tl.load(x + i, mask=i < 16, other=0.0), mask=i < count)
 
 
 def test_any_number_of_heads_fits_into_a_grid(monkeypatch):
     grids = []
 
     class Kernel:
-        arg_names = ()
-
         def __getitem__(self, grid):
             grids.append(grid)
             return lambda **options: None
@@ -120,14 +175,14 @@ def test_gpus_that_are_not_in_the_table_have_a_family(capability, family):
     assert tuning.family(capability) == family
 
 
-def test_the_table_serves_every_width_and_dtype():
+def test_the_table_serves_every_head_dim_and_dtype():
     for capability in ((8, 6), (9, 0), (12, 0)):
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            for width in (1, 16, 64, 65, 80, 129, 256):
+            for head_dim in (1, 16, 64, 65, 80, 129, 256):
                 for kernel in tuning.KERNELS:
-                    config = tuning.choose(kernel, dtype, width, capability)
-                    assert config.BM <= 2 * config.BN and config.BN >= 32  # what the kernels can do
-                    assert 16 <= config.BC < max(17, 2 * width)
+                    config = tuning.choose(kernel, dtype, head_dim, capability)
+                    assert config.BLOCK_M <= 2 * config.BLOCK_N and config.BLOCK_N >= 32  # what the kernels can do
+                    assert 16 <= config.BLOCK_D < max(17, 2 * head_dim)
 
 
 def test_a_family_without_an_entry_of_its_own_takes_the_lower_one():
@@ -154,9 +209,9 @@ def test_dropout_mask_does_not_depend_on_tiles(monkeypatch, tiles):
 
 
 @triton.jit
-def _rotate(x, amount, out, BM: tl.constexpr, BN: tl.constexpr):
-    index = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-    tl.store(out + index, shift.rotate(tl.load(x + index), tl.load(amount + tl.arange(0, BM))))
+def _rotate(x, amount, out, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    index = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(out + index, shift.rotate(tl.load(x + index), tl.load(amount + tl.arange(0, BLOCK_M))))
 
 
 @pytest.mark.parametrize("columns", [16, 32, 64, 128])
@@ -178,7 +233,7 @@ def test_memory_is_linear_in_length(monkeypatch):
             launch.Call,
             "launch",
             lambda self, kernel, count, config, _sizes=sizes, **arguments: _sizes.extend(
-                a.numel() for a in (self.arguments | arguments).values() if isinstance(a, torch.Tensor)
+                a.numel() for a in tree_leaves(self.arguments | arguments) if isinstance(a, torch.Tensor)
             ),
         )
         problem = make(1, 1, length, mask="order").with_options(deterministic=False)

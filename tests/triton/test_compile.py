@@ -24,8 +24,8 @@ ARCHITECTURES = (80, 90, 100)
 # Spilled loads and stores in all of a kernel's code, at most. A plain forward in 16 bits has none, but for sm_100; with
 # memory and query positions a kernel holds two walks.
 SPILLS = {"forward": 60, "rows": 750, "keys": 750}
-# Instructions of a warp for 1024 scores, at most, in 16 bits at width 64 where all keys of a tile are seen and of one
-# segment: a few per cent more than there are.
+# Instructions of a warp for 1024 scores, at most, in 16 bits at head_dim 64 where all keys of a tile are seen and of
+# one segment: a few per cent more than there are.
 INSTRUCTIONS = {"forward": 1000, "rows": 2800, "keys": 1700}
 DTYPE = {"16-bit": torch.bfloat16, "float32": torch.float32}
 MATRIX_INSTRUCTION = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
@@ -35,8 +35,8 @@ def check(row: dict) -> None:
     assert 0 < row["shared_memory"] <= SHARED_MEMORY, row
     ways = row["loop"]
     assert 0 < ways["shortest"]["all"] <= ways["longest"]["all"] < row["instructions"], row
-    if (row["kind"], row["width"], row["stacked"]) == ("16-bit", 64, False):
-        scores = row["BM"] * row["BN"] / row["num_warps"]
+    if (row["kind"], row["head_dim"], row["stacked"]) == ("16-bit", 64, False):
+        scores = row["BLOCK_M"] * row["BLOCK_N"] / row["num_warps"]
         assert ways["shortest"]["all"] * 1024 / scores <= INSTRUCTIONS[row["kernel"]], row
         assert ways["shortest"]["all"] < ways["longest"]["all"], row
     assert row["spills"] <= SPILLS[row["kernel"]], row
@@ -48,20 +48,40 @@ def check(row: dict) -> None:
         assert MATRIX_INSTRUCTION[row["architecture"]] in row["products"], row
 
 
-@pytest.mark.slow
-def test_compiles_for_gpus_that_are_not_here(tmp_path):
+def in_a_process(cache: Path, *arguments: str, **environment: str) -> str:
+    """What Python prints, with Triton as a compiler."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": str(ROOT),
+        "TRITON_CACHE_DIR": str(cache),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(SCRIPT.parent)]),
+        **environment,
     }
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), "--sample", *map(str, ARCHITECTURES)]
+    command = [sys.executable, "-W", "ignore", *arguments]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    report = [json.loads(line) for line in result.stdout.splitlines()]
-    classes = {(kind, width) for _, kind, width in tuning.TABLE}
-    assert {(row["kernel"], row["kind"], row["width"]) for row in report} == {
+    return result.stdout
+
+
+def test_nothing_counts_as_an_overflow_when_debugging(tmp_path):
+    """The shift and Philox count modulo 2^32."""
+    code = """if True:
+        import triton_report
+        from xlnet_kernels.backends.triton.forward import forward_kernel
+        call = triton_report.inputs(16, triton_report.torch.float16, False)
+        triton_report.compile_kernel(80, "forward", call)
+        (compiled,) = forward_kernel.device_caches[80][0].values()
+        print(compiled.asm["ttir"])"""
+    ttir = in_a_process(tmp_path, "-c", code, TRITON_DEBUG="1")
+    assert "tt.dot" in ttir and "overflow" not in ttir
+
+
+@pytest.mark.slow
+def test_compiles_for_gpus_that_are_not_here(tmp_path):
+    output = in_a_process(tmp_path, str(SCRIPT), "--sample", *map(str, ARCHITECTURES))
+    report = [json.loads(line) for line in output.splitlines()]
+    classes = {(kind, head_dim) for _, kind, head_dim in tuning.TABLE}
+    assert {(row["kernel"], row["kind"], row["head_dim"]) for row in report} == {
         (kernel, *of) for kernel in tuning.KERNELS for of in classes
     }
     assert {(row["kernel"], row["architecture"]) for row in report} == {
@@ -73,8 +93,8 @@ def test_compiles_for_gpus_that_are_not_here(tmp_path):
 
 def test_the_committed_report_is_of_this_table():
     rows = json.loads(COMMITTED.read_text())["rows"]
-    found = {(r["architecture"], r["kind"], r["width"], r["kernel"], r["stacked"]): r for r in rows}
-    classes = {(kind, width) for _, kind, width in tuning.TABLE}
+    found = {(r["architecture"], r["kind"], r["head_dim"], r["kernel"], r["stacked"]): r for r in rows}
+    classes = {(kind, head_dim) for _, kind, head_dim in tuning.TABLE}
     assert set(found) == {
         (architecture, *of, kernel, stacked)
         for architecture in ARCHITECTURES
@@ -85,5 +105,5 @@ def test_the_committed_report_is_of_this_table():
     for row in rows:
         check(row)
         capability = divmod(row["architecture"], 10)
-        config = tuning.choose(row["kernel"], DTYPE[row["kind"]], row["width"], capability)
+        config = tuning.choose(row["kernel"], DTYPE[row["kind"]], row["head_dim"], capability)
         assert config._asdict().items() <= row.items(), row

@@ -1,4 +1,4 @@
-"""Heads in chunks of BC columns: what the products of a tile take their operands from.
+"""Heads in chunks of BLOCK_D columns: what the products of a tile take their operands from.
 
 Widths are rounded up to whole chunks. An accumulator is a tuple of chunks, so that the compiler lays its warps over
 rows whatever the width. With KEEP the operands that a loop takes again in each step stay in registers or shared memory.
@@ -8,180 +8,187 @@ tensor cores every thread would hold whole rows of them.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+from .arguments import matrix_at
 
 # Addresses are a scalar base plus offsets that stay the same from tile to tile: cheaper than a vector of addresses.
 
 
+class RowOperand(NamedTuple):
+    """A tile's rows of a matrix, plus a bias."""
+
+    kept: Any  # its chunks (BLOCK_M, BLOCK_D), or none of them: loaded again in each step
+    matrix: Any
+    bias: Any  # (H, D) or None
+    tile: Any  # the rows, as shift.py loads them
+
+
+class KeyOperand(NamedTuple):
+    """A tile's keys or values, memory and then segment."""
+
+    kept: Any  # its chunks (BLOCK_N, BLOCK_D), or none of them
+    current: Any
+    memory: Any
+    head: Any
+    j0: Any
+
+
 @triton.jit
-def load_rows(base, row, stride, inside, c, D: tl.constexpr, BC: tl.constexpr):
-    """Columns c BC .. c BC + BC-1 (rows, BC) of a matrix (rows, D); zeros where not `inside` and beyond D."""
-    d = c * BC + tl.arange(0, BC)
+def columns(c, META):
+    """(BLOCK_D,) the columns of chunk c."""
+    return tl.cast(c * META.BLOCK_D, tl.int32) + tl.arange(0, META.BLOCK_D)  # the interpreter wants tensors on the left
+
+
+@triton.jit
+def load_rows(base, row, stride, inside, c, META):
+    """Chunk c (rows, BLOCK_D) of a matrix (rows, D); zeros where not `inside` and beyond D."""
+    d = columns(c, META)
     mask = inside[:, None]
-    if D % BC != 0:
-        mask = mask & (d < D)[None, :]
+    if META.HEAD_DIM % META.BLOCK_D != 0:
+        mask = mask & (d < META.HEAD_DIM)[None, :]
     return tl.load(base + (row[:, None] * stride + d[None, :]), mask=mask, other=0.0)
 
 
 @triton.jit
-def load_block(base, stride, start, rows, c, BN: tl.constexpr, D: tl.constexpr, BC: tl.constexpr):
-    """Chunk c of rows start .. start+BN-1 of a matrix (rows, D) as (BN, BC); zeros beyond it."""
-    column = tl.arange(0, BN)
-    return load_rows(base + tl.cast(start, tl.int64) * stride, column, stride, column < rows - start, c, D, BC)
+def load_rel_key(rel_key, head, start, c, size, META):
+    """Chunk c (BLOCK_N, BLOCK_D) of rows start .. start + BLOCK_N - 1 of rel_key; zeros beyond its last row."""
+    column = tl.arange(0, META.BLOCK_N)
+    base = matrix_at(rel_key, head) + tl.cast(start, tl.int64) * rel_key.stride_l
+    return load_rows(base, column, rel_key.stride_l, column < size.rel_len - start, c, META)
 
 
 @triton.jit
-def key_pointers(memory, memory_stride, current, stride, j0, mem_len, c, BN: tl.constexpr, BC: tl.constexpr):
-    """Pointers (BN, BC) to keys or values j0 .. j0+BN-1 of the memory and then the current segment."""
-    column = tl.arange(0, BN)
-    d = c * BC + tl.arange(0, BC)
-    pointer = (current + tl.cast(j0 - mem_len, tl.int64) * stride) + (column[:, None] * stride + d[None, :])
+def key_pointers(memory, memory_stride, current, stride, j0, c, size, META):
+    """Pointers (BLOCK_N, BLOCK_D) to keys or values from j0 on, of the memory and then the current segment."""
+    column = tl.arange(0, META.BLOCK_N)
+    d = columns(c, META)
+    pointer = (current + tl.cast(j0 - size.mem_len, tl.int64) * stride) + (column[:, None] * stride + d[None, :])
     if memory is not None:
         old = (memory + tl.cast(j0, tl.int64) * memory_stride) + (column[:, None] * memory_stride + d[None, :])
-        pointer = tl.where((column < mem_len - j0)[:, None], old, pointer)
+        pointer = tl.where((column < size.mem_len - j0)[:, None], old, pointer)
     return pointer
 
 
 @triton.jit
-def key_mask(j0, keys, c, BN: tl.constexpr, D: tl.constexpr, BC: tl.constexpr):
-    mask = (tl.arange(0, BN) < keys - j0)[:, None]
-    if D % BC != 0:
-        mask = mask & (c * BC + tl.arange(0, BC) < D)[None, :]
+def key_mask(j0, c, size, META):
+    """Which of `key_pointers` there are."""
+    mask = (tl.arange(0, META.BLOCK_N) < size.keys - j0)[:, None]
+    if META.HEAD_DIM % META.BLOCK_D != 0:
+        mask = mask & (columns(c, META) < META.HEAD_DIM)[None, :]
     return mask
 
 
 @triton.jit
-def load_keys(
-    memory, memory_stride, current, stride, j0, mem_len, keys, c, BN: tl.constexpr, D: tl.constexpr,
-    BC: tl.constexpr,
-):  # fmt: skip
-    """(BN, BC) keys or values from j0 on; zeros beyond the last."""
-    pointer = key_pointers(memory, memory_stride, current, stride, j0, mem_len, c, BN, BC)
-    return tl.load(pointer, mask=key_mask(j0, keys, c, BN, D, BC), other=0.0)
+def load_keys(memory, current, head, j0, c, size, META):
+    """Chunk c (BLOCK_N, BLOCK_D) of keys or values from j0 on; zeros beyond the last."""
+    base = matrix_at(current, head)
+    if memory.data is None:
+        pointer = key_pointers(None, 0, base, current.stride_l, j0, c, size, META)
+    else:
+        old = matrix_at(memory, head)
+        pointer = key_pointers(old, memory.stride_l, base, current.stride_l, j0, c, size, META)
+    return tl.load(pointer, mask=key_mask(j0, c, size, META), other=0.0)
 
 
 @triton.jit
-def store_keys(
-    memory, memory_stride, current, stride, j0, mem_len, keys, chunks, BN: tl.constexpr, D: tl.constexpr,
-    BC: tl.constexpr,
-):  # fmt: skip
-    """The transposed map of `load_keys`, of all chunks."""
-    for c in tl.static_range((D + BC - 1) // BC):
-        pointer = key_pointers(memory, memory_stride, current, stride, j0, mem_len, c, BN, BC)
-        tl.store(pointer, chunks[c].to(current.dtype.element_ty), mask=key_mask(j0, keys, c, BN, D, BC))
+def store_keys(memory, current, head, j0, chunks, size, META):
+    """The transposed map of `load_keys`, of all chunks, into contiguous (B, M, H, D) and (B, K, H, D)."""
+    stride = size.heads * META.HEAD_DIM
+    if memory is not None:
+        memory += head.b * size.mem_len * size.heads * META.HEAD_DIM + head.h * META.HEAD_DIM
+    current += head.b * (size.keys - size.mem_len) * size.heads * META.HEAD_DIM + head.h * META.HEAD_DIM
+    for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
+        pointer = key_pointers(memory, stride, current, stride, j0, c, size, META)
+        tl.store(pointer, chunks[c].to(current.dtype.element_ty), mask=key_mask(j0, c, size, META))
 
 
 @triton.jit
-def add_bias(rows, bias, h, c, D: tl.constexpr, BC: tl.constexpr):
-    """Chunk c of rows (BM, BC) plus a head's row of `bias` (H, D), rounded as the reference rounds it."""
+def add_bias(rows, bias, h, c, META):
+    """Chunk c of rows (BLOCK_M, BLOCK_D) plus a head's row of `bias` (H, D), rounded as the reference rounds it."""
     if bias is None:
         return rows
     else:
-        d = c * BC + tl.arange(0, BC)
-        return (rows + tl.load(bias + h * D + d, mask=d < D, other=0.0)[None, :]).to(rows.dtype)
+        d = columns(c, META)
+        values = tl.load(bias + h * META.HEAD_DIM + d, mask=d < META.HEAD_DIM, other=0.0)  # (BLOCK_D,)
+        return (rows + values[None, :]).to(rows.dtype)
 
 
 @triton.jit
-def in_loop(x, j0):
-    """`x` (keys are fewer than 2^30). The compiler does not see that it is the same for all j0, and so does not
-    keep what is made of it in registers."""
-    return x + (j0 >> 30)
+def in_loop(x, step):
+    """`x`, where `step` is below 2^30: the compiler does not see that it is the same in each step of a loop, and so
+    does not load what is made of it once, before the loop, to spill it."""
+    return x + (step >> 30)
 
 
 @triton.jit
-def zeros(ROWS: tl.constexpr, D: tl.constexpr, BC: tl.constexpr):
-    """The chunks (ROWS, BC) of zeros (ROWS, D)."""
+def zeros(ROWS: tl.constexpr, META):
+    """The chunks (ROWS, BLOCK_D) of zeros (ROWS, D)."""
     chunks = ()
-    for _ in tl.static_range((D + BC - 1) // BC):
-        chunks = chunks + (tl.zeros((ROWS, BC), tl.float32),)
+    for _ in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
+        chunks = chunks + (tl.zeros((ROWS, META.BLOCK_D), tl.float32),)
     return chunks
 
 
 @triton.jit
-def keep_rows(base, row, stride, inside, bias, h, D: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr):
-    """Rows plus bias as an operand of products: its chunks, or with KEEP false only where to load them from."""
+def load_row_chunk(matrix, bias, tile, c, step, META):
+    """Chunk c (BLOCK_M, BLOCK_D) of a tile's rows plus bias."""
+    chunk = load_rows(matrix_at(matrix, tile.head), in_loop(tile.row, step), matrix.stride_l, tile.inside, c, META)
+    return add_bias(chunk, bias, in_loop(tile.head.h, step), c, META)
+
+
+@triton.jit
+def keep_rows(matrix, bias, tile, META, KEEP: tl.constexpr):
+    """What a RowOperand keeps."""
     chunks = ()
     if KEEP:
-        for c in tl.static_range((D + BC - 1) // BC):
-            chunks = chunks + (add_bias(load_rows(base, row, stride, inside, c, D, BC), bias, h, c, D, BC),)
-    if bias is None:  # a function cannot return None among others in Triton 3.6
-        return chunks, base, row, stride, inside
-    else:
-        return chunks, base, row, stride, inside, bias, h
+        for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
+            chunks = chunks + (load_row_chunk(matrix, bias, tile, c, 0, META),)
+    return chunks
 
 
 @triton.jit
-def row_chunk(rows, c, D: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr):
+def row_chunk(rows, c, step, META, KEEP: tl.constexpr):
+    """Chunk c (BLOCK_M, BLOCK_D) of a RowOperand."""
     if KEEP:
-        return rows[0][c]
+        return rows.kept[c]
     else:
-        tile = load_rows(rows[1], rows[2], rows[3], rows[4], c, D, BC)
-        if len(rows) > 5:
-            tile = add_bias(tile, rows[5], rows[6], c, D, BC)
-        return tile
+        return load_row_chunk(rows.matrix, rows.bias, rows.tile, c, step, META)
 
 
 @triton.jit
-def in_loop_rows(rows, j0, KEEP: tl.constexpr):
-    """The compiler would load what is the same in each step once, before the loop, and spill it."""
-    if KEEP:
-        return rows
-    elif len(rows) > 5:
-        return rows[0], rows[1], in_loop(rows[2], j0), rows[3], rows[4], rows[5], in_loop(rows[6], j0)
-    else:
-        return rows[0], rows[1], in_loop(rows[2], j0), rows[3], rows[4]
-
-
-@triton.jit
-def keep_keys(
-    memory, memory_stride, current, stride, j0, mem_len, keys, BN: tl.constexpr, D: tl.constexpr, BC: tl.constexpr,
-    KEEP: tl.constexpr,
-):  # fmt: skip
-    """Keys or values as an operand of products: its chunks, or with KEEP false only where to load them from."""
+def keep_keys(memory, current, head, j0, size, META, KEEP: tl.constexpr):
+    """What a KeyOperand keeps."""
     chunks = ()
     if KEEP:
-        for c in tl.static_range((D + BC - 1) // BC):
-            chunks = chunks + (load_keys(memory, memory_stride, current, stride, j0, mem_len, keys, c, BN, D, BC),)
-    if memory is None:
-        return chunks, current, stride, j0, mem_len, keys
-    else:
-        return chunks, current, stride, j0, mem_len, keys, memory, memory_stride
+        for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
+            chunks = chunks + (load_keys(memory, current, head, j0, c, size, META),)
+    return chunks
 
 
 @triton.jit
-def key_chunk(of, c, BN: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr):
+def key_chunk(keys, c, step, size, META, KEEP: tl.constexpr):
+    """Chunk c (BLOCK_N, BLOCK_D) of a KeyOperand."""
     if KEEP:
-        return of[0][c]
-    elif len(of) > 6:
-        return load_keys(of[6], of[7], of[1], of[2], of[3], of[4], of[5], c, BN, D, BC)
+        return keys.kept[c]
     else:
-        return load_keys(None, 0, of[1], of[2], of[3], of[4], of[5], c, BN, D, BC)
+        return load_keys(keys.memory, keys.current, keys.head, in_loop(keys.j0, step), c, size, META)
 
 
 @triton.jit
-def in_loop_keys(of, n0, KEEP: tl.constexpr):
-    """`in_loop_rows` of keys."""
-    if KEEP:
-        return of
-    elif len(of) > 6:
-        return of[0], of[1], of[2], in_loop(of[3], n0), of[4], of[5], of[6], of[7]
-    else:
-        return of[0], of[1], of[2], in_loop(of[3], n0), of[4], of[5]
-
-
-@triton.jit
-def add_product(
-    score, rows, of, BN: tl.constexpr, D: tl.constexpr, BC: tl.constexpr, KEEP_ROWS: tl.constexpr,
-    KEEP_KEYS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """score (BM, BN) plus the product of rows and keys (or values)."""
+def add_product(score, rows, keys, row_step, key_step, size, META, KEEP_ROWS: tl.constexpr, KEEP_KEYS: tl.constexpr):
+    """score (BLOCK_M, BLOCK_N) plus the product of rows and keys (or values)."""
     if KEEP_ROWS:
-        for c in tl.static_range((D + BC - 1) // BC):
-            tile = tl.trans(key_chunk(of, c, BN, D, BC, KEEP_KEYS))
-            score = tl.dot(row_chunk(rows, c, D, BC, KEEP_ROWS), tile, acc=score, input_precision=PRECISION)
+        for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
+            tile_k = tl.trans(key_chunk(keys, c, key_step, size, META, KEEP_KEYS))  # (BLOCK_D, BLOCK_N)
+            tile_q = row_chunk(rows, c, row_step, META, KEEP_ROWS)  # (BLOCK_M, BLOCK_D)
+            score = tl.dot(tile_q, tile_k, acc=score, input_precision=META.PRECISION)
     else:
-        for c in range((D + BC - 1) // BC):
-            tile = tl.trans(key_chunk(of, c, BN, D, BC, False))
-            score = tl.dot(row_chunk(rows, c, D, BC, False), tile, acc=score, input_precision=PRECISION)
+        for c in range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
+            tile_k = tl.trans(key_chunk(keys, c, key_step, size, META, False))
+            tile_q = row_chunk(rows, c, row_step, META, False)
+            score = tl.dot(tile_q, tile_k, acc=score, input_precision=META.PRECISION)
     return score

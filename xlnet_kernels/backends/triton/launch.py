@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 from torch import Tensor
 
 from ...dropout import threshold
 from ...masks import HIGHEST, LOWEST
 from ...ops import DIFFERENTIABLE, INPUT_NAMES, rows_first
 from . import INTERPRETED, tuning
+from . import arguments as args
 from .backward_keys import keys_kernel
 from .backward_rows import rows_kernel
 from .forward import forward_kernel
-from .tiles import BLOCK
+from .mask import BOUND
 
-_KEY_PADDING = 128  # at least the largest BN, so that vectors over keys are read without a mask and aligned
 _LINEAR = ("query", "content_bias", "position_bias", "segment_bias")  # every score is linear in all of these together
 _TINY = torch.finfo(torch.float32).tiny  # instead of a scale of 0, as 0 times minus infinity is NaN
 _SLOT_BYTES = 2**30  # what the deterministic gradient of rel_key may take
@@ -31,8 +34,8 @@ def forward(*inputs) -> tuple[Tensor, Tensor]:
     if call.is_empty:
         return out.zero_(), lse.fill_(-torch.inf)
     config = call.config("forward")
-    programs = _tiles(call.rows, config.BM) * call.batch * call.heads
-    call.launch(forward_kernel, programs, config, out=out, lse=lse)
+    programs = _tiles(call.length, config.BLOCK_M) * call.batch * call.heads
+    call.launch(forward_kernel, programs, config, output=args.Output(out, lse))
     return out, lse
 
 
@@ -42,52 +45,47 @@ def backward(
     """The operator `rel_attention_triton_backward`."""
     call = Call(inputs)
     tensors, deterministic = call.tensors, inputs[-1]
-    query, rel_key, width = tensors["query"], tensors["rel_key"], call.width
+    query, rel_key = tensors["query"], tensors["rel_key"]
     rows_config, keys_config = call.config("rows"), call.config("keys")
-    row_tiles, key_tiles = _tiles(call.rows, rows_config.BM), _tiles(call.keys, keys_config.BN)
+    row_tiles, key_tiles = _tiles(call.length, rows_config.BLOCK_M), _tiles(call.keys, keys_config.BLOCK_N)
     groups = call.heads if rel_key.dim() == 3 else call.batch * call.heads
     items = row_tiles * call.batch * call.heads // max(groups, 1)
     programs = _slots(items, rel_key, query.device) if deterministic else items
-    slots = programs if deterministic else 1
 
-    grads = {f"grad_{name}": rows_first(tensors[name]) for name in ("query", "key", "value")}
+    grads = {name: rows_first(tensors[name]) for name in ("query", "key", "value")}
     for name in ("memory_key", "memory_value"):
-        grads[f"grad_{name}"] = None if call.arguments[name] is None else rows_first(tensors[name])
-    # Blocks reach beyond the last row: with room for that no element is tested.
-    rel_rows = call.rel_rows + 4 * max(rows_config.BM, rows_config.BN)
-    grad_rel = query.new_zeros(slots, groups, rel_rows, width, dtype=torch.float32)
-    sums = query.new_zeros(call.batch, call.heads, row_tiles, 4, width, dtype=torch.float32)
-    key_sums = query.new_zeros(call.batch, call.heads, key_tiles, width, dtype=torch.float32)
+        grads[name] = rows_first(tensors[name]) if call.mem_len else None
+    room = args.ROOM.value * max(rows_config.BLOCK_M, rows_config.BLOCK_N)
+    new_zeros = functools.partial(query.new_zeros, dtype=torch.float32)
+    grad_rel = new_zeros(programs if deterministic else 1, groups, call.rel_len + room, call.head_dim)
+    sums = new_zeros(call.batch, call.heads, row_tiles, 4, call.head_dim)
+    key_sums = new_zeros(call.batch, call.heads, key_tiles, call.head_dim)
     if call.is_empty:
         for grad in grads.values():
             if grad is not None:
                 grad.zero_()
     else:
-        shared = grads | _matrix("grad_out", grad_out) | {"lse": lse.contiguous(), "delta": torch.empty_like(lse)}
-        shared["kinds"] = None if call.arguments["key_ids"] is None else lse.new_empty(*lse.shape[:2], 2, call.rows)
+        given = call.given_to_backward(grad_out, grad_lse, out, lse)
         call.launch(
-            rows_kernel, programs * groups, rows_config, **shared,
-            out=out.transpose(1, 2).contiguous(), grad_lse=None if grad_lse is None else grad_lse.contiguous(),
-            grad_rel=grad_rel, grad_rel_rows=rel_rows, sums=sums, tiles=row_tiles, items=items, groups=groups,
-            programs=programs, NEEDS_REL=needs[INPUT_NAMES.index("rel_key")], ATOMIC=not deterministic,
+            rows_kernel, programs * groups, rows_config, backward=given, items=items, programs=programs,
+            result=args.RowGradients(grads["query"], grad_rel, sums),
+            needs_rel=needs[INPUT_NAMES.index("rel_key")], atomic=not deterministic,
         )  # fmt: skip
-        call.launch(
-            keys_kernel, key_tiles * call.batch * call.heads, keys_config, **shared, key_sums=key_sums,
-            **call.row_bounds(),
-        )  # fmt: skip
+        result = args.KeyGradients(grads["key"], grads["value"], grads["memory_key"], grads["memory_value"], key_sums)
+        call.launch(keys_kernel, key_tiles * call.batch * call.heads, keys_config, backward=given, result=result)
 
     rows_sum, same, different, segment_term = sums.sum((0, 2)).unbind(1)
     content = key_sums.sum((0, 2))
     grads |= {
-        "grad_rel_key": grad_rel[:, :, : call.rel_rows].sum(0).view(rel_key.shape),
-        "grad_content_bias": content,
-        "grad_position_bias": rows_sum - content,  # dq = dq of the content term + dq of the position term
-        "grad_segment_embed": torch.stack([same, different]),
-        "grad_segment_bias": segment_term.clone(),  # results may not share storage
+        "rel_key": grad_rel[:, :, : call.rel_len].sum(0).view(rel_key.shape),
+        "content_bias": content,
+        "position_bias": rows_sum - content,  # dQ = dQ of the content term + dQ of the position term
+        "segment_embed": torch.stack([same, different]),
+        "segment_bias": segment_term.clone(),  # results may not share storage
     }
     found = []
     for name, needed in zip(INPUT_NAMES[:DIFFERENTIABLE], needs, strict=True):
-        original, grad = tensors[name], grads[f"grad_{name}"]
+        original, grad = tensors[name], grads[name]
         if not needed or original is None:
             found.append(query.new_empty(0))
         else:  # memory of length zero has no gradient
@@ -97,103 +95,156 @@ def backward(
 
 
 class Call:
-    """One call of the operator as the kernels take it: `tensors` as given, `arguments` by the kernels' names."""
+    """One call of the operator: its `tensors` as given, its `arguments` as every kernel takes them."""
 
     def __init__(self, inputs: tuple) -> None:
         self.tensors = t = dict(zip(INPUT_NAMES, inputs, strict=False))
-        key, memory_key = t["key"], t["memory_key"]
         max_distance, dropout_p, scale = inputs[len(INPUT_NAMES) : -1]
         self.negated = _LINEAR if scale < 0 else ()  # the kernels want a positive scale
         for name in self.negated:
             t[name] = None if t[name] is None else -t[name]
-        query = t["query"]
-        self.batch, self.heads, self.rows, self.width = query.shape
+        query, key, rel_key, memory_key = t["query"], t["key"], t["rel_key"], t["memory_key"]
+        self.batch, self.heads, self.length, self.head_dim = query.shape
         self.mem_len = 0 if memory_key is None else memory_key.shape[2]
         self.keys = self.mem_len + key.shape[2]
-        self.rel_rows = t["rel_key"].shape[-2]
+        self.rel_len = rel_key.shape[-2]
         self.is_empty = query.numel() == 0 or self.keys == 0
+        self.is_causal = self.rel_len == max_distance + 1
+        self.precision = "tf32" if query.dtype == torch.float32 and _allows_tf32() else "ieee"
 
-        self.arguments = arguments = {}
-        for name in ("query", "key", "value", "memory_key", "memory_value"):
-            arguments |= _matrix(name, t[name] if self.mem_len or not name.startswith("memory") else None)
-        rel_key = t["rel_key"] if t["rel_key"].dim() == 4 else t["rel_key"].expand(self.batch, -1, -1, -1)
-        arguments |= {name.replace("rel_key_l", "rel_key_p"): a for name, a in _matrix("rel_key", rel_key).items()}
-        for name in ("content_bias", "position_bias", "segment_embed", "segment_bias", "dropout_state"):
-            arguments[name] = None if t[name] is None else t[name].contiguous()
-        for name in ("query_ids", "query_rank", "query_floor"):
-            arguments[name] = None if t[name] is None else t[name].int().contiguous()
-        padded_keys = _tiles(self.keys, _KEY_PADDING) * _KEY_PADDING
-        for name, beyond in (("key_ids", 0), ("key_rank", HIGHEST)):
-            kind = name.removeprefix("key_").removesuffix("s")
-            values = least = largest = None
-            if t[name] is not None:
-                values = F.pad(t[name].int(), (0, padded_keys - self.keys), value=beyond)
-                least, largest = values.view(self.batch, padded_keys // BLOCK.value, BLOCK.value).aminmax(dim=2)
-            arguments |= {name: values, f"{kind}_least": least, f"{kind}_largest": largest}
-        sees_self, mask, positions = t["sees_self"], t["mask"], t["query_positions"]
-        arguments["sees_self"] = None if sees_self is None else sees_self.contiguous().view(torch.uint8)
-        arguments["mask"] = None if mask is None else mask.view(torch.uint8)
-        strides = (0, 0, 0, 0) if mask is None else mask.stride()
-        arguments |= zip(("mask_b", "mask_h", "mask_l", "mask_k"), strides, strict=True)
-        arguments["positions"] = arguments["order"] = None
-        if positions is not None:
-            # Sorted, so that rows of one tile are near each other, a query row beside its content row.
-            # Clamped: no one has looked at positions on a GPU, and additions to rel_key's gradient are not tested.
-            positions = positions.clamp(0, max(key.shape[2] - 1, 0)).int().contiguous()
-            positions, order = positions.sort(dim=1, stable=True)
-            arguments |= {"positions": positions, "order": order.int()}
+        biases = (_dense(t["content_bias"]), _dense(t["position_bias"]))
+        rel_key = _addressable(rel_key)  # copied, if it must be, before it is repeated for every batch
+        rel_key = rel_key if rel_key.dim() == 4 else rel_key.expand(self.batch, -1, -1, -1)
+        memory = args.Keys(_matrix(memory_key), _matrix(t["memory_value"])) if self.mem_len else args.Keys()
         bits = threshold(dropout_p)
-        tf32 = query.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-        arguments |= {
-            "heads": self.heads, "rows": self.rows, "mem_len": self.mem_len, "keys": self.keys,
-            "padded_keys": padded_keys, "rel_rows": self.rel_rows, "max_distance": max_distance,
+        self.arguments: dict[str, Any] = {
+            "rows": args.Rows(_matrix(query), *biases, abs(scale) or _TINY),
+            "keys": args.Keys(_matrix(key), _matrix(t["value"])),
+            "memory": memory,
+            "rel_key": _matrix(rel_key),
+            "segments": self._segments(),
+            "rank_mask": self._rank_mask(),
+            "dense_mask": self._dense_mask(),
+            "positions": self._positions(key.shape[2]),
+            "dropout": args.Dropout(_dense(t["dropout_state"]), 1 / (1 - dropout_p)),
+            "heads": self.heads, "length": self.length, "mem_len": self.mem_len, "key_len": key.shape[2],
+            "rel_len": self.rel_len, "max_distance": max_distance,
             "threshold": bits - 2**32 if bits >= 2**31 else bits,  # kernels take int32
-            "scale": abs(scale) or _TINY, "kept_scale": 1 / (1 - dropout_p),
-            "D": self.width, "CAUSAL": self.rel_rows == max_distance + 1, "PRECISION": "tf32" if tf32 else "ieee",
         }  # fmt: skip
 
-    def row_bounds(self) -> dict[str, Tensor | None]:
-        """The least rank and the largest floor of every BLOCK rows, sorted by position as the kernels take them."""
-        found: dict[str, Tensor | None] = {}
-        for name, result in (("query_rank", "row_rank_least"), ("query_floor", "row_floor_largest")):
-            values, order = self.arguments[name], self.arguments["order"]
+    def _segments(self) -> args.Segments:
+        t = self.tensors
+        if t["key_ids"] is None:
+            return args.Segments()
+        key_ids, least, largest = self._padded_keys(t["key_ids"], 0)
+        query_ids = t["query_ids"].int().contiguous()
+        return args.Segments(_dense(t["segment_embed"]), _dense(t["segment_bias"]), query_ids, key_ids, least, largest)
+
+    def _rank_mask(self) -> args.RankMask:
+        rank, floor, own = (self.tensors[name] for name in ("query_rank", "query_floor", "sees_self"))
+        if rank is None:
+            return args.RankMask()
+        key_rank, least, largest = self._padded_keys(self.tensors["key_rank"], HIGHEST)
+        floor = None if floor is None else floor.int().contiguous()
+        own = None if own is None else own.contiguous().view(torch.uint8)
+        return args.RankMask(rank.int().contiguous(), key_rank, least, largest, floor, own)
+
+    def _dense_mask(self) -> args.DenseMask:
+        mask = self.tensors["mask"]
+        return args.DenseMask() if mask is None else args.DenseMask(mask.view(torch.uint8), *mask.stride())
+
+    def _positions(self, key_len: int) -> args.Positions:
+        positions = self.tensors["query_positions"]
+        if positions is None:
+            return args.Positions()
+        # Sorted, so that rows of one tile are near each other, a query row beside its content row.
+        # Clamped: no one has looked at positions on a GPU, and additions to rel_key's gradient are not tested.
+        positions = positions.clamp(0, max(key_len - 1, 0)).int().contiguous()
+        positions, row = positions.sort(dim=1, stable=True)
+        return args.Positions(row.int(), positions)
+
+    def _padded_keys(self, values: Tensor, beyond: int) -> tuple[Tensor, Tensor, Tensor]:
+        """One number per key, padded with `beyond`, and the least and the largest of every BOUND of them."""
+        values = _padded(values.int(), beyond)
+        return values, *_by_bound(values).aminmax(dim=2)
+
+    def given_to_backward(self, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> args.Backward:
+        """With the least rank and the largest floor of every BOUND rows, in the order of their positions."""
+        bounds: list[Tensor | None] = []
+        mask, row = self.arguments["rank_mask"], self.arguments["positions"].row
+        for values, reduce in ((mask.query_rank, Tensor.amin), (mask.query_floor, Tensor.amax)):
             if values is not None:
-                values = values if order is None else values.gather(1, order.long())
-                values = F.pad(values, (0, -self.rows % BLOCK.value), value=LOWEST).view(self.batch, -1, BLOCK.value)
-                values = values.amin(2) if name == "query_rank" else values.amax(2)
-            found[result] = values
-        return found
+                values = values if row is None else values.gather(1, row.long())
+                values = reduce(_by_bound(_padded(values, LOWEST)), 2)
+            bounds.append(values)
+        lse, scores = lse.contiguous(), None
+        if self.tensors["key_ids"] is not None:
+            scores = lse.new_empty(*lse.shape[:2], 2, self.length)
+        return args.Backward(
+            out.transpose(1, 2).contiguous(), lse, _matrix(grad_out), _dense(grad_lse), torch.empty_like(lse), scores,
+            *bounds,
+        )  # fmt: skip
 
     def config(self, kernel: str) -> tuning.Config:
         query = self.tensors["query"]
         capability = None if INTERPRETED else torch.cuda.get_device_capability(query.device)
-        return tuning.choose(kernel, query.dtype, self.width, capability)
+        return tuning.choose(kernel, query.dtype, self.head_dim, capability)
 
-    def launch(self, kernel, count: int, config: tuning.Config, **arguments) -> None:
+    def launch(
+        self, kernel, count: int, config: tuning.Config, needs_rel: bool = False, atomic: bool = False, **arguments
+    ) -> None:
         """`count` programs of a kernel."""
-        arguments = self.arguments | arguments | {name: getattr(config, name) for name in ("BM", "BN", "BC", "KEEP")}
         device = self.tensors["query"].device
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             kernel[(count,)](
-                **{name: arguments[name] for name in kernel.arg_names},
+                **self.arguments,
+                **arguments,
+                META=_meta(config, self.head_dim, self.is_causal, self.precision, needs_rel, atomic),
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,
                 enable_fp_fusion=True,  # the default until Triton 3.10
+                sanitize_overflow=False,  # with TRITON_DEBUG=1: shift.py and Philox count modulo 2^32
             )
+
+
+@functools.cache
+def _meta(config: tuning.Config, head_dim: int, *rest) -> args.Meta:
+    return args.Meta(*map(tl.constexpr, (*config[:4], head_dim, *rest)))
+
+
+def _allows_tf32() -> bool:
+    """What the user said of float32 products; torch 2.9 and newer refuse the old question after the new answer."""
+    matmul = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 
 def _tiles(length: int, size: int) -> int:
     return -(-length // size)
 
 
-def _matrix(name: str, tensor: Tensor | None) -> dict:
-    """A (B, H, L, D) tensor whose last dimension is dense, and its other strides, as arguments."""
-    names = (f"{name}_b", f"{name}_h", f"{name}_l")
-    if tensor is None:
-        return {name: None} | dict.fromkeys(names, 0)
-    if tensor.stride(3) != 1 or tensor.shape[2] * abs(tensor.stride(2)) >= 2**31:  # offsets inside a head are int32
-        tensor = tensor.contiguous()
-    return {name: tensor} | dict(zip(names, tensor.stride(), strict=False))
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _padded(values: Tensor, beyond: int) -> Tensor:
+    """(B, length) values to whole PADDINGs, so that vectors of them are read without a mask and aligned."""
+    return F.pad(values, (0, -values.shape[1] % args.PADDING.value), value=beyond)
+
+
+def _by_bound(values: Tensor) -> Tensor:
+    """Padded values (B, length) as (B, length / BOUND, BOUND)."""
+    return values.view(values.shape[0], values.shape[1] // BOUND.value, BOUND.value)
+
+
+def _addressable(tensor: Tensor) -> Tensor:
+    """Rows (..., D) as the kernels read them: dense in D, offsets inside a head in int32."""
+    fits = tensor.stride(-1) == 1 and tensor.shape[-2] * abs(tensor.stride(-2)) < 2**31
+    return tensor if fits else tensor.contiguous()
+
+
+def _matrix(tensor: Tensor) -> args.Matrix:
+    tensor = _addressable(tensor)
+    return args.Matrix(tensor, *tensor.stride()[:3])
 
 
 def _slots(items: int, rel_key: Tensor, device: torch.device) -> int:

@@ -1,23 +1,86 @@
-"""The relative shift, in registers.
+"""Where a tile's rows stand, and the relative shift, in registers.
 
-A tile of rows whose last position is `last` needs, at its keys j0 .. j0+BN-1, row origin + j0 + shift[i] + c of
-rel_key, where shift[i] = last - position[i]. Products with whole blocks of BN rows of rel_key make a band; every row
-takes its BN columns from two neighbouring blocks: picked by `near`, put in place by `rotate`. Where the positions of a
-tile are close (consecutive rows, or rows sorted by position), blocks are carried from one tile of keys to the next, so
-that each is multiplied once: the ring.
+A tile of rows whose last position is `last` needs, at its keys j0 .. j0 + BLOCK_N - 1, row
+origin + j0 + shift[i] + c of rel_key, where shift[i] = last - position[i]. Products with whole blocks of BLOCK_N rows
+of rel_key make a band; every row takes its BLOCK_N columns from two neighbouring blocks: picked by `near`, put in place
+by `rotate`. Where the positions of a tile are close (consecutive rows, or rows sorted by position), blocks are carried
+from one tile of keys to the next, so that each is multiplied once: the ring.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from .chunks import load_block, row_chunk
+from .arguments import of_rows
+from .chunks import load_rel_key, row_chunk
+
+
+class RowTile(NamedTuple):
+    """A tile's rows."""
+
+    head: Any
+    row: Any  # (BLOCK_M,) index in the call
+    position: Any  # (BLOCK_M,) in the segment
+    inside: Any  # (BLOCK_M,) whether it exists
+    first: Any  # the first position
+    last: Any  # the last position
+    shift: Any  # (BLOCK_M,) last - position, of columns
+    origin: Any  # the tile's first row of rel_key at key 0
+
+
+@triton.jit
+def load_tile(positions, head, tile, size, META):
+    """Rows tile * BLOCK_M .. of a head, in the order of their positions."""
+    n = tile * META.BLOCK_M + tl.arange(0, META.BLOCK_M)
+    inside = n < size.length
+    end = tl.minimum(tile * META.BLOCK_M + META.BLOCK_M, size.length) - 1
+    if positions.position is None:
+        row = n
+        position = n
+        first = tile * META.BLOCK_M
+        last = end
+    else:
+        start = of_rows(head, size)
+        row = tl.load((positions.row + start) + n, mask=inside, other=0)
+        position = tl.load((positions.position + start) + n, mask=inside, other=0)
+        first = tl.load((positions.position + start) + tile * META.BLOCK_M)
+        last = tl.load((positions.position + start) + end)
+    shift = tl.where(inside, last - position, 0)
+    return RowTile(head, row, position, inside, first, last, shift, size.max_distance - size.mem_len - last)
+
+
+@triton.jit
+def is_narrow(positions, tile, META):
+    """Whether a tile's positions are close enough for the ring."""
+    if positions.position is None:
+        return True
+    else:
+        return tile.last - tile.first < tl.maximum(META.BLOCK_M, META.BLOCK_N)
+
+
+@triton.jit
+def are_narrow(positions, head, span, size, META):
+    """Whether those of every tile in a span of rows are."""
+    if positions.position is None:
+        return True
+    else:
+        CHUNK: tl.constexpr = 64
+        base = positions.position + of_rows(head, size)
+        widest = 0
+        for chunk in range(span.begin, span.end, CHUNK * META.BLOCK_M):
+            n = chunk + tl.arange(0, CHUNK) * META.BLOCK_M
+            first = tl.load(base + n, mask=n < span.end, other=0)
+            last = tl.load(base + tl.minimum(n + META.BLOCK_M, size.length) - 1, mask=n < span.end, other=0)
+            widest = tl.maximum(widest, tl.max(last - first, 0))
+        return widest < tl.maximum(META.BLOCK_M, META.BLOCK_N)
 
 
 @triton.jit
 def _swap(x, BIT: tl.constexpr):
-    """(BM, BN / 8, 8) with those columns exchanged whose indices differ in bit BIT."""
+    """(BLOCK_M, BLOCK_N / 8, 8) with those columns exchanged whose indices differ in bit BIT."""
     pairs = tl.reshape(x.to(tl.int32, bitcast=True), (x.shape[0], x.shape[1] * 8 >> (BIT + 1), 2, 1 << BIT))
     pairs = tl.sum(pairs, 2, keep_dims=True) - pairs  # (a + b) - a = b modulo 2^32; the compiler sees that too
     return tl.reshape(pairs, x.shape).to(tl.float32, bitcast=True)
@@ -25,7 +88,8 @@ def _swap(x, BIT: tl.constexpr):
 
 @triton.jit
 def _roll(x, BIT: tl.constexpr):
-    """out[i, c] = x[i, (c + 2^BIT) % (8 GROUPS)] for x (BM, GROUPS, 8); other names for registers, where groups are."""
+    """out[i, c] = x[i, (c + 2^BIT) % (8 GROUPS)] for x (BLOCK_M, GROUPS, 8). Groups are in registers, which only get
+    other names."""
     GROUPS: tl.constexpr = x.shape[1]
     group = tl.arange(0, GROUPS)[None, :, None]
     for k in tl.static_range(8):
@@ -37,17 +101,17 @@ def _roll(x, BIT: tl.constexpr):
 
 @triton.jit
 def rotate(x, shift):
-    """out[i, c] = x[i, (c + shift[i]) % BN] for float32 x (BM, BN).
+    """out[i, c] = x[i, (c + shift[i]) % BLOCK_N] for float32 x (BLOCK_M, BLOCK_N).
 
     Two halves. Within groups of 8 columns a butterfly: step k puts bit k of the column right, by exchanging columns
     that differ in just that bit wherever adding `shift` to the bits below carries into it. Then whole groups, by the
     bits of what is left. Groups live in registers; of the bits within a group one does too and two are lanes of a
-    tensor-core fragment: no shared memory and no barrier, two warp shuffles and log2(BN) selections an element.
-    Conditions have the shape (BM, 1, 8): four in a thread for each step, however many groups there are.
+    tensor-core fragment: no shared memory and no barrier, two warp shuffles and log2(BLOCK_N) selections an element.
+    Conditions have the shape (BLOCK_M, 1, 8): four in a thread for each step, however many groups there are.
     """
-    BM: tl.constexpr = x.shape[0]
-    BN: tl.constexpr = x.shape[1]
-    x = tl.reshape(x, (BM, BN // 8, 8))
+    BLOCK_M: tl.constexpr = x.shape[0]
+    BLOCK_N: tl.constexpr = x.shape[1]
+    x = tl.reshape(x, (BLOCK_M, BLOCK_N // 8, 8))
     column = tl.arange(0, 8)[None, None, :]
     shift = shift[:, None, None]
     for k in tl.static_range(3):
@@ -55,106 +119,104 @@ def rotate(x, shift):
         x = tl.where((carried & (1 << k)) != 0, _swap(x, k), x)
     left = column + shift
     for k in tl.static_range(3, 8):
-        if (1 << k) < BN:
+        if (1 << k) < BLOCK_N:
             x = tl.where((left & (1 << k)) != 0, _roll(x, k), x)
-    return tl.reshape(x, (BM, BN))
+    return tl.reshape(x, (BLOCK_M, BLOCK_N))
 
 
 @triton.jit
-def shift_in(first, middle, new, shift, BM: tl.constexpr, BN: tl.constexpr):
-    """Position scores (BM, BN) of one tile of keys, and the blocks `first` and `middle` of the next.
+def shift_in(first, middle, new, shift, META):
+    """Position scores (BLOCK_M, BLOCK_N) of one tile of keys, and the blocks `first` and `middle` of the next.
 
-    `new` is the product with the furthest block. Rows of the upper half of a tile with BM = 2 BN are one block further.
+    `new` is the product with the furthest block. Rows of the upper half of a tile with BLOCK_M = 2 BLOCK_N are one
+    block further.
     """
-    if BM > BN:
-        second = tl.where((shift >= BN)[:, None], new, middle)
+    if META.BLOCK_M > META.BLOCK_N:
+        second = tl.where((shift >= META.BLOCK_N)[:, None], new, middle)
     else:
         second = new
-    near = tl.arange(0, BN)[None, :] >= (shift % BN)[:, None]
+    near = tl.arange(0, META.BLOCK_N)[None, :] >= (shift % META.BLOCK_N)[:, None]
     return rotate(tl.where(near, first, second), shift), second, new
 
 
 @triton.jit
-def shift_out(grad, first, middle, shift, BM: tl.constexpr, BN: tl.constexpr):
-    """The transposed map: adds dS (BM, BN) to the band; returns the block that is complete, and the open ones."""
-    grad = rotate(grad, -shift)
-    near = tl.arange(0, BN)[None, :] >= (shift % BN)[:, None]
-    if BM > BN:
-        far = (shift >= BN)[:, None]
-        complete = first + tl.where(near & (far == 0), grad, 0.0)
-        first = middle + tl.where(near == far, grad, 0.0)
-        middle = tl.where(far & (near == 0), grad, 0.0)
+def shift_out(dS, first, middle, shift, META):
+    """The transposed map: adds dS (BLOCK_M, BLOCK_N) to the band; returns the block that is complete, and the open
+    ones."""
+    dS = rotate(dS, -shift)
+    near = tl.arange(0, META.BLOCK_N)[None, :] >= (shift % META.BLOCK_N)[:, None]
+    if META.BLOCK_M > META.BLOCK_N:
+        far = (shift >= META.BLOCK_N)[:, None]
+        complete = first + tl.where(near & (far == 0), dS, 0.0)
+        first = middle + tl.where(near == far, dS, 0.0)
+        middle = tl.where(far & (near == 0), dS, 0.0)
     else:
-        complete = first + tl.where(near, grad, 0.0)
-        first = tl.where(near, 0.0, grad)
+        complete = first + tl.where(near, dS, 0.0)
+        first = tl.where(near, 0.0, dS)
         middle = first
     return complete, first, middle
 
 
 @triton.jit
-def rel_product(
-    position_query, rel_key, rel_key_p, start, rel_rows, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
-    BC: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The product (BM, BN) of a tile of rows with rows start .. start+BN-1 of rel_key: one block of the band."""
-    product = tl.zeros((BM, BN), tl.float32)
+def rel_product(position_query, rel_key, start, step, size, META, KEEP: tl.constexpr):
+    """The product (BLOCK_M, BLOCK_N) of a tile of rows with rows start .. start + BLOCK_N - 1 of rel_key: one block of
+    the band."""
+    head = position_query.tile.head
+    product = tl.zeros((META.BLOCK_M, META.BLOCK_N), tl.float32)
     if KEEP:
-        for c in tl.static_range((D + BC - 1) // BC):
-            tile_r = load_block(rel_key, rel_key_p, start, rel_rows, c, BN, D, BC)
-            tile_q = row_chunk(position_query, c, D, BC, KEEP)
-            product = tl.dot(tile_q, tl.trans(tile_r), acc=product, input_precision=PRECISION)
+        for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
+            tile_r = load_rel_key(rel_key, head, start, c, size, META)  # (BLOCK_N, BLOCK_D)
+            tile_q = row_chunk(position_query, c, step, META, KEEP)  # (BLOCK_M, BLOCK_D)
+            product = tl.dot(tile_q, tl.trans(tile_r), acc=product, input_precision=META.PRECISION)
     else:
-        for c in range((D + BC - 1) // BC):
-            tile_r = load_block(rel_key, rel_key_p, start, rel_rows, c, BN, D, BC)
-            tile_q = row_chunk(position_query, c, D, BC, False)
-            product = tl.dot(tile_q, tl.trans(tile_r), acc=product, input_precision=PRECISION)
+        for c in range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
+            tile_r = load_rel_key(rel_key, head, start, c, size, META)
+            tile_q = row_chunk(position_query, c, step, META, False)
+            product = tl.dot(tile_q, tl.trans(tile_r), acc=product, input_precision=META.PRECISION)
     return product
 
 
 @triton.jit
-def open_ring(
-    position_query, rel_key, rel_key_p, start, rel_rows, shift, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
-    BC: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The blocks `first` and `middle` before the first tile of keys."""
-    first = rel_product(position_query, rel_key, rel_key_p, start, rel_rows, BM, BN, D, BC, KEEP, PRECISION)
+def open_ring(position_query, rel_key, start, step, size, META, KEEP: tl.constexpr):
+    """The blocks `first` and `middle` (BLOCK_M, BLOCK_N) before the first tile of keys."""
+    first = rel_product(position_query, rel_key, start, step, size, META, KEEP)
     middle = first
-    if BM > BN:
-        start += BN
-        middle = rel_product(position_query, rel_key, rel_key_p, start, rel_rows, BM, BN, D, BC, KEEP, PRECISION)
-        first = tl.where((shift >= BN)[:, None], middle, first)
+    if META.BLOCK_M > META.BLOCK_N:
+        middle = rel_product(position_query, rel_key, start + META.BLOCK_N, step, size, META, KEEP)
+        first = tl.where((position_query.tile.shift >= META.BLOCK_N)[:, None], middle, first)
     return first, middle
 
 
 @triton.jit
-def block_of(shift, BN: tl.constexpr):
-    """Which block each column of an unrotated tile (BM, BN) comes from, for positions too far apart for the ring."""
-    near = tl.arange(0, BN)[None, :] >= (shift % BN)[:, None]
-    return (shift // BN)[:, None] + tl.where(near, 0, 1)
+def block_of(shift, META):
+    """Which block each column of an unrotated tile (BLOCK_M, BLOCK_N) comes from, for positions too far apart for the
+    ring."""
+    near = tl.arange(0, META.BLOCK_N)[None, :] >= (shift % META.BLOCK_N)[:, None]
+    return (shift // META.BLOCK_N)[:, None] + tl.where(near, 0, 1)
 
 
 @triton.jit
-def shift_blocks(
-    position_query, rel_key, rel_key_p, start, rel_rows, shift, spread, BM: tl.constexpr, BN: tl.constexpr,
-    D: tl.constexpr, BC: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, NARROW: tl.constexpr,
-):  # fmt: skip
-    """Position scores (BM, BN) of one tile without a ring: every block that one of the rows needs.
+def blocks_of(tile, META):
+    """How many blocks the rows of a tile need at one tile of keys."""
+    return (tile.last - tile.first) // META.BLOCK_N + 2
 
-    `spread` is the distance between the tile's first and last position; NARROW promises that it is below max(BM, BN).
-    """
+
+@triton.jit
+def shift_blocks(position_query, rel_key, j0, step, size, META, KEEP: tl.constexpr, NARROW: tl.constexpr):
+    """Position scores (BLOCK_M, BLOCK_N) of one tile without a ring: every block that one of the rows needs. NARROW: as
+    `is_narrow` says."""
+    tile = position_query.tile
+    start = tile.origin + j0
     if NARROW:
-        first, middle = open_ring(
-            position_query, rel_key, rel_key_p, start, rel_rows, shift, BM, BN, D, BC, KEEP, PRECISION
-        )
-        start += tl.maximum(BM, BN)
-        new = rel_product(position_query, rel_key, rel_key_p, start, rel_rows, BM, BN, D, BC, KEEP, PRECISION)
-        score, _, _ = shift_in(first, middle, new, shift, BM, BN)
+        first, middle = open_ring(position_query, rel_key, start, step, size, META, KEEP)
+        start += tl.maximum(META.BLOCK_M, META.BLOCK_N)
+        new = rel_product(position_query, rel_key, start, step, size, META, KEEP)
+        score, _, _ = shift_in(first, middle, new, tile.shift, META)
     else:
-        block = block_of(shift, BN)
-        score = tl.zeros((BM, BN), tl.float32)
-        for index in range(0, spread // BN + 2):
-            at = start + index * BN
-            new = rel_product(position_query, rel_key, rel_key_p, at, rel_rows, BM, BN, D, BC, KEEP, PRECISION)
+        block = block_of(tile.shift, META)
+        score = tl.zeros((META.BLOCK_M, META.BLOCK_N), tl.float32)
+        for index in range(0, blocks_of(tile, META)):
+            new = rel_product(position_query, rel_key, start + index * META.BLOCK_N, step, size, META, KEEP)
             score = tl.where(block == index, new, score)
-        score = rotate(score, shift)
+        score = rotate(score, tile.shift)
     return score

@@ -14,18 +14,19 @@ import torch
 
 
 class Config(NamedTuple):
-    """A tile is BM query rows by BN keys; BM is at most 2 BN, and BN at least 32. For BC and KEEP see chunks.py."""
+    """A tile is BLOCK_M query rows by BLOCK_N keys; BLOCK_M is at most 2 BLOCK_N, and BLOCK_N at least 32. For BLOCK_D
+    and KEEP see chunks.py."""
 
-    BM: int
-    BN: int
-    BC: int
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_D: int
     KEEP: bool
     num_warps: int
     num_stages: int
 
 
 KERNELS = ("forward", "rows", "keys")
-# (GPU family, kind of dtype, head width up to) -> a configuration for each of KERNELS. One class of lengths: nothing
+# (GPU family, kind of dtype, head_dim up to) -> a configuration for each of KERNELS. One class of lengths: nothing
 # measured asks for more.
 TABLE = {
     (80, "16-bit", 64): ((64, 64, 64, True, 4, 2), (64, 32, 64, True, 4, 2), (64, 64, 64, True, 4, 2)),
@@ -49,7 +50,7 @@ def family(capability: tuple[int, int]) -> int:
     return 90 if capability[0] in (9, 10, 11) else 80
 
 
-def choose(kernel: str, dtype: torch.dtype, width: int, capability: tuple[int, int] | None) -> Config:
+def choose(kernel: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None) -> Config:
     """The configuration of `kernel`, one of KERNELS. `capability` None: for Triton's interpreter.
 
     What the table lacks for a family of GPUs is taken from the next lower one.
@@ -57,10 +58,10 @@ def choose(kernel: str, dtype: torch.dtype, width: int, capability: tuple[int, i
     config = _INTERPRETED
     if capability is not None:
         kind = kind_of(dtype)
-        keys = [key for key in TABLE if key[0] <= family(capability) and key[1] == kind and key[2] >= width]
+        keys = [key for key in TABLE if key[0] <= family(capability) and key[1] == kind and key[2] >= head_dim]
         best = min(keys, key=lambda key: (-key[0], key[2]))
         config = Config(*TABLE[best][KERNELS.index(kernel)])
-    return config._replace(BC=min(config.BC, max(16, 1 << (width - 1).bit_length())))
+    return config._replace(BLOCK_D=min(config.BLOCK_D, max(16, 1 << (head_dim - 1).bit_length())))
 
 
 def kind_of(dtype: torch.dtype) -> str:

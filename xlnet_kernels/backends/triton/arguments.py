@@ -1,0 +1,219 @@
+"""What the kernels are given: named tuples, grouped as the terms of the score are.
+
+A term that a call does not have is its tuple of Nones: a member is asked, never the tuple. Triton 3.6 takes None inside
+of tuples, but can neither compare such a tuple with None nor return one from a function; so tuples that may hold None
+are built where they are used, and pointers are moved to a batch and head where they are loaded from.
+`do_not_specialize` does not reach into tuples (3.6 to 3.9): sizes, which change from call to call, stay arguments of
+their own, as does dropout's threshold. Kernels gather them in `Sizes` first of all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+# Vectors over rows or keys are padded to multiples of this, at least the largest BLOCK_M and BLOCK_N of the table.
+PADDING = tl.constexpr(128)
+# Blocks reach beyond the last row of rel_key; with room in its gradient for ROOM tiles' larger sides nothing is tested.
+ROOM = tl.constexpr(4)
+# Arguments that change from call to call: no variants of a kernel for multiples of 16 and ones among them.
+SIZES = ["heads", "length", "mem_len", "key_len", "rel_len", "max_distance", "threshold"]
+
+Pointer = Any  # a tensor for the launch, a pointer in the kernel, or None
+Number = Any  # a number for the launch, a scalar in the kernel
+
+
+class Matrix(NamedTuple):
+    """A (B, H, rows, D) tensor whose last dimension is dense."""
+
+    data: Pointer = None
+    stride_b: Number = 0
+    stride_h: Number = 0
+    stride_l: Number = 0
+
+
+class Rows(NamedTuple):
+    """The query rows."""
+
+    query: Matrix  # (B, H, L, D)
+    content_bias: Pointer  # (H, D) or None
+    position_bias: Pointer  # (H, D) or None
+    scale: Number  # of the scores, positive
+
+
+class Keys(NamedTuple):
+    """Keys and values of the current segment, or of the memory before it."""
+
+    key: Matrix = Matrix()  # (B, H, K, D); memory: (B, H, M, D) or None
+    value: Matrix = Matrix()  # as key
+
+
+class Segments(NamedTuple):
+    """The segment term."""
+
+    embed: Pointer = None  # (2, H, D): same, different
+    bias: Pointer = None  # (H, D) or None
+    query_ids: Pointer = None  # (B, L) int32
+    key_ids: Pointer = None  # (B, padded M + K) int32
+    least: Pointer = None  # (B, padded M + K / BOUND) int32, of key_ids
+    largest: Pointer = None  # as least
+
+
+class RankMask(NamedTuple):
+    """Row i sees key j where query_floor[i] <= key_rank[j] < query_rank[i], or where j is its own and sees_self[i]."""
+
+    query_rank: Pointer = None  # (B, L) int32
+    key_rank: Pointer = None  # (B, padded M + K) int32, the highest rank beyond M + K
+    least: Pointer = None  # (B, padded M + K / BOUND) int32, of key_rank
+    largest: Pointer = None  # as least
+    query_floor: Pointer = None  # (B, L) int32 or None
+    sees_self: Pointer = None  # (B, L) uint8 or None
+
+
+class DenseMask(NamedTuple):
+    """Row i sees key j where data[i, j] is not zero."""
+
+    data: Pointer = None  # (B, H, L, M + K) uint8, any strides
+    stride_b: Number = 0
+    stride_h: Number = 0
+    stride_l: Number = 0
+    stride_k: Number = 0
+
+
+class Mask(NamedTuple):
+    """One of the two, or none; is_causal comes on top."""
+
+    rank: RankMask
+    dense: DenseMask
+
+
+class Positions(NamedTuple):
+    """Rows in the order of their positions; None: row i is at position i."""
+
+    row: Pointer = None  # (B, L) int32: index in the call
+    position: Pointer = None  # (B, L) int32, ascending
+
+
+class Dropout(NamedTuple):
+    """See xlnet_kernels/dropout.py."""
+
+    state: Pointer  # (2,) int64: seed, offset; or None
+    kept_scale: Number  # 1 / (1 - p)
+    threshold: Number = None  # put in by the kernel: an argument of its own
+
+
+class Output(NamedTuple):
+    """What forward writes."""
+
+    out: Pointer  # (B, L, H, D)
+    lse: Pointer  # (B, H, L) float32
+
+
+class Backward(NamedTuple):
+    """What backward is given, and `delta` and `segment_scores`: the kernel of rows writes them for that of keys."""
+
+    out: Pointer  # (B, L, H, D)
+    lse: Pointer  # (B, H, L) float32
+    grad_out: Matrix  # (B, H, L, D)
+    grad_lse: Pointer  # (B, H, L) float32 or None
+    delta: Pointer  # (B, H, L) float32: rowsum(dO * O) - dlse
+    segment_scores: Pointer  # (B, H, 2, L) float32: of keys in the same segment and in another; or None
+    rank_least: Pointer  # (B, padded L / BOUND) int32 or None: of query_rank, rows in the order of their positions
+    floor_largest: Pointer  # as rank_least, of query_floor
+
+
+class RowGradients(NamedTuple):
+    """What the kernel of rows writes."""
+
+    query: Pointer  # (B, L, H, D)
+    rel_key: Pointer  # (slots, H or B * H, rel_len + room for blocks that reach beyond, D) float32, zeros
+    sums: Pointer  # (B, H, tiles, 4, D) float32: over rows, of dQ less its segment term; dS of the same segment times
+    # (q + segment bias); dS of others times it; and dQ's segment term
+
+
+class KeyGradients(NamedTuple):
+    """What the kernel of keys writes."""
+
+    key: Pointer  # (B, K, H, D)
+    value: Pointer  # (B, K, H, D)
+    memory_key: Pointer  # (B, M, H, D) or None
+    memory_value: Pointer  # (B, M, H, D) or None
+    sums: Pointer  # (B, H, tiles, D) float32: over keys, of colsum(dS) k
+
+
+class Meta(NamedTuple):
+    """What a kernel is compiled for. For BLOCK_D and KEEP see chunks.py."""
+
+    BLOCK_M: Any
+    BLOCK_N: Any
+    BLOCK_D: Any
+    KEEP: Any
+    HEAD_DIM: Any
+    IS_CAUSAL: Any  # rel_key ends at distance 0
+    PRECISION: Any  # of float32 products: "ieee" or "tf32"
+    NEEDS_REL: Any = None  # the gradient of rel_key is asked for
+    ATOMIC: Any = None  # and added atomically: not in a fixed order
+
+
+class Sizes(NamedTuple):
+    """The lengths of a call."""
+
+    heads: Any
+    length: Any  # L
+    mem_len: Any  # M
+    keys: Any  # M + K
+    rel_len: Any  # P
+    max_distance: Any
+
+
+class Head(NamedTuple):
+    """One head of one batch."""
+
+    index: Any  # b * heads + h, int32
+    b: Any  # int64
+    h: Any  # int64
+
+
+@triton.jit
+def program(tiles):
+    """(tile, group) of this program: of a grid's dimensions only the first has room for any number of groups."""
+    return tl.program_id(0) % tiles, tl.program_id(0) // tiles
+
+
+@triton.jit
+def head_at(index, size):
+    return Head(index, (index // size.heads).to(tl.int64), (index % size.heads).to(tl.int64))
+
+
+@triton.jit
+def matrix_at(matrix, head):
+    """A matrix's first element of one head."""
+    return matrix.data + (head.b * matrix.stride_b + head.h * matrix.stride_h)
+
+
+@triton.jit
+def of_rows(head, size):
+    """Where a batch's elements begin in what has one per row."""
+    return head.b * size.length
+
+
+@triton.jit
+def of_head_rows(head, size):
+    """Where a head's elements begin in what has one per head and row."""
+    return head.index.to(tl.int64) * size.length
+
+
+@triton.jit
+def padded(count):
+    return tl.cdiv(count, PADDING) * PADDING
+
+
+@triton.jit
+def load_or(pointer, start, index, inside, other):
+    """Elements start + index where `inside`, `other` elsewhere and where there is no pointer."""
+    if pointer is None:
+        return tl.full(index.shape, other, tl.int32)
+    else:  # code after a return would be compiled
+        return tl.load((pointer + start) + index, mask=inside, other=other)

@@ -1,0 +1,202 @@
+"""Who sees whom: ranks, floors, own keys, dense masks and the causal limit; and which tiles need no test at all."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .arguments import load_or, of_rows, padded
+
+LOWEST = tl.constexpr(-(2**31))
+HIGHEST = tl.constexpr(2**31 - 1)
+BOUND = tl.constexpr(32)  # so many keys, or rows, have their least and largest rank and segment known
+
+
+class RowMask(NamedTuple):
+    """Of a tile's rows."""
+
+    rank: Any  # (BLOCK_M,)
+    floor: Any  # (BLOCK_M,)
+    own: Any  # (BLOCK_M,) whether a row sees its own key whatever the ranks
+    lowest_rank: Any
+    highest_floor: Any
+
+
+class Span(NamedTuple):
+    """A range [begin, end) of keys or rows."""
+
+    begin: Any
+    end: Any
+
+
+@triton.jit
+def load_row_mask(mask, tile, size):
+    """(rank, floor, own) of a tile's rows; rows out of range see nothing."""
+    start = of_rows(tile.head, size)
+    rank = load_or(mask.rank.query_rank, start, tile.row, tile.inside, LOWEST)
+    floor = load_or(mask.rank.query_floor, start, tile.row, tile.inside, HIGHEST)
+    return rank, floor, load_or(mask.rank.sees_self, start, tile.row, tile.inside, 0) != 0
+
+
+@triton.jit
+def range_of(least, largest, start, first, COUNT: tl.constexpr):
+    """The least and the largest value among `first` .. first + COUNT - 1, from those of every BOUND of them, which
+    begin at `start`; zeros without them."""
+    if least is None:
+        return 0, 0
+    else:
+        at = start + first // BOUND
+        low, high = tl.load(least + at), tl.load(largest + at)
+        for i in tl.static_range(1, COUNT // BOUND):
+            low = tl.minimum(low, tl.load(least + at + i))
+            high = tl.maximum(high, tl.load(largest + at + i))
+        return low, high
+
+
+@triton.jit
+def rank_range(mask, head, j0, size, META):
+    """The least and the largest rank among the keys of a tile."""
+    start = head.b * (padded(size.keys) // BOUND)
+    return range_of(mask.rank.least, mask.rank.largest, start, j0, META.BLOCK_N)
+
+
+@triton.jit
+def row_bounds(backward, head, n0, size, META):
+    """The least rank and the largest floor among rows n0 .. n0 + BLOCK_M - 1, in the order of their positions."""
+    start = head.b * (padded(size.length) // BOUND)
+    lowest_rank, _ = range_of(backward.rank_least, backward.rank_least, start, n0, META.BLOCK_M)
+    _, highest_floor = range_of(backward.floor_largest, backward.floor_largest, start, n0, META.BLOCK_M)
+    return lowest_rank, highest_floor
+
+
+@triton.jit
+def load_key_rank(mask, head, j0, size, META):
+    """(BLOCK_N,) ranks of a tile's keys."""
+    return tl.load((mask.rank.key_rank + (head.b * padded(size.keys) + j0)) + tl.arange(0, META.BLOCK_N))
+
+
+@triton.jit
+def visibility(tile, row_mask, mask, rank_least, rank_largest, j0, size, META):
+    """(every, near): whether all rows of a tile see all of its keys, whose ranks are from rank_least to rank_largest;
+    and whether keys may be at or after the rows' own positions."""
+    if mask.dense.data is not None:
+        every = False
+    else:
+        if mask.rank.key_rank is None:
+            every = j0 + META.BLOCK_N <= size.keys
+        else:  # keys that do not exist have the highest rank, and rows that do not the lowest
+            every = rank_largest < row_mask.lowest_rank
+            if mask.rank.query_floor is not None:
+                every = every & (rank_least >= row_mask.highest_floor)
+        if META.IS_CAUSAL:
+            every = every & (j0 + META.BLOCK_N <= tile.first + size.mem_len + 1)
+    if META.IS_CAUSAL:
+        near = j0 + META.BLOCK_N > tile.first + size.mem_len
+    elif mask.rank.sees_self is not None:
+        near = (j0 + META.BLOCK_N > tile.first + size.mem_len) & (j0 <= tile.last + size.mem_len)
+    else:
+        near = False
+    return every, near
+
+
+@triton.jit
+def visible(tile, row_mask, mask, j0, size, META, NEAR: tl.constexpr):
+    """Which of its keys each row of a tile (BLOCK_M, BLOCK_N) sees; NEAR: as `visibility` says."""
+    column = tl.arange(0, META.BLOCK_N)
+    own_column = tile.position + (size.mem_len - j0)
+    if mask.rank.key_rank is not None:  # rows and keys that do not exist have ranks that hide them
+        key_rank = load_key_rank(mask, tile.head, j0, size, META)[None, :]
+        seen = key_rank < row_mask.rank[:, None]
+        if mask.rank.query_floor is not None:
+            seen = seen & (key_rank >= row_mask.floor[:, None])
+        if NEAR and mask.rank.sees_self is not None:
+            seen = seen | (column[None, :] == tl.where(row_mask.own, own_column, -1)[:, None])
+    else:
+        seen = tile.inside[:, None] & (column < size.keys - j0)[None, :]
+    if NEAR and META.IS_CAUSAL:
+        seen = seen & (column[None, :] <= own_column[:, None])
+    if mask.dense.data is not None:
+        dense = mask.dense
+        base = dense.data + (tile.head.b * dense.stride_b + tile.head.h * dense.stride_h)
+        offset = tile.row[:, None].to(tl.int64) * dense.stride_l + column[None, :] * dense.stride_k
+        seen = seen & (tl.load((base + tl.cast(j0, tl.int64) * dense.stride_k) + offset, mask=seen, other=0) != 0)
+    return seen
+
+
+@triton.jit
+def hide(score, tile, row_mask, mask, every, near, j0, size, META):
+    """Scores (BLOCK_M, BLOCK_N), minus infinity where a row does not see a key."""
+    if not every:
+        if near:
+            score = tl.where(visible(tile, row_mask, mask, j0, size, META, True), score, -float("inf"))
+        else:
+            score = tl.where(visible(tile, row_mask, mask, j0, size, META, False), score, -float("inf"))
+    return score
+
+
+@triton.jit
+def span_of_keys(tile, row_mask, mask, size, META):
+    """Keys outside of which no row of the tile sees any; `begin` is a multiple of BLOCK_N."""
+    begin = 0
+    end = size.keys
+    if mask.rank.key_rank is not None:
+        CHUNK: tl.constexpr = 256
+        highest = tl.max(row_mask.rank, 0)
+        begin = size.keys
+        end = 0
+        key_rank = mask.rank.key_rank + tile.head.b * padded(size.keys)
+        for chunk in range(0, size.keys, CHUNK):
+            j = chunk + tl.arange(0, CHUNK)
+            ranks = tl.load(key_rank + j, mask=j < size.keys, other=HIGHEST)
+            some = ranks < highest
+            if mask.rank.query_floor is not None:
+                some = some & (ranks >= tl.min(row_mask.floor, 0))
+            begin = tl.minimum(begin, tl.min(tl.where(some, j, size.keys), 0))
+            end = tl.maximum(end, tl.max(tl.where(some, j + 1, 0), 0))
+        if mask.rank.sees_self is not None:
+            begin = tl.minimum(begin, tile.first + size.mem_len)
+            end = tl.maximum(end, tile.last + size.mem_len + 1)
+    if META.IS_CAUSAL:
+        end = tl.minimum(end, tile.last + size.mem_len + 1)
+    some = begin < end  # an empty span is that at 0, where the ring finds rows of rel_key
+    return Span(tl.where(some, begin // META.BLOCK_N * META.BLOCK_N, 0), tl.where(some, end, 0))
+
+
+@triton.jit
+def span_of_rows(positions, mask, head, j0, size, META):
+    """Rows, in the order of their positions, outside of which none sees a key of the tile at j0."""
+    begin = 0
+    end = size.length
+    if mask.rank.query_rank is not None or META.IS_CAUSAL:
+        CHUNK: tl.constexpr = 256
+        begin = size.length
+        end = 0
+        start = of_rows(head, size)
+        if mask.rank.query_rank is not None:
+            j = j0 + tl.arange(0, META.BLOCK_N)
+            key_rank = mask.rank.key_rank + head.b * padded(size.keys)
+            lowest = tl.min(tl.load(key_rank + j, mask=j < size.keys, other=HIGHEST), 0)
+            highest = tl.max(tl.load(key_rank + j, mask=j < size.keys, other=LOWEST), 0)
+        for chunk in range(0, size.length, CHUNK):
+            n = chunk + tl.arange(0, CHUNK)
+            some = n < size.length
+            row = n
+            position = n + size.mem_len
+            if positions.position is not None:
+                row = tl.load((positions.row + start) + n, mask=some, other=0)
+                position = tl.load((positions.position + start) + n, mask=some, other=0) + size.mem_len
+            if mask.rank.query_rank is not None:
+                ranked = load_or(mask.rank.query_rank, start, row, some, LOWEST) > lowest
+                if mask.rank.query_floor is not None:
+                    ranked = ranked & (load_or(mask.rank.query_floor, start, row, some, HIGHEST) <= highest)
+                if mask.rank.sees_self is not None:
+                    own = load_or(mask.rank.sees_self, start, row, some, 0) != 0
+                    ranked = ranked | (own & (position >= j0) & (position < j0 + META.BLOCK_N))
+                some = some & ranked
+            if META.IS_CAUSAL:
+                some = some & (position >= j0)
+            begin = tl.minimum(begin, tl.min(tl.where(some, n, size.length), 0))
+            end = tl.maximum(end, tl.max(tl.where(some, n + 1, 0), 0))
+    return Span(begin // META.BLOCK_M * META.BLOCK_M, end)

@@ -1,0 +1,107 @@
+"""The segment term: (q + bias) . embed[same or different]."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .arguments import load_or, of_head_rows, of_rows, padded
+from .chunks import columns, load_row_chunk, load_rows
+from .mask import BOUND, range_of
+
+
+class RowSegments(NamedTuple):
+    """Of a tile's rows."""
+
+    ids: Any  # (BLOCK_M,) int32
+    same: Any  # (BLOCK_M,) float32: the term of a key in the same segment
+    different: Any  # (BLOCK_M,) float32: of one in another
+
+
+@triton.jit
+def load_embedding(segments, head, kind: tl.constexpr, c: tl.constexpr, size, META):
+    """Chunk c (BLOCK_D,) of the embedding of "same segment" (kind 0) or "different" (1) in float32."""
+    d = columns(c, META)
+    row = segments.embed + (kind * size.heads + head.h) * META.HEAD_DIM
+    return tl.load(row + d, mask=d < META.HEAD_DIM, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def row_segments(rows, segments, tile, size, META):
+    """A tile's ids, and its two possible terms."""
+    ids = load_or(segments.query_ids, of_rows(tile.head, size), tile.row, tile.inside, 0)
+    same = tl.zeros((META.BLOCK_M,), tl.float32)
+    different = same
+    if segments.embed is not None:
+        kind = tl.arange(0, 16)  # two of them: the least that a matrix product takes
+        both = tl.zeros((META.BLOCK_M, 16), tl.float32)
+        base = segments.embed + tile.head.h * META.HEAD_DIM
+        for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
+            biased = load_row_chunk(rows.query, segments.bias, tile, c, 0, META)  # (BLOCK_M, BLOCK_D)
+            embed = load_rows(base, kind, size.heads * META.HEAD_DIM, kind < 2, c, META)  # (16, BLOCK_D)
+            both = tl.dot(biased, tl.trans(embed), acc=both, input_precision=META.PRECISION)
+        same = tl.sum(tl.where((kind == 0)[None, :], both, 0.0), 1)
+        different = tl.sum(tl.where((kind == 1)[None, :], both, 0.0), 1)
+    return RowSegments(ids, same, different)
+
+
+@triton.jit
+def store_segment_scores(backward, terms, tile, size):
+    """Keeps both terms of a tile's rows for the kernel of keys."""
+    if backward.segment_scores is not None:
+        start = of_head_rows(tile.head, size)
+        row = start + tile.row
+        tl.store(backward.segment_scores + (row + start), terms.same, mask=tile.inside)
+        start += size.length
+        tl.store(backward.segment_scores + (row + start), terms.different, mask=tile.inside)
+
+
+@triton.jit
+def load_segment_scores(segments, backward, tile, size):
+    """What `row_segments` gave for these rows."""
+    ids = load_or(segments.query_ids, of_rows(tile.head, size), tile.row, tile.inside, 0)
+    base = backward.segment_scores + 2 * of_head_rows(tile.head, size)
+    same = tl.load(base + tile.row, mask=tile.inside, other=0.0)
+    different = tl.load(base + (size.length + tile.row), mask=tile.inside, other=0.0)
+    return RowSegments(ids, same, different)
+
+
+@triton.jit
+def id_range(segments, head, j0, size, META):
+    """The least and the largest id among the keys of a tile."""
+    start = head.b * (padded(size.keys) // BOUND)
+    return range_of(segments.least, segments.largest, start, j0, META.BLOCK_N)
+
+
+@triton.jit
+def is_same_segment(ids, segments, head, j0, size, META):
+    """Which pairs of a tile (BLOCK_M, BLOCK_N) are of one segment."""
+    key_ids = tl.load((segments.key_ids + (head.b * padded(size.keys) + j0)) + tl.arange(0, META.BLOCK_N))
+    return ids[:, None] == key_ids[None, :]
+
+
+@triton.jit
+def add_segments(score, terms, segments, head, id_least, id_largest, j0, size, META):
+    """Scores (BLOCK_M, BLOCK_N) plus the segment term, in two parts. Where all keys of the tile are of one segment,
+    id_least to id_largest, it is the second part (BLOCK_M,), the same for all keys of a row."""
+    term = tl.zeros((META.BLOCK_M,), tl.float32)
+    if segments.key_ids is not None:
+        one = id_least == id_largest
+        term = tl.where(one, tl.where(terms.ids == id_least, terms.same, terms.different), 0.0)
+        if not one:
+            same = is_same_segment(terms.ids, segments, head, j0, size, META)
+            score += tl.where(same, terms.same[:, None], terms.different[:, None])
+    return score, term
+
+
+@triton.jit
+def add_dS_different(total, dS, ids, segments, head, id_least, id_largest, j0, size, META):
+    """`total` (BLOCK_M,) plus rowsum(dS) over a tile's keys of other segments."""
+    if segments.key_ids is not None:
+        if id_least == id_largest:
+            total += tl.where(ids == id_least, 0.0, tl.sum(dS, 1))
+        else:
+            total += tl.sum(tl.where(is_same_segment(ids, segments, head, j0, size, META), 0.0, dS), 1)
+    return total

@@ -1,272 +1,219 @@
-// Backward: probabilities recomputed from the log-sum-exp; the buffer of scores becomes dS and, unshifted, its band.
+// Backward: probabilities again from the log-sum-exp; the scores of a tile become dS and, unshifted, its band.
 
 template <typename T>
 struct BackwardScratch {
   HeadTerms<T> terms;
-  KeyLabels keys;
+  KeyTerms keys;
   T *key_rows, *key_panels, *value_panels, *rel_rows, *rel_panels, *spare;
-  T *out, *grad_out, *grad_out_strips, *grad_content, *grad_position;
-  T *scores, *grad_probability, *factors;
-  // sums of one chunk of rows
-  T *grad_key, *grad_value, *grad_rel;
-  T *grad_content_bias, *grad_position_bias, *grad_segment_bias, *grad_same, *grad_different;
+  T *out, *dO, *dO_strips, *dQ_content, *dQ_position;
+  T *scores, *dP, *dropout;
+  ChunkSums<T> sums;
 
-  // Row stride of grad_probability
-  static constexpr int64_t KEYS = BACKWARD_KEYS + PANEL_WIDTH<T> + MARGIN;
+  // Row stride of dP
+  static constexpr int64_t STRIDE = BACKWARD_BLOCK_N + PANEL_WIDTH<T> + BAND_MARGIN;
 
-  BackwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t depth)
-      : terms(carver, sizes.width),
-        keys(carver, sizes.groups),
-        key_rows(carver.take<T>(sizes.keys_padded * sizes.width)),
-        key_panels(carver.take<T>(sizes.keys_padded * depth)),
-        value_panels(carver.take<T>(sizes.keys_padded * depth)),
-        rel_rows(carver.take<T>(sizes.window * sizes.width)),
-        rel_panels(carver.take<T>(sizes.window * depth)),
-        spare(carver.take<T>(LANES<T> * sizes.width)),
-        out(carver.take<T>(sizes.width)),
-        grad_out(carver.take<T>(Block<T>::rows_elements(sizes.width))),
-        grad_out_strips(carver.take<T>(Block<T>::rows_elements(sizes.width))),
-        grad_content(carver.take<T>(BLOCK_ROWS * sizes.width)),
-        grad_position(carver.take<T>(BLOCK_ROWS * sizes.width)),
-        scores(carver.take<T>(band_elements<T>(BACKWARD_KEYS))),
-        grad_probability(carver.take<T>(BLOCK_ROWS * KEYS)),
-        factors(carver.take<T>(BACKWARD_KEYS + 2 * DROPOUT_GROUP)),
-        grad_key(carver.take<T>(sizes.keys_padded * sizes.width)),
-        grad_value(carver.take<T>(sizes.keys_padded * sizes.width)),
-        grad_rel(carver.take<T>(sizes.window * sizes.width)),
-        grad_content_bias(carver.take<T>(sizes.width)),
-        grad_position_bias(carver.take<T>(sizes.width)),
-        grad_segment_bias(carver.take<T>(sizes.width)),
-        grad_same(carver.take<T>(sizes.width)),
-        grad_different(carver.take<T>(sizes.width)) {}
+  BackwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t head_dim)
+      : terms(carver, sizes),
+        keys(carver, sizes),
+        key_rows(carver.take<T>(sizes.padded_keys * sizes.padded_dim)),
+        key_panels(carver.take<T>(sizes.padded_keys * head_dim)),
+        value_panels(carver.take<T>(sizes.padded_keys * head_dim)),
+        rel_rows(carver.take<T>(sizes.max_window * sizes.padded_dim)),
+        rel_panels(carver.take<T>(sizes.max_window * head_dim)),
+        spare(carver.take<T>(LANES<T> * sizes.padded_dim)),
+        out(carver.take<T>(sizes.padded_dim)),
+        dO(carver.take<T>(RowBlock<T>::elements(sizes))),
+        dO_strips(carver.take<T>(RowBlock<T>::elements(sizes))),
+        dQ_content(carver.take<T>(BLOCK_M * sizes.padded_dim)),
+        dQ_position(carver.take<T>(BLOCK_M * sizes.padded_dim)),
+        scores(carver.take<T>(Tile<T>::elements(BACKWARD_BLOCK_N))),
+        dP(carver.take<T>(BLOCK_M * STRIDE)),
+        dropout(carver.take<T>(dropout_elements(BACKWARD_BLOCK_N))),
+        sums(carver, sizes) {}
+
+  void load(const RelAttention& p, const Sizes<T>& sizes, const Chunk& chunk) const {
+    const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim;
+    T* const none = nullptr;
+    terms.load(p, h, dim);
+    keys.load(p, b, sizes);
+    pack(p, keys_of(p, p.memory.key, p.keys.key), b, h, sizes.padded_keys, dim, key_rows, spare, key_panels);
+    pack(p, keys_of(p, p.memory.value, p.keys.value), b, h, sizes.padded_keys, dim, none, spare, value_panels);
+    pack(p, window_of(p, chunk.rel_first), b, h, chunk.window, dim, rel_rows, spare, rel_panels);
+  }
 };
 
-// Which products the wanted gradients need
-struct Wanted {
-  bool query, key, value, rel_key;
-
-  explicit Wanted(const RelAttentionGradients& g)
-      : query(g.query.data != nullptr || g.content_bias != nullptr || g.position_bias != nullptr),
-        key(g.keys.key.data != nullptr || g.memory.key.data != nullptr),
-        value(g.keys.value.data != nullptr || g.memory.value.data != nullptr),
-        rel_key(g.rel_key.data != nullptr) {}
+// One task, for the functions below
+template <typename T>
+struct BackwardTask {
+  const RelAttention& p;
+  const RelAttentionGradients& g;
+  const Wanted& wanted;
+  const Sizes<T>& sizes;
+  const Chunk& chunk;
+  const BackwardScratch<T>& scratch;
 };
 
-// Per row of a block: what turns scores into probabilities and dP into dS
+// Per row of a block
 template <typename T>
 struct RowStatistics {
-  T lse[BLOCK_ROWS];    // of the row's scores without `same`, in powers of 2
-  T delta[BLOCK_ROWS];  // dO.O - dlse
-  T grad_lse[BLOCK_ROWS];
-  T total[BLOCK_ROWS], different[BLOCK_ROWS];  // sums of dS: over all keys, over keys of another segment
-  T elsewhere[BLOCK_ROWS];                     // sum of P over the latter
+  SoftmaxRow<T> softmax[BLOCK_M];
+  SegmentRowSums<T> segments;
 };
 
 template <typename T>
-static void load_gradients(const RelAttention& p, const RelAttentionGradients& g, const Sizes<T>& sizes,
-                           const BackwardScratch<T>& scratch, const Block<T>& block, RowStatistics<T>& statistics) {
-  const int64_t b = block.b, h = block.h, head_row = (b * p.heads + h) * p.length;
+static void load_output_gradients(const BackwardTask<T>& task, const RowBlock<T>& block, RowStatistics<T>& statistics) {
+  const auto& [p, g, wanted, sizes, chunk, scratch] = task;
+  const int64_t head_row = (block.b * p.heads + block.h) * p.length;
   for (int64_t r = 0; r < block.count; ++r) {
-    const int64_t row = block.row[r];
-    T* grad_out = scratch.grad_out + r * sizes.width;
-    read_row(p, g.out, b, h, row, sizes.width, grad_out);
-    read_row(p, p.out, b, h, row, sizes.width, scratch.out);
-    Vec<T> products{};
-    for (int64_t d = 0; d < sizes.width; d += LANES<T>) products += load(grad_out + d) * load(scratch.out + d);
-    const T row_lse = static_cast<const T*>(p.lse)[head_row + row];
-    const bool sees_any = row_lse != -static_cast<T>(INFINITY);
-    statistics.grad_lse[r] = g.lse != nullptr && sees_any ? static_cast<const T*>(g.lse)[head_row + row] : T(0);
-    statistics.delta[r] = sum<T>(products) - statistics.grad_lse[r];
-    statistics.lse[r] = row_lse * static_cast<T>(LOG2E) - block.same[r];
-    statistics.total[r] = statistics.different[r] = statistics.elsewhere[r] = 0;
+    const int64_t row_index = block.row_index[r];
+    T* dO = scratch.dO + r * sizes.padded_dim;
+    read_row(p, g.out, block.b, block.h, row_index, sizes.padded_dim, dO);
+    read_row(p, p.out, block.b, block.h, row_index, sizes.padded_dim, scratch.out);
+    statistics.softmax[r] = SoftmaxRow<T>(static_cast<const T*>(p.lse), g.lse, head_row + row_index,
+                                          block.segments.same[r], scratch.out, dO, sizes.padded_dim);
+    statistics.segments.start(r);
   }
-  transpose_strips(scratch.grad_out, block.count, sizes.width, p.head_dim, scratch.grad_out_strips);
+  transpose_strips(scratch.dO, block.count, sizes.padded_dim, p.head_dim, scratch.dO_strips);
+  clear(scratch.dQ_content, block.padded(ROW_ROWS) * sizes.padded_dim);
+  clear(scratch.dQ_position, block.padded(ROW_ROWS) * sizes.padded_dim);
 }
 
-// One row of a step: `score` becomes dS, `grad_probability` becomes the dropped-out probability that dV needs.
+// dP = dO . V^T
 template <typename T>
-static void grad_row(const RelAttention& p, const KeyLabels& keys, const Block<T>& block, int64_t r, int64_t first,
-                     int64_t count, int64_t seen, const T* factors, RowStatistics<T>& statistics, T* score,
-                     T* grad_probability) {
-  const T lse = statistics.lse[r], delta = statistics.delta[r];
-  if (lse == -static_cast<T>(INFINITY)) seen = 0;
-  const bool segments = p.segments.query_ids != nullptr;
-  const int32_t id = segments ? p.segments.query_ids[block.b * p.length + block.row[r]] : 0;
-  Vec<T> total{}, different{}, elsewhere{};
-  for (int64_t j = 0; j < seen; j += LANES<T>) {
-    const Vec<T> s = load(score + j);
-    // Nothing of what a row does not see reaches its gradients, NaN and infinity included.
-    const IntVec<T> hidden = s == -static_cast<T>(INFINITY);
-    const Vec<T> probability = select<T>(hidden, Vec<T>{}, exp2(s - lse));
-    const Vec<T> factor = factors == nullptr ? broadcast(T(1)) : load(factors + j);
-    Vec<T> grad = probability * (factor * load(grad_probability + j) - delta);
-    grad = select<T>(hidden, Vec<T>{}, grad);
-    store(score + j, grad);
-    store(grad_probability + j, factor * probability);
-    if (segments) {
-      const IntVec<T> other = load_ints(keys.id + first + j, T()) != id;
-      total += grad;
-      different += select<T>(other, grad, Vec<T>{});
-      elsewhere += select<T>(other, probability, Vec<T>{});
-    }
-  }
-  for (int64_t j = seen; j < count + ROW_ROWS; ++j) grad_probability[j] = score[j] = 0;
-  if (segments) {
-    statistics.total[r] += sum<T>(total);
-    statistics.different[r] += sum<T>(different);
-    statistics.elsewhere[r] += sum<T>(elsewhere);
-  }
-}
-
-// Zeros around each row of dS, as far as the products over the band reach: its strip's columns and a tile's margin.
-template <typename T>
-static void clear_corners(const Block<T>& block, const Step<T>& step) {
-  for (int64_t r = 0; r < block.count; ++r) {
-    const int64_t strip = r / ROW_ROWS * ROW_ROWS, end = smaller(strip + ROW_ROWS, block.count) - 1;
-    const int64_t low = smaller(step.shift[end], step.shift[r] - MARGIN);
-    const int64_t high = larger(step.shift[strip], step.shift[r] + MARGIN) + step.count;
-    for (int64_t t = low; t < step.shift[r]; ++t) step.band[r][t] = 0;
-    for (int64_t t = step.shift[r] + step.count; t < high; ++t) step.band[r][t] = 0;
-  }
-}
-
-template <typename T>
-struct RowPointers {
-  T* row[PANEL_ROWS > ROW_ROWS ? PANEL_ROWS : ROW_ROWS];
-
-  RowPointers(T* first, int64_t stride) {
-    for (int64_t m = 0; m < static_cast<int64_t>(sizeof(row) / sizeof(row[0])); ++m) row[m] = first + m * stride;
-  }
-};
-
-template <typename T>
-static void backward_step(const RelAttention& p, const Wanted& wanted, const Sizes<T>& sizes, const Block<T>& block,
-                          const BackwardScratch<T>& scratch, RowStatistics<T>& statistics, int64_t last_position,
-                          int64_t first, int64_t count) {
-  const int64_t width = sizes.width, rows = block.padded(PANEL_ROWS);
-  constexpr int64_t KEYS = BackwardScratch<T>::KEYS;
-  Step<T> step;
-  place_rows(block, last_position, first, count, scratch.scores, step);
-  score_step(p, block, scratch.key_panels, scratch.rel_panels, step);
-
-  // dP = dO . V^T
-  T* grad_probability[BLOCK_ROWS];
-  for (int64_t r = 0; r < rows; ++r) grad_probability[r] = scratch.grad_probability + r * KEYS;
-  for (int64_t column = 0; column < count; column += PANEL_WIDTH<T>)
+static void probability_gradients(const BackwardTask<T>& task, const RowBlock<T>& block, const Tile<T>& tile,
+                                  T* const* dP) {
+  const int64_t rows = block.padded(PANEL_ROWS), depth = task.p.head_dim;
+  for (int64_t column = 0; column < tile.count; column += PANEL_WIDTH<T>)
     for (int64_t r = 0; r < rows; r += PANEL_ROWS)
-      panel_product<T, true>(scratch.grad_out_strips + r * p.head_dim, scratch.value_panels + (first + column) * p.head_dim,
-                             p.head_dim, grad_probability + r, column);
+      panel_product<T, true>(task.scratch.dO_strips + r * depth,
+                             task.scratch.value_panels + (tile.first + column) * depth, depth, dP + r, column);
+}
 
-  for (int64_t r = 0; r < block.count; ++r) {
-    T largest = 0;
-    const int64_t seen = mask_row(p, sizes, scratch.keys, block, r, first, count, step.view[r], largest);
-    const T* factors = nullptr;
-    if (p.dropout.p > 0 && seen > 0)
-      factors = dropout_factors(p, block.b * p.heads + block.h, block.row[r], first, round_up(seen, LANES<T>),
-                                scratch.factors);
-    grad_row(p, scratch.keys, block, r, first, count, seen, factors, statistics, step.view[r], grad_probability[r]);
+// Row r of a tile: scores become dS, dP becomes the dropped-out probabilities that dV needs.
+template <typename T>
+static void softmax_backward(const BackwardTask<T>& task, const RowBlock<T>& block, int64_t r, int64_t visible,
+                             const Tile<T>& tile, T* dP, RowStatistics<T>& statistics) {
+  const RelAttention& p = task.p;
+  const SoftmaxRow<T> softmax = statistics.softmax[r];
+  const SegmentRow<T> segments(p, task.scratch.keys.segments, tile.first, block.b, block.row_index[r],
+                               block.segments.different[r]);
+  T* score = tile.score[r];
+  const T* dropout = nullptr;
+  if (p.dropout.p > 0 && visible > 0)
+    dropout = dropout_factors(p, block.b, block.h, block.row_index[r], tile.first, round_up(visible, LANES<T>),
+                              task.scratch.dropout);
+  if (softmax.lse == -static_cast<T>(INFINITY)) visible = 0;
+  SegmentSums<T> sums;
+  for (int64_t j = 0; j < visible; j += LANES<T>) {
+    const Vec<T> s = load(score + j), P = softmax.P(s);
+    const Vec<T> kept = dropout == nullptr ? broadcast(T(1)) : load(dropout + j);
+    const Vec<T> dS = softmax.dS(s, P, kept * load(dP + j));
+    store(score + j, dS);
+    store(dP + j, kept * P);
+    if (segments.used) sums.add(segments.differs(j), dS, P);
   }
-  clear_corners(block, step);
-  for (int64_t r = block.count; r < rows; ++r) {
-    step.view[r] = step.view[block.count - 1];
-    step.band[r] = step.band[block.count - 1];
-    step.shift[r] = step.shift[block.count - 1];
-  }
+  for (int64_t j = visible; j < tile.count + ROW_ROWS; ++j) dP[j] = score[j] = 0;
+  if (segments.used) statistics.segments.add(r, sums);
+}
 
-  // dQ += dS . K and band(dS) . R, apart since their sums are the gradients of u and v
-  if (wanted.query) {
-    for (int64_t r = 0; r < block.count; r += ROW_ROWS) {
-      row_product<T, A::rows>(step.view + r, 0, scratch.key_rows + first * width, width, count,
-                              RowPointers<T>(scratch.grad_content + r * width, width).row);
-      const int64_t low = step.shift[r + ROW_ROWS - 1], high = step.shift[r] + count;
-      T* band[ROW_ROWS];
-      for (int64_t m = 0; m < ROW_ROWS; ++m) band[m] = step.band[r + m] + low;
-      row_product<T, A::rows>(band, 0, scratch.rel_rows + (step.window + low) * width, width, high - low,
-                              RowPointers<T>(scratch.grad_position + r * width, width).row);
-    }
-  }
-  // dK += dS^T . (Q + u), dV += P^T . dO
-  for (int64_t j = 0; j < count; j += ROW_ROWS) {
-    if (wanted.key)
-      row_product<T, A::columns>(step.view, j, block.content, width, block.count,
-                                 RowPointers<T>(scratch.grad_key + (first + j) * width, width).row);
-    if (wanted.value)
-      row_product<T, A::columns>(grad_probability, j, scratch.grad_out, width, block.count,
-                                 RowPointers<T>(scratch.grad_value + (first + j) * width, width).row);
-  }
-  // dR += band(dS)^T . (Q + v), over the rows that reach each piece of the window
-  if (wanted.rel_key) {
-    int64_t begin = block.count, end = block.count;
-    for (int64_t t = step.shift[block.count - 1]; t < step.shift[0] + count; t += ROW_ROWS) {
-      while (begin > 0 && step.shift[begin - 1] < t + ROW_ROWS) --begin;
-      while (end > begin && step.shift[end - 1] + count <= t) --end;
-      row_product<T, A::columns>(step.band + begin, t, block.position_query + begin * width, width, end - begin,
-                                 RowPointers<T>(scratch.grad_rel + (step.window + t) * width, width).row);
-    }
+// dQ += dS . K and band(dS) . R, apart since their sums are the gradients of u and v
+template <typename T>
+static void add_query_gradients(const BackwardTask<T>& task, const RowBlock<T>& block, const Tile<T>& tile) {
+  const BackwardScratch<T>& scratch = task.scratch;
+  const int64_t dim = task.sizes.padded_dim;
+  for (int64_t r = 0; r < block.count; r += ROW_ROWS) {
+    row_product<T, A::rows>(tile.score + r, 0, scratch.key_rows + tile.first * dim, dim, tile.count,
+                            RowPointers<T>(scratch.dQ_content + r * dim, dim).row);
+    const int64_t low = tile.shift[r + ROW_ROWS - 1], high = tile.shift[r] + tile.count;
+    T* band[ROW_ROWS];
+    for (int64_t m = 0; m < ROW_ROWS; ++m) band[m] = tile.band[r + m] + low;
+    row_product<T, A::rows>(band, 0, scratch.rel_rows + (tile.window + low) * dim, dim, high - low,
+                            RowPointers<T>(scratch.dQ_position + r * dim, dim).row);
   }
 }
 
-// dq of the block's rows, and their part of the sums over rows
+// dK += dS^T . (Q + u), dV += P^T . dO
 template <typename T>
-static void finish_rows(const RelAttention& p, const RelAttentionGradients& g, const Sizes<T>& sizes,
-                        const Block<T>& block, const BackwardScratch<T>& scratch, const RowStatistics<T>& statistics) {
+static void add_key_gradients(const BackwardTask<T>& task, const RowBlock<T>& block, const Tile<T>& tile,
+                              const T* const* P) {
+  const BackwardScratch<T>& scratch = task.scratch;
+  const int64_t dim = task.sizes.padded_dim;
+  for (int64_t j = 0; j < tile.count; j += ROW_ROWS) {
+    const int64_t start = (tile.first + j) * dim;
+    if (task.wanted.key)
+      row_product<T, A::columns>(tile.score, j, block.content_query, dim, block.count,
+                                 RowPointers<T>(scratch.sums.dK + start, dim).row);
+    if (task.wanted.value)
+      row_product<T, A::columns>(P, j, scratch.dO, dim, block.count, RowPointers<T>(scratch.sums.dV + start, dim).row);
+  }
+}
+
+// dR += band(dS)^T . (Q + v), over the rows that reach each piece of the window
+template <typename T>
+static void add_rel_key_gradients(const BackwardTask<T>& task, const RowBlock<T>& block, const Tile<T>& tile) {
+  const int64_t dim = task.sizes.padded_dim;
+  int64_t begin = block.count, end = block.count;
+  for (int64_t t = tile.shift[block.count - 1]; t < tile.shift[0] + tile.count; t += ROW_ROWS) {
+    while (begin > 0 && tile.shift[begin - 1] < t + ROW_ROWS) --begin;
+    while (end > begin && tile.shift[end - 1] + tile.count <= t) --end;
+    row_product<T, A::columns>(tile.band + begin, t, block.position_query + begin * dim, dim, end - begin,
+                               RowPointers<T>(task.scratch.sums.dR + (tile.window + t) * dim, dim).row);
+  }
+}
+
+// dQ of the block's rows, and their part of the sums over rows
+template <typename T>
+static void store_rows(const BackwardTask<T>& task, const RowBlock<T>& block, const RowStatistics<T>& statistics) {
+  const auto& [p, g, wanted, sizes, chunk, scratch] = task;
+  const ChunkSums<T>& sums = scratch.sums;
+  const SegmentTerms<T>& terms = scratch.terms.segments;
   const T scale = static_cast<T>(p.scale), unscale = static_cast<T>(LN2);
   for (int64_t r = 0; r < block.count; ++r) {
-    T *content = scratch.grad_content + r * sizes.width, *position = scratch.grad_position + r * sizes.width;
-    const T* segment_query = block.segment_query + r * sizes.width;
-    // A row's dS adds up to dlse. What it adds up to instead is the rounding of delta, which dS holds in proportion to
-    // P: a bias that the sums over rows would not average out.
-    const T total = statistics.grad_lse[r];
-    const T different = statistics.different[r] - (statistics.total[r] - total) * statistics.elsewhere[r];
-    for (int64_t d = 0; d < sizes.width; ++d) {
-      const T segment = different * scratch.terms.different[d] + total * scratch.terms.same[d];
-      scratch.grad_content_bias[d] += scale * content[d];
-      scratch.grad_position_bias[d] += scale * position[d];
-      scratch.grad_segment_bias[d] += scale * segment;
-      scratch.grad_same[d] += (total - different) * unscale * segment_query[d];
-      scratch.grad_different[d] += different * unscale * segment_query[d];
+    T *content = scratch.dQ_content + r * sizes.padded_dim, *position = scratch.dQ_position + r * sizes.padded_dim;
+    const T* segment_query = block.segments.query + r * sizes.padded_dim;
+    const T total = statistics.softmax[r].grad_lse, different = statistics.segments.different(r, total);
+    for (int64_t d = 0; d < sizes.padded_dim; ++d) {
+      const T segment = different * terms.different[d] + total * terms.same[d];
+      sums.grad_content_bias[d] += scale * content[d];
+      sums.grad_position_bias[d] += scale * position[d];
+      sums.grad_segment_bias[d] += scale * segment;
+      sums.grad_same[d] += (total - different) * unscale * segment_query[d];
+      sums.grad_different[d] += different * unscale * segment_query[d];
       content[d] = scale * (content[d] + position[d] + segment);
     }
     if (g.query.data != nullptr) {
-      T* to = static_cast<T*>(g.query.data) + row_start(g.query, block.b, block.h, block.row[r]);
+      T* to = static_cast<T*>(g.query.data) + row_start(g.query, block.b, block.h, block.row_index[r]);
       for (int64_t d = 0; d < p.head_dim; ++d) to[d * g.query.stride[3]] = content[d];
     }
   }
 }
 
 template <typename T>
-INLINE void add_row(const Tensor4& to, int64_t b, int64_t h, int64_t row, const T* from, T factor, int64_t width) {
-  if (to.data == nullptr) return;
-  T* start = static_cast<T*>(to.data) + row_start(to, b, h, row);
-  for (int64_t d = 0; d < width; ++d) start[d * to.stride[3]] += factor * from[d];
-}
+static void backward_rows(const BackwardTask<T>& task, const RowBlock<T>& block) {
+  const auto& [p, g, wanted, sizes, chunk, scratch] = task;
+  const int64_t rows = block.padded(PANEL_ROWS);
+  RowStatistics<T> statistics;
+  T* dP[BLOCK_M];
+  for (int64_t r = 0; r < BLOCK_M; ++r) dP[r] = scratch.dP + r * BackwardScratch<T>::STRIDE;
+  load_output_gradients(task, block, statistics);
 
-// Adds a chunk's sums to the results
-template <typename T>
-static void add_sums(const RelAttention& p, const RelAttentionGradients& g, const Wanted& wanted, const Sizes<T>& sizes,
-                     const BackwardScratch<T>& scratch, int64_t b, int64_t h, int64_t rel_first, int64_t window) {
-  const T unscale = static_cast<T>(LN2);
-  for (int64_t j = 0; j < sizes.keys; ++j) {
-    const bool old = j < p.mem_len;
-    const int64_t row = old ? j : j - p.mem_len;
-    if (wanted.key)
-      add_row(old ? g.memory.key : g.keys.key, b, h, row, scratch.grad_key + j * sizes.width, unscale, p.head_dim);
-    if (wanted.value)
-      add_row(old ? g.memory.value : g.keys.value, b, h, row, scratch.grad_value + j * sizes.width, T(1), p.head_dim);
+  TileScheduler<T> tiles{p, sizes, scratch.keys.ranks, block.mask, BACKWARD_BLOCK_N};
+  for (int64_t first, count; tiles.next(first, count);) {
+    Tile<T> tile(block, chunk.last_position, first, count, scratch.scores);
+    position_scores(p, block, scratch.rel_panels, tile);
+    content_scores(p, block, scratch.key_panels, tile);
+    probability_gradients(task, block, tile, dP);
+    for (int64_t r = 0; r < block.count; ++r) {
+      const VisibleKeys<T> visible = segments_and_mask(p, sizes, scratch.keys, block, r, tile);
+      softmax_backward(task, block, r, visible.count, tile, dP[r], statistics);
+    }
+    tile.clear_corners(block.count);
+    tile.repeat_last_row(block.count, rows);
+    if (wanted.query) add_query_gradients(task, block, tile);
+    if (wanted.key || wanted.value) add_key_gradients(task, block, tile, dP);
+    if (wanted.rel_key) add_rel_key_gradients(task, block, tile);
   }
-  if (wanted.rel_key)
-    for (int64_t t = 0; t < window && rel_first + t < p.rel_len; ++t)
-      add_row(g.rel_key, b, h, rel_first + t, scratch.grad_rel + t * sizes.width, unscale, p.head_dim);
-
-  const auto add_head = [&](void* to, int64_t head, const T* from) {
-    if (to == nullptr) return;
-    for (int64_t d = 0; d < p.head_dim; ++d) static_cast<T*>(to)[head * p.head_dim + d] += from[d];
-  };
-  add_head(g.content_bias, h, scratch.grad_content_bias);
-  add_head(g.position_bias, h, scratch.grad_position_bias);
-  add_head(g.segment_bias, h, scratch.grad_segment_bias);
-  add_head(g.segment_embed, h, scratch.grad_same);
-  add_head(g.segment_embed, p.heads + h, scratch.grad_different);
+  store_rows(task, block, statistics);
 }
 
 template <typename T>
@@ -275,56 +222,25 @@ static bool backward_as(const RelAttention& p, const RelAttentionGradients& g, i
   const Wanted wanted(g);
   Carver measure{nullptr, 0};
   BackwardScratch<T>(measure, sizes, p.head_dim);
-  Block<T>(measure, sizes);
+  RowBlock<T>(measure, sizes);
   const Turns turns{static_cast<int64_t*>(calloc(static_cast<size_t>(larger(p.heads, 1)), sizeof(int64_t)))};
   if (turns.turn == nullptr) return false;
-  const bool ran =
-      for_each_task(sizes.chunks * p.batch * p.heads, threads, measure.used, parallel, [&](int64_t task, char* memory) {
-        Carver carver{memory, 0};
-        const BackwardScratch<T> scratch(carver, sizes, p.head_dim);
-        const int64_t h = task % p.heads, b = task / p.heads % p.batch, chunk = task / p.heads / p.batch;
-        const int64_t begin = chunk * sizes.chunk_rows, end = smaller(begin + sizes.chunk_rows, p.length);
-        const int64_t last_position = position_at(p, b, end - 1), width = sizes.width;
-        const int64_t rel_first = p.rel_key.max_distance - p.mem_len - last_position;
-        const int64_t window =
-            round_up(sizes.keys_padded + last_position - position_at(p, b, begin) + 3 * PANEL_WIDTH<T>, LANES<T>);
-        scratch.terms.load_head(p, h, width);
-        scratch.keys.load_sequence(p, b, sizes.groups);
-        T* const none = nullptr;
-        pack(p, keys_of(p, p.memory.key, p.keys.key), b, h, sizes.keys_padded, width, scratch.key_rows, scratch.spare,
-             scratch.key_panels);
-        pack(p, keys_of(p, p.memory.value, p.keys.value), b, h, sizes.keys_padded, width, none, scratch.spare,
-             scratch.value_panels);
-        pack(p, {{p.rel_key.rows, {}}, {p.rel_len, 0}, rel_first}, b, h, window, width, scratch.rel_rows, scratch.spare,
-             scratch.rel_panels);
-        const auto clear = [](T* sums, int64_t count) { memset(sums, 0, static_cast<size_t>(count) * sizeof(T)); };
-        clear(scratch.grad_key, sizes.keys_padded * width);
-        clear(scratch.grad_value, sizes.keys_padded * width);
-        clear(scratch.grad_rel, window * width);
-        clear(scratch.grad_content_bias, width);
-        clear(scratch.grad_position_bias, width);
-        clear(scratch.grad_segment_bias, width);
-        clear(scratch.grad_same, width);
-        clear(scratch.grad_different, width);
-
-        Block<T> block(carver, sizes);
-        RowStatistics<T> statistics;
-        for (int64_t row = begin; row < end; row += block.count) {
-          load_block(p, sizes, scratch.terms, b, h, row, end, block);
-          load_gradients(p, g, sizes, scratch, block, statistics);
-          clear(scratch.grad_content, block.padded(ROW_ROWS) * width);
-          clear(scratch.grad_position, block.padded(ROW_ROWS) * width);
-          for_each_run(p, sizes, scratch.keys, block, BACKWARD_KEYS, [&](int64_t first, int64_t count) {
-            backward_step(p, wanted, sizes, block, scratch, statistics, last_position, first, count);
-          });
-          finish_rows(p, g, sizes, block, scratch, statistics);
-        }
-
-        const int64_t ticket = chunk * p.batch + b;
-        turns.wait(h, ticket);
-        add_sums(p, g, wanted, sizes, scratch, b, h, rel_first, window);
-        turns.pass(h, ticket);
-      });
+  const auto run = [&](const Chunk& chunk, char* memory) {
+    Carver carver{memory, 0};
+    const BackwardScratch<T> scratch(carver, sizes, p.head_dim);
+    RowBlock<T> block(carver, sizes);
+    scratch.load(p, sizes, chunk);
+    scratch.sums.start(sizes, chunk);
+    for (int64_t row = chunk.begin; row < chunk.end; row += block.count) {
+      load_rows(p, sizes, scratch.terms, chunk, row, block);
+      backward_rows({p, g, wanted, sizes, chunk, scratch}, block);
+    }
+    const int64_t ticket = chunk.index * p.batch + chunk.b;
+    turns.wait(chunk.h, ticket);
+    scratch.sums.add_to(g, wanted, p, sizes, chunk);
+    turns.pass(chunk.h, ticket);
+  };
+  const bool ran = for_each_chunk(p, sizes, threads, measure.used, parallel, run);
   free(turns.turn);
   return ran;
 }

@@ -1,13 +1,17 @@
-// Philox-4x32-10 as xlnet_kernels/dropout.py defines it: 64 columns take the four words of 16 counters.
+// Dropout: Philox-4x32-10 as xlnet_kernels/dropout.py defines it; 64 columns take the four words of 16 counters.
 
 constexpr int64_t DROPOUT_GROUP = 64;
 
+// Numbers that the factors of `keys` columns need
+constexpr int64_t dropout_elements(int64_t keys) { return keys + 2 * DROPOUT_GROUP; }
+
 // 1 / (1 - p) where columns first .. first+count-1 of row i are kept, 0 where they are dropped.
-// `factors` has room for count + 2 * DROPOUT_GROUP; returns where column `first` lies in it.
+// `factors` has room for dropout_elements(count); returns where column `first` lies in it.
 template <typename T>
-static const T* dropout_factors(const RelAttention& p, int64_t head, int64_t i, int64_t first, int64_t count,
+static const T* dropout_factors(const RelAttention& p, int64_t b, int64_t h, int64_t i, int64_t first, int64_t count,
                                 T* factors) {
   const T kept = static_cast<T>(1.0 / (1.0 - p.dropout.p));
+  const int64_t head = b * p.heads + h;
   const uint64_t seed = p.dropout.state[0], offset = p.dropout.state[1];
   const int64_t group0 = first / DROPOUT_GROUP, groups = (first + count - 1) / DROPOUT_GROUP - group0 + 1;
   for (int64_t group = group0; group < group0 + groups; ++group) {
@@ -38,4 +42,13 @@ static const T* dropout_factors(const RelAttention& p, int64_t head, int64_t i, 
     }
   }
   return factors + (first - group0 * DROPOUT_GROUP);
+}
+
+// Probabilities of row i against keys first .. first+count-1, dropped out
+template <typename T>
+static void apply_dropout(const RelAttention& p, int64_t b, int64_t h, int64_t i, int64_t first, int64_t count,
+                          T* factors, T* P) {
+  if (p.dropout.p == 0 || count == 0) return;
+  const T* kept = dropout_factors(p, b, h, i, first, count, factors);
+  for (int64_t j = 0; j < count; ++j) P[j] *= kept[j];
 }

@@ -1,88 +1,77 @@
-// Forward: streaming softmax over runs of keys (Dao et al. 2022), the output kept in the work type until the end.
+// Forward: scores of a tile in place of the shifted band, online softmax, the output in the work type until the end.
 
 template <typename T>
 struct ForwardScratch {
   HeadTerms<T> terms;
-  KeyLabels keys;
+  KeyTerms keys;
   T *key_panels, *rel_panels, *value_rows, *spare;
-  T *out, *scores, *factors;
+  T *out, *scores, *dropout;
 
-  ForwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t depth)
-      : terms(carver, sizes.width),
-        keys(carver, sizes.groups),
-        key_panels(carver.take<T>(sizes.keys_padded * depth)),
-        rel_panels(carver.take<T>(sizes.window * depth)),
-        value_rows(carver.take<T>(sizes.keys_padded * sizes.width)),
-        spare(carver.take<T>(LANES<T> * sizes.width)),
-        out(carver.take<T>(BLOCK_ROWS * sizes.width)),
-        scores(carver.take<T>(band_elements<T>(FORWARD_KEYS))),
-        factors(carver.take<T>(FORWARD_KEYS + 2 * DROPOUT_GROUP)) {}
+  ForwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t head_dim)
+      : terms(carver, sizes),
+        keys(carver, sizes),
+        key_panels(carver.take<T>(sizes.padded_keys * head_dim)),
+        rel_panels(carver.take<T>(sizes.max_window * head_dim)),
+        value_rows(carver.take<T>(sizes.padded_keys * sizes.padded_dim)),
+        spare(carver.take<T>(LANES<T> * sizes.padded_dim)),
+        out(carver.take<T>(BLOCK_M * sizes.padded_dim)),
+        scores(carver.take<T>(Tile<T>::elements(FORWARD_BLOCK_N))),
+        dropout(carver.take<T>(dropout_elements(FORWARD_BLOCK_N))) {}
+
+  void load(const RelAttention& p, const Sizes<T>& sizes, const Chunk& chunk) const {
+    const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim;
+    T* const none = nullptr;
+    terms.load(p, h, dim);
+    keys.load(p, b, sizes);
+    pack(p, keys_of(p, p.memory.key, p.keys.key), b, h, sizes.padded_keys, dim, none, spare, key_panels);
+    pack(p, keys_of(p, p.memory.value, p.keys.value), b, h, sizes.padded_keys, dim, value_rows, spare, none);
+    pack(p, window_of(p, chunk.rel_first), b, h, chunk.window, dim, none, spare, rel_panels);
+  }
 };
 
-// One row of a step: scores, of which `largest` is the largest, become probabilities; `most` and `total` are brought up
-// to date, what was summed before is rescaled.
+// out += P . V
 template <typename T>
-static void softmax_row(T* score, int64_t seen, int64_t count, T largest, T& most, T& total, T* out, int64_t width) {
-  if (largest == -static_cast<T>(INFINITY)) {  // nothing visible, or NaN throughout, which must not vanish
-    for (int64_t j = 0; j < seen; ++j)
-      if (score[j] != score[j]) total = score[j];
-    seen = 0;
-  }
-  if (seen > 0 && !(largest <= most)) {
-    const T factor = exp2(broadcast(most - largest))[0];
-    total *= factor;
-    for (int64_t d = 0; d < width; d += LANES<T>) store(out + d, load(out + d) * factor);
-    most = largest;
-  }
-  Vec<T> sums{};
-  for (int64_t j = 0; j < seen; j += LANES<T>) {
-    const Vec<T> probability = exp2(load(score + j) - most);
-    store(score + j, probability);
-    sums += probability;
-  }
-  total += sum<T>(sums);
-  for (int64_t j = seen; j < count; ++j) score[j] = 0;
+static void add_values(const Sizes<T>& sizes, const Tile<T>& tile, int64_t rows, const T* value_rows, T* out) {
+  const int64_t dim = sizes.padded_dim;
+  for (int64_t r = 0; r < rows; r += ROW_ROWS)
+    row_product<T, A::rows>(tile.score + r, 0, value_rows + tile.first * dim, dim, tile.count,
+                            RowPointers<T>(out + r * dim, dim).row);
 }
 
 template <typename T>
-static void forward_block(const RelAttention& p, const Sizes<T>& sizes, const Block<T>& block,
-                          const ForwardScratch<T>& scratch, int64_t last_position) {
-  const int64_t rows = block.padded(ROW_ROWS);
-  T most[BLOCK_ROWS], total[BLOCK_ROWS];
-  T* out[BLOCK_ROWS];
-  for (int64_t r = 0; r < BLOCK_ROWS; ++r) {
-    most[r] = -static_cast<T>(INFINITY);
-    total[r] = 0;
-    out[r] = scratch.out + r * sizes.width;
-  }
-  memset(scratch.out, 0, static_cast<size_t>(rows * sizes.width) * sizeof(T));
-
-  for_each_run(p, sizes, scratch.keys, block, FORWARD_KEYS, [&](int64_t first, int64_t count) {
-    Step<T> step;
-    place_rows(block, last_position, first, count, scratch.scores, step);
-    score_step(p, block, scratch.key_panels, scratch.rel_panels, step);
-    for (int64_t r = 0; r < block.count; ++r) {
-      T* score = step.view[r];
-      T largest = 0;
-      const int64_t seen = mask_row(p, sizes, scratch.keys, block, r, first, count, score, largest);
-      softmax_row(score, seen, count, largest, most[r], total[r], out[r], sizes.width);
-      if (p.dropout.p > 0 && seen > 0) {
-        const T* factors = dropout_factors(p, block.b * p.heads + block.h, block.row[r], first, seen, scratch.factors);
-        for (int64_t j = 0; j < seen; ++j) score[j] *= factors[j];
-      }
-    }
-    for (int64_t r = block.count; r < rows; ++r) step.view[r] = step.view[block.count - 1];
-    for (int64_t r = 0; r < rows; r += ROW_ROWS)
-      row_product<T, A::rows>(step.view + r, 0, scratch.value_rows + first * sizes.width, sizes.width, count, out + r);
-  });
-
+static void store_rows(const RelAttention& p, const Sizes<T>& sizes, const RowBlock<T>& block,
+                       const OnlineSoftmax<T>& softmax, T* out) {
   T* lse = static_cast<T*>(p.lse) + (block.b * p.heads + block.h) * p.length;
-  for (int64_t r = 0; r < block.count; ++r) {
-    const T inverse = total[r] == 0 ? T(0) : 1 / total[r];
-    for (int64_t d = 0; d < sizes.width; d += LANES<T>) store(out[r] + d, load(out[r] + d) * inverse);
-    write(p.dtype, out[r], p.head_dim, p.out.data, row_start(p.out, block.b, block.h, block.row[r]), p.out.stride[3]);
-    lse[block.row[r]] = (most[r] + block.same[r]) * static_cast<T>(LN2) + static_cast<T>(log(total[r]));
+  for (int64_t r = 0; r < block.count; ++r, out += sizes.padded_dim) {
+    const int64_t row_index = block.row_index[r];
+    softmax.finish(r, out, sizes.padded_dim);
+    write(p.dtype, out, p.head_dim, p.out.data, row_start(p.out, block.b, block.h, row_index), p.out.stride[3]);
+    lse[row_index] = softmax.lse(r, block.segments.same[r]);
   }
+}
+
+template <typename T>
+static void forward_rows(const RelAttention& p, const Sizes<T>& sizes, const RowBlock<T>& block, const Chunk& chunk,
+                         const ForwardScratch<T>& scratch) {
+  const int64_t rows = block.padded(ROW_ROWS), dim = sizes.padded_dim;
+  OnlineSoftmax<T> softmax;
+  clear(scratch.out, rows * dim);
+
+  TileScheduler<T> tiles{p, sizes, scratch.keys.ranks, block.mask, FORWARD_BLOCK_N};
+  for (int64_t first, count; tiles.next(first, count);) {
+    Tile<T> tile(block, chunk.last_position, first, count, scratch.scores);
+    position_scores(p, block, scratch.rel_panels, tile);
+    content_scores(p, block, scratch.key_panels, tile);
+    for (int64_t r = 0; r < block.count; ++r) {
+      T* score = tile.score[r];
+      const VisibleKeys<T> visible = segments_and_mask(p, sizes, scratch.keys, block, r, tile);
+      softmax.step(r, visible.count, count, visible.max, score, scratch.out + r * dim, dim);
+      apply_dropout(p, block.b, block.h, block.row_index[r], first, visible.count, scratch.dropout, score);
+    }
+    tile.repeat_last_row(block.count, rows);
+    add_values(sizes, tile, rows, scratch.value_rows, scratch.out);
+  }
+  store_rows(p, sizes, block, softmax, scratch.out);
 }
 
 template <typename T>
@@ -90,33 +79,17 @@ static bool forward_as(const RelAttention& p, int64_t threads, Parallel parallel
   const Sizes<T> sizes(p, 256);
   Carver measure{nullptr, 0};
   ForwardScratch<T>(measure, sizes, p.head_dim);
-  Block<T>(measure, sizes);
-  return for_each_task(
-      sizes.chunks * p.batch * p.heads, threads, measure.used, parallel, [&](int64_t task, char* memory) {
-        Carver carver{memory, 0};
-        const ForwardScratch<T> scratch(carver, sizes, p.head_dim);
-        const int64_t h = task % p.heads, b = task / p.heads % p.batch, chunk = task / p.heads / p.batch;
-        const int64_t begin = chunk * sizes.chunk_rows, end = smaller(begin + sizes.chunk_rows, p.length);
-        const int64_t first_position = position_at(p, b, begin), last_position = position_at(p, b, end - 1);
-        scratch.terms.load_head(p, h, sizes.width);
-        scratch.keys.load_sequence(p, b, sizes.groups);
-        T* const none = nullptr;
-        pack(p, keys_of(p, p.memory.key, p.keys.key), b, h, sizes.keys_padded, sizes.width, none, scratch.spare,
-             scratch.key_panels);
-        pack(p, keys_of(p, p.memory.value, p.keys.value), b, h, sizes.keys_padded, sizes.width, scratch.value_rows,
-             scratch.spare, none);
-        const int64_t rel_first = p.rel_key.max_distance - p.mem_len - last_position;
-        const int64_t window =
-            round_up(sizes.keys_padded + last_position - first_position + 3 * PANEL_WIDTH<T>, LANES<T>);
-        pack(p, {{p.rel_key.rows, {}}, {p.rel_len, 0}, rel_first}, b, h, window, sizes.width, none, scratch.spare,
-             scratch.rel_panels);
-
-        Block<T> block(carver, sizes);
-        for (int64_t row = begin; row < end; row += block.count) {
-          load_block(p, sizes, scratch.terms, b, h, row, end, block);
-          forward_block(p, sizes, block, scratch, last_position);
-        }
-      });
+  RowBlock<T>(measure, sizes);
+  return for_each_chunk(p, sizes, threads, measure.used, parallel, [&](const Chunk& chunk, char* memory) {
+    Carver carver{memory, 0};
+    const ForwardScratch<T> scratch(carver, sizes, p.head_dim);
+    RowBlock<T> block(carver, sizes);
+    scratch.load(p, sizes, chunk);
+    for (int64_t row = chunk.begin; row < chunk.end; row += block.count) {
+      load_rows(p, sizes, scratch.terms, chunk, row, block);
+      forward_rows(p, sizes, block, chunk, scratch);
+    }
+  });
 }
 
 static bool forward(const RelAttention& p, int64_t threads, Parallel parallel) {

@@ -2,7 +2,7 @@
 //
 // Rows of A and C are reached through pointers, so each row of the position band is shifted by its own distance
 // (docs/math.md): the relative shift costs nothing but the address. Two layouts of B:
-//   panels: [n / LANES][k][LANES], for products over the head width (K^T, R^T, V^T);
+//   panels: [n / LANES][k][LANES], for products over head_dim (K^T, R^T, V^T);
 //   rows:   [k][n], for products over keys or query rows (V, K, R, Q, dO).
 
 // Where A(m, k) is: a[m][k], a[k][offset + m], or a[0][k * ROWS + m]
@@ -64,3 +64,13 @@ static __attribute__((noinline)) void row_product(const T* const* a, int64_t off
   for (; column < width; column += LANES<T>)
     tile_product<T, ROW_ROWS, 1, LAYOUT, false>(a, offset, b + column, width, LANES<T>, depth, c, column);
 }
+
+// The rows of one register tile of C, `stride` apart
+template <typename T>
+struct RowPointers {
+  T* row[PANEL_ROWS > ROW_ROWS ? PANEL_ROWS : ROW_ROWS];
+
+  RowPointers(T* first, int64_t stride) {
+    for (int64_t m = 0; m < static_cast<int64_t>(sizeof(row) / sizeof(row[0])); ++m) row[m] = first + m * stride;
+  }
+};

@@ -4,7 +4,8 @@
 
 #include "kernels.h"
 
-#define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
+#define INLINE static INLINE_MEMBER
 
 namespace xlnet_kernels::cpu {
 namespace NAMESPACE {
@@ -17,11 +18,16 @@ constexpr int ROW_ROWS = ROW_TILE_ROWS, ROW_COLUMNS = ROW_TILE_COLUMNS;
 #include "gemm.h"
 #include "scratch.h"
 #include "pack.h"
+#include "schedule.h"
+#include "segments.h"
+#include "mask.h"
+#include "softmax.h"
 #include "dropout.h"
 #include "rows.h"
+#include "shift.h"
 #include "scores.h"
-#include "schedule.h"
 #include "forward.h"
+#include "sums.h"
 #include "backward.h"
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Storage -> work: rows converted, padded with zeros, transposed where a product runs over the head width.
+// Storage -> work: rows converted, padded with zeros, transposed where a product runs over head_dim.
 
 INLINE float as_work(uint32_t bits) {
   float x;
@@ -107,6 +107,13 @@ static void read_row(const RelAttention& p, const Tensor4& t, int64_t b, int64_t
   for (int64_t d = p.head_dim; d < padded; ++d) to[d] = 0;
 }
 
+// Row `row` of contiguous (rows, D), padded with zeros; zeros if there is no such parameter
+template <typename T>
+static void read_parameter(const RelAttention& p, const void* data, int64_t row, int64_t padded, T* to) {
+  clear(to, padded);
+  if (data != nullptr) read(p.dtype, data, row * p.head_dim, 1, p.head_dim, to);
+}
+
 // The rows of up to two tensors one after the other, counted from `start`; zeros before and after
 struct RowSequence {
   Tensor4 part[2];
@@ -126,8 +133,13 @@ struct RowSequence {
   }
 };
 
+// Memory first, then the current segment
 INLINE RowSequence keys_of(const RelAttention& p, const Tensor4& memory, const Tensor4& current) {
   return {{memory, current}, {p.mem_len, p.key_len}, 0};
+}
+
+INLINE RowSequence window_of(const RelAttention& p, int64_t rel_first) {
+  return {{p.rel_key.rows, {}}, {p.rel_len, 0}, rel_first};
 }
 
 // LANES rows, whole vectors long -> one panel [depth][LANES]
@@ -169,8 +181,8 @@ static void pack(const RelAttention& p, const RowSequence& sequence, int64_t b, 
     const Tensor4* tensor = sequence.find(j0, row, left);
     if (rows == nullptr && p.dtype == same && tensor != nullptr && left >= LANES<T> && tensor->stride[3] == 1 &&
         p.head_dim == padded) {  // panels straight from where the rows are
-      transpose_panel(static_cast<const T*>(tensor->data) + row_start(*tensor, b, h, row), tensor->stride[2], p.head_dim,
-                      panels + j0 * p.head_dim);
+      transpose_panel(static_cast<const T*>(tensor->data) + row_start(*tensor, b, h, row), tensor->stride[2],
+                      p.head_dim, panels + j0 * p.head_dim);
       continue;
     }
     for (int64_t lane = 0; lane < LANES<T>; ++lane) {

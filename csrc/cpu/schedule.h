@@ -1,50 +1,83 @@
-// Tasks handed out in order, one at a time, to however many threads there are.
+// How a call is cut into tasks, and tasks handed out in order, one at a time, to however many threads there are.
 
-// One buffer, a piece per slot; on huge pages where there are some, for rows are pages apart (5% of backward). One is kept
-// for the next call, unless it is large: new pages cost short sequences more than their products.
-struct Scratch {
-  static constexpr size_t HEAD = 4096, HUGE_PAGE = 2 << 20, MOST_KEPT = 64 << 20;
-  char* data = nullptr;  // a head with its own size comes before
-  int64_t bytes_per_slot;
+constexpr int64_t BLOCK_M = 48;            // query rows of a tile at most; a multiple of every register tile's height
+constexpr int64_t FORWARD_BLOCK_N = 576;   // keys of a tile at most
+constexpr int64_t BACKWARD_BLOCK_N = 288;  // keys of a tile of backward at most
+constexpr int64_t KEY_GROUP = 96;          // keys that are skipped or taken together
+constexpr int64_t MAX_SPAN = 512;          // largest difference of positions within a block of rows
 
-  Scratch(int64_t slots, int64_t bytes) : bytes_per_slot(round_up(bytes, 4096)) {
-    const size_t total = HEAD + static_cast<size_t>(slots * bytes_per_slot);
-    void* memory = __atomic_exchange_n(&kept, static_cast<void*>(nullptr), __ATOMIC_ACQUIRE);
-    if (memory == nullptr || *static_cast<size_t*>(memory) < total) {
-      free(memory);
-      if (posix_memalign(&memory, HUGE_PAGE, total) != 0) return;
-#ifdef MADV_HUGEPAGE
-      madvise(memory, total, MADV_HUGEPAGE);
-#endif
-      *static_cast<size_t*>(memory) = total;
-    }
-    data = static_cast<char*>(memory) + HEAD;
+static_assert(BLOCK_M % PANEL_ROWS == 0 && BLOCK_M % ROW_ROWS == 0, "a block is whole register tiles");
+static_assert(KEY_GROUP % ROW_ROWS == 0, "a key group is whole register tiles");
+
+// What follows from the shapes alone. Work is cut into chunks of query rows by shape, never by the number of threads:
+// sums are then grouped the same way whoever computes them.
+template <typename T>
+struct Sizes {
+  int64_t all_keys;    // M + K
+  int64_t key_groups;  // groups of KEY_GROUP keys
+  int64_t padded_keys;
+  int64_t padded_dim;  // D rounded up to whole vectors
+  int64_t chunk_rows, chunks;
+  int64_t max_window;  // packed rows of rel_key that one chunk can need, with room for whole register tiles
+  bool is_causal;      // rel_key has no rows for keys ahead of the query
+
+  Sizes(const RelAttention& p, int64_t min_chunk_rows) {
+    all_keys = p.mem_len + p.key_len;
+    key_groups = (all_keys + KEY_GROUP - 1) / KEY_GROUP;
+    padded_keys = key_groups * KEY_GROUP;
+    padded_dim = round_up(p.head_dim, LANES<T>);
+    constexpr int64_t enough_tasks = 32;
+    const int64_t wanted = p.length * p.batch * p.heads / enough_tasks;
+    chunk_rows = round_up(smaller(larger(wanted, min_chunk_rows), 2048), BLOCK_M);
+    chunks = (p.length + chunk_rows - 1) / chunk_rows;
+    const int64_t span = p.rows.order == nullptr ? smaller(chunk_rows, p.length) : p.key_len;
+    max_window = round_up(padded_keys + span + 4 * PANEL_WIDTH<T>, PANEL_WIDTH<T>);
+    is_causal = p.rel_len == p.rel_key.max_distance + 1;
   }
-  ~Scratch() {
-    if (data == nullptr) return;
-    void* memory = data - HEAD;
-    if (*static_cast<size_t*>(memory) <= MOST_KEPT) memory = __atomic_exchange_n(&kept, memory, __ATOMIC_ACQ_REL);
-    free(memory);
-  }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-
- private:
-  static inline void* kept = nullptr;
 };
 
-// run(task, slot_scratch) for task = 0 .. tasks-1, started in ascending order. False if memory runs out.
-template <typename F>
-INLINE bool for_each_task(int64_t tasks, int64_t threads, int64_t bytes, Parallel parallel, F run) {
-  const int64_t slots = smaller(tasks, threads);
+INLINE int64_t row_index_at(const RelAttention& p, int64_t b, int64_t sorted) {
+  return p.rows.order == nullptr ? sorted : p.rows.order[b * p.length + sorted];
+}
+INLINE int64_t position_at(const RelAttention& p, int64_t b, int64_t sorted) {
+  return p.rows.order == nullptr ? sorted : p.rows.position[b * p.length + sorted];
+}
+
+// A task: a chunk of the query rows of one head of one sequence.
+struct Chunk {
+  int64_t index, b, h;
+  int64_t begin, end;     // rows sorted by position
+  int64_t last_position;  // of its rows
+  int64_t rel_first;      // row of rel_key that is packed row 0
+  int64_t window;         // packed rows of rel_key
+
+  template <typename T>
+  Chunk(const RelAttention& p, const Sizes<T>& sizes, int64_t task)
+      : index(task / p.heads / p.batch), b(task / p.heads % p.batch), h(task % p.heads) {
+    begin = index * sizes.chunk_rows;
+    end = smaller(begin + sizes.chunk_rows, p.length);
+    last_position = position_at(p, b, end - 1);
+    rel_first = p.rel_key.max_distance - p.mem_len - last_position;
+    const int64_t span = last_position - position_at(p, b, begin);
+    window = round_up(sizes.padded_keys + span + 3 * PANEL_WIDTH<T>, LANES<T>);
+  }
+};
+
+// run(chunk, slot_scratch) for every chunk, started in ascending order. False if memory runs out.
+template <typename T, typename F>
+INLINE bool for_each_chunk(const RelAttention& p, const Sizes<T>& sizes, int64_t threads, int64_t bytes,
+                           Parallel parallel, F run) {
+  const int64_t tasks = sizes.chunks * p.batch * p.heads, slots = smaller(tasks, threads);
   if (slots == 0) return true;
   const Scratch scratch(slots, bytes);
   if (scratch.data == nullptr) return false;
   struct Context {
     int64_t next, tasks;
+    const RelAttention& p;
+    const Sizes<T>& sizes;
     const Scratch& scratch;
     F& run;
-  } context{0, tasks, scratch, run};
+  } context{0, tasks, p, sizes, scratch, run};
   parallel(
       slots,
       [](void* opaque, int64_t slot) {
@@ -52,7 +85,7 @@ INLINE bool for_each_task(int64_t tasks, int64_t threads, int64_t bytes, Paralle
         for (;;) {
           const int64_t task = __atomic_fetch_add(&c.next, int64_t(1), __ATOMIC_RELAXED);
           if (task >= c.tasks) return;
-          c.run(task, c.scratch.data + slot * c.scratch.bytes_per_slot);
+          c.run(Chunk(c.p, c.sizes, task), c.scratch.data + slot * c.scratch.bytes_per_slot);
         }
       },
       &context);

@@ -1,76 +1,97 @@
-// Scores of a block of rows against a run of keys: the position band first, the content product onto its shifted rows.
+// The score of a tile, term by term: position, content, then segments and mask in one pass over each row.
 
-// The buffer of a step. Row r of the band starts at band[r] and holds (q_r + v).R[t] for t = window, window + 1, ...;
-// the same memory from view[r] on, its own shift further, is its row of scores.
+// (q + v).r, into the band: each strip of rows needs just its own part of the window.
 template <typename T>
-struct Step {
-  int64_t first, count;       // keys
-  int64_t window;             // packed row of rel_key at band column 0
-  int64_t shift[BLOCK_ROWS];  // view[r] - band[r], descending
-  T* band[BLOCK_ROWS];
-  T* view[BLOCK_ROWS];
+static void position_scores(const RelAttention& p, const RowBlock<T>& block, const T* rel_panels, const Tile<T>& tile) {
+  const int64_t rows = block.padded(PANEL_ROWS), end = tile.shift[0] + tile.count;
+  for (int64_t column = 0; column < end; column += PANEL_WIDTH<T>) {
+    const T* panels = rel_panels + (tile.window + column) * p.head_dim;
+    for (int64_t r = 0; r < rows; r += PANEL_ROWS)
+      if (tile.shift[r + PANEL_ROWS - 1] < column + PANEL_WIDTH<T> && tile.shift[r] + tile.count > column)
+        panel_product<T, true>(block.position_strips + r * p.head_dim, panels, p.head_dim, tile.band + r, column);
+  }
+}
+
+// (q + u).k, added in place to the shifted band
+template <typename T>
+static void content_scores(const RelAttention& p, const RowBlock<T>& block, const T* key_panels, const Tile<T>& tile) {
+  const int64_t rows = block.padded(PANEL_ROWS);
+  for (int64_t column = 0; column < tile.count; column += PANEL_WIDTH<T>) {
+    const T* panels = key_panels + (tile.first + column) * p.head_dim;
+    for (int64_t r = 0; r < rows; r += PANEL_ROWS)
+      panel_product<T, false>(block.content_strips + r * p.head_dim, panels, p.head_dim, tile.score + r, column);
+  }
+}
+
+// Segments and mask over whole vectors of scores; returns their lane-wise maximum.
+template <typename T, bool SEGMENTS, bool RANKS>
+INLINE Vec<T> segments_and_ranks(const SegmentRow<T> segments, const RankRow<T> ranks, int64_t count, T* score) {
+  Vec<T> max = broadcast(-static_cast<T>(INFINITY));
+  for (int64_t j = 0; j < count; j += LANES<T>) {
+    Vec<T> s = load(score + j);
+    if (SEGMENTS) s = segments.add(s, j);
+    if (RANKS) s = ranks.hide(s, j);
+    if (SEGMENTS || RANKS) store(score + j, s);
+    max = maximum<T>(s, max);
+  }
+  return max;
+}
+
+// Labels of the keys of one sequence
+struct KeyTerms {
+  KeySegments segments;
+  KeyRanks ranks;
+
+  template <typename T>
+  KeyTerms(Carver& carver, const Sizes<T>& sizes)
+      : segments(carver, sizes.padded_keys), ranks(carver, sizes.key_groups) {}
+
+  template <typename T>
+  void load(const RelAttention& p, int64_t b, const Sizes<T>& sizes) const {
+    segments.load(p, b, sizes.padded_keys);
+    ranks.load(p, b, sizes.key_groups);
+  }
 };
 
+// The keys that a row of a tile may see: the first `count`, 0 if it sees none, and their largest score
 template <typename T>
-constexpr int64_t band_elements(int64_t step_keys) {
-  return BLOCK_ROWS * (step_keys + MAX_SPAN + 2 * MARGIN + 4 * PANEL_WIDTH<T>);
-}
+struct VisibleKeys {
+  int64_t count;
+  T max;
+};
 
-// `last_position` is that of packed rel_key row 0: row t of it belongs to key j and position last_position - t + j.
+// Adds the segment term to row r of a tile and hides (-inf) what the row may not see. Past the visible keys, up to
+// whole vectors, is -inf too.
 template <typename T>
-static void place_rows(const Block<T>& block, int64_t last_position, int64_t first, int64_t count, T* buffer,
-                       Step<T>& step) {
-  const int64_t rows = block.padded(PANEL_ROWS > ROW_ROWS ? PANEL_ROWS : ROW_ROWS);
-  const int64_t least = last_position - block.position[block.count - 1] + first;
-  const int64_t span = block.position[block.count - 1] - block.position[0];
-  step.first = first;
-  step.count = count;
-  step.window = least / LANES<T> * LANES<T>;
-  int64_t stride = round_up(2 * MARGIN + span + count + 3 * PANEL_WIDTH<T>, LANES<T>);
-  if (stride * sizeof(T) % 1024 == 0) stride += LANES<T>;  // rows a power of two apart would fight for cache sets
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t real = smaller(r, block.count - 1);
-    step.shift[r] = last_position - block.position[real] + first - step.window;
-    step.band[r] = buffer + r * stride + MARGIN;
-    step.view[r] = step.band[r] + step.shift[r];
-  }
-}
+static VisibleKeys<T> segments_and_mask(const RelAttention& p, const Sizes<T>& sizes, const KeyTerms& keys,
+                                        const RowBlock<T>& block, int64_t r, const Tile<T>& tile) {
+  const int64_t b = block.b, row_index = block.row_index[r], first = tile.first;
+  const int64_t own = p.mem_len + block.position[r] - first;
+  const int64_t count = sizes.is_causal ? smaller(tile.count, own + 1) : tile.count;
+  if (count <= 0) return {0, 0};
+  T* score = tile.score[r];
+  const int64_t whole = round_up(count, LANES<T>);
+  for (int64_t j = count; j < whole; ++j) score[j] = -static_cast<T>(INFINITY);
+  hide_by_dense_mask(p, b, block.h, row_index, first, count, score);
 
-template <typename T>
-static void score_step(const RelAttention& p, const Block<T>& block, const T* key_panels, const T* rel_panels,
-                       const Step<T>& step) {
-  const int64_t depth = p.head_dim, rows = block.padded(PANEL_ROWS);
-
-  // (b) + (d): each strip of rows needs just its own part of the window
-  const int64_t end = step.shift[0] + step.count;
-  for (int64_t column = 0; column < end; column += PANEL_WIDTH<T>) {
-    const T* panels = rel_panels + (step.window + column) * depth;
-    for (int64_t r = 0; r < rows; r += PANEL_ROWS)
-      if (step.shift[r + PANEL_ROWS - 1] < column + PANEL_WIDTH<T> && step.shift[r] + step.count > column)
-        panel_product<T, true>(block.position_strips + r * depth, panels, depth, step.band + r, column);
+  const SegmentRow<T> segments(p, keys.segments, first, b, row_index, block.segments.different[r]);
+  const RankRow<T> ranks(p, keys.ranks, first, count, b, row_index, own);
+  if (!ranks.sees_any && !ranks.sees_self) return {0, 0};
+  const T own_score = ranks.sees_self ? segments.add_one(score[own], own) : T(0);
+  Vec<T> max;
+  if (!segments.used && ranks.sees_all) {
+    max = segments_and_ranks<T, false, false>(segments, ranks, whole, score);
+  } else if (!segments.used) {
+    max = segments_and_ranks<T, false, true>(segments, ranks, whole, score);
+  } else if (ranks.sees_all) {
+    max = segments_and_ranks<T, true, false>(segments, ranks, whole, score);
+  } else {
+    max = segments_and_ranks<T, true, true>(segments, ranks, whole, score);
   }
-
-  // (a) + (c), in place
-  for (int64_t column = 0; column < step.count; column += PANEL_WIDTH<T>) {
-    const T* panels = key_panels + (step.first + column) * depth;
-    for (int64_t r = 0; r < rows; r += PANEL_ROWS)
-      panel_product<T, false>(block.content_strips + r * depth, panels, depth, step.view + r, column);
+  VisibleKeys<T> visible{count, maximum_of<T>(max)};
+  if (ranks.sees_self) {
+    score[own] = own_score;
+    if (own_score > visible.max) visible.max = own_score;
   }
-}
-
-// Calls step(first, count) for runs of at most `most` keys, about equally long, that some row of the block sees.
-template <typename T, typename F>
-INLINE void for_each_run(const RelAttention& p, const Sizes<T>& sizes, const KeyLabels& keys, const Block<T>& block,
-                         int64_t most, F step) {
-  for (int64_t g = 0; g < sizes.groups;) {
-    const int64_t start = g;
-    while (g < sizes.groups && sees_group(p, sizes, keys, block, g)) ++g;
-    const int64_t pieces = (g - start + most / KEY_GROUP - 1) / (most / KEY_GROUP);
-    for (int64_t piece = 0; piece < pieces; ++piece) {
-      const int64_t first = (start + (g - start) * piece / pieces) * KEY_GROUP;
-      const int64_t last = (start + (g - start) * (piece + 1) / pieces) * KEY_GROUP;
-      step(first, smaller(last, sizes.keys) - first);
-    }
-    if (g == start) ++g;
-  }
+  return visible;
 }

@@ -1,18 +1,13 @@
-// Sizes of one call and the memory its threads work in.
-
-constexpr int64_t BLOCK_ROWS = 48;     // query rows worked on together; a multiple of every tile height
-constexpr int64_t KEY_GROUP = 96;      // keys that are skipped or taken together
-constexpr int64_t MAX_SPAN = 512;      // largest difference of positions within a block
-constexpr int64_t MARGIN = 16;         // zeros on both sides of a row of dS, at least a tile height
-constexpr int64_t FORWARD_KEYS = 576;  // keys per step at most
-constexpr int64_t BACKWARD_KEYS = 288;
-
-static_assert(BLOCK_ROWS % PANEL_ROWS == 0 && BLOCK_ROWS % ROW_ROWS == 0, "a block is whole register tiles");
-static_assert(KEY_GROUP % ROW_ROWS == 0 && MARGIN >= ROW_ROWS && MARGIN >= PANEL_ROWS, "a key group is whole tiles");
+// The memory that threads work in.
 
 INLINE int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+template <typename T>
+INLINE void clear(T* data, int64_t count) {
+  memset(data, 0, static_cast<size_t>(count) * sizeof(T));
+}
 
 // Hands out aligned pieces of a buffer; with a null base it only counts.
 struct Carver {
@@ -28,29 +23,35 @@ struct Carver {
   }
 };
 
-// What follows from the shapes alone. Work is cut into chunks of query rows by shape, never by the number of threads:
-// sums are then grouped the same way whoever computes them.
-template <typename T>
-struct Sizes {
-  int64_t keys;    // M + K
-  int64_t groups;  // groups of KEY_GROUP keys
-  int64_t keys_padded;
-  int64_t width;  // D rounded up to whole vectors
-  int64_t chunk_rows, chunks;
-  int64_t window;     // rows of rel_key that one chunk can need, with room for whole register tiles
-  bool ends_at_zero;  // rel_key has no rows for keys ahead of the query
+// One buffer, a piece per slot; on huge pages where there are some, for rows are pages apart (5% of backward). One is
+// kept for the next call, unless it is large: new pages cost short sequences more than their products.
+struct Scratch {
+  static constexpr size_t HEAD = 4096, HUGE_PAGE = 2 << 20, MAX_KEPT = 64 << 20;
+  char* data = nullptr;  // a head with its own size comes before
+  int64_t bytes_per_slot;
 
-  Sizes(const RelAttention& p, int64_t least_rows) {
-    keys = p.mem_len + p.key_len;
-    groups = (keys + KEY_GROUP - 1) / KEY_GROUP;
-    keys_padded = groups * KEY_GROUP;
-    width = round_up(p.head_dim, LANES<T>);
-    constexpr int64_t enough_tasks = 32;
-    const int64_t wanted = p.length * p.batch * p.heads / enough_tasks;
-    chunk_rows = round_up(smaller(larger(wanted, least_rows), 2048), BLOCK_ROWS);
-    chunks = (p.length + chunk_rows - 1) / chunk_rows;
-    const int64_t span = p.rows.order == nullptr ? smaller(chunk_rows, p.length) : p.key_len;
-    window = round_up(keys_padded + span + 4 * PANEL_WIDTH<T>, PANEL_WIDTH<T>);
-    ends_at_zero = p.rel_len == p.rel_key.max_distance + 1;
+  Scratch(int64_t slots, int64_t bytes) : bytes_per_slot(round_up(bytes, 4096)) {
+    const size_t total = HEAD + static_cast<size_t>(slots * bytes_per_slot);
+    void* memory = __atomic_exchange_n(&kept, static_cast<void*>(nullptr), __ATOMIC_ACQUIRE);
+    if (memory == nullptr || *static_cast<size_t*>(memory) < total) {
+      free(memory);
+      if (posix_memalign(&memory, HUGE_PAGE, total) != 0) return;
+#ifdef MADV_HUGEPAGE
+      madvise(memory, total, MADV_HUGEPAGE);
+#endif
+      *static_cast<size_t*>(memory) = total;
+    }
+    data = static_cast<char*>(memory) + HEAD;
   }
+  ~Scratch() {
+    if (data == nullptr) return;
+    void* memory = data - HEAD;
+    if (*static_cast<size_t*>(memory) <= MAX_KEPT) memory = __atomic_exchange_n(&kept, memory, __ATOMIC_ACQ_REL);
+    free(memory);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+ private:
+  static inline void* kept = nullptr;
 };

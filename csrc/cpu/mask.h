@@ -1,0 +1,131 @@
+// The mask: RankMask, the dense bool mask, and keys ahead of the query where rel_key is causal. It is asked at three
+// grains: groups of keys that a whole block of rows skips, rows that see all keys of a tile, single pairs.
+
+// Ranks of the keys of one sequence, padded to whole groups, and their bounds in each group
+struct KeyRanks {
+  int32_t *rank, *group_min, *group_max;
+
+  KeyRanks(Carver& carver, int64_t key_groups)
+      : rank(carver.take<int32_t>(key_groups * KEY_GROUP)),
+        group_min(carver.take<int32_t>(key_groups)),
+        group_max(carver.take<int32_t>(key_groups)) {}
+
+  void load(const RelAttention& p, int64_t b, int64_t key_groups) const {
+    const int64_t keys = p.mem_len + p.key_len;
+    for (int64_t j = 0; j < key_groups * KEY_GROUP; ++j)
+      rank[j] = j < keys && p.rank_mask.key_rank != nullptr ? p.rank_mask.key_rank[b * keys + j] : INT32_MAX;
+    for (int64_t g = 0; g < key_groups; ++g) {
+      const int64_t first = g * KEY_GROUP, last = smaller(first + KEY_GROUP, keys);
+      group_min[g] = group_max[g] = rank[first];
+      for (int64_t j = first + 1; j < last; ++j) {
+        group_min[g] = rank[j] < group_min[g] ? rank[j] : group_min[g];
+        group_max[g] = rank[j] > group_max[g] ? rank[j] : group_max[g];
+      }
+    }
+  }
+};
+
+// What the rows of a block see at most
+struct MaskRows {
+  int64_t max_rank, min_floor;
+  int64_t first_own, last_own;  // keys at the positions of the first and the last row
+
+  void start() {
+    max_rank = INT64_MIN;
+    min_floor = INT64_MAX;
+  }
+  // Rows come in the order of their positions.
+  void add_row(const RelAttention& p, int64_t b, int64_t r, int64_t row_index, int64_t position) {
+    last_own = p.mem_len + position;
+    if (r == 0) first_own = last_own;
+    const RankMask& mask = p.rank_mask;
+    if (mask.query_rank == nullptr) return;
+    max_rank = larger(max_rank, mask.query_rank[b * p.length + row_index]);
+    if (mask.query_floor != nullptr) min_floor = smaller(min_floor, mask.query_floor[b * p.length + row_index]);
+  }
+
+  // Whether any row may see a key of group g; false only if none does.
+  bool sees_group(const RelAttention& p, bool is_causal, const KeyRanks& keys, int64_t g) const {
+    const int64_t first = g * KEY_GROUP, last = first + KEY_GROUP;  // keys
+    const RankMask& mask = p.rank_mask;
+    if (is_causal && first > last_own) return false;
+    if (mask.query_rank == nullptr) return true;
+    if (keys.group_min[g] < max_rank && (mask.query_floor == nullptr || keys.group_max[g] >= min_floor)) return true;
+    return mask.sees_self != nullptr && first_own < last && last_own >= first;
+  }
+};
+
+// The tile scheduler: cuts the groups of keys that some row of a block sees into tiles, those of a run of groups about
+// equally long.
+template <typename T>
+struct TileScheduler {
+  const RelAttention& p;
+  const Sizes<T>& sizes;
+  const KeyRanks& keys;
+  const MaskRows& rows;
+  int64_t max_keys;                                 // of a tile
+  int64_t start = 0, end = 0, tile = 0, tiles = 0;  // the run's groups and tiles
+
+  // False after the last tile; else it holds keys first .. first + count - 1.
+  bool next(int64_t& first, int64_t& count) {
+    if (tile == tiles && !next_run()) return false;
+    first = (start + (end - start) * tile / tiles) * KEY_GROUP;
+    ++tile;
+    count = smaller((start + (end - start) * tile / tiles) * KEY_GROUP, sizes.all_keys) - first;
+    return true;
+  }
+
+ private:
+  bool sees(int64_t g) const { return rows.sees_group(p, sizes.is_causal, keys, g); }
+
+  bool next_run() {
+    for (start = end; start < sizes.key_groups && !sees(start); ++start) {
+    }
+    for (end = start; end < sizes.key_groups && sees(end); ++end) {
+    }
+    const int64_t tile_groups = max_keys / KEY_GROUP;
+    tile = 0;
+    tiles = (end - start + tile_groups - 1) / tile_groups;
+    return tiles > 0;
+  }
+};
+
+// RankMask for one row against the first keys of a tile
+template <typename T>
+struct RankRow {
+  const int32_t* key_rank;
+  int32_t query_rank = 0, query_floor = INT32_MIN;
+  bool sees_all = true, sees_any = true;  // by bounds of groups: `sees_any` may be true of a row that sees none
+  bool sees_self = false;
+
+  // `own`: the key at the row's position
+  RankRow(const RelAttention& p, const KeyRanks& keys, int64_t first, int64_t count, int64_t b, int64_t row_index,
+          int64_t own)
+      : key_rank(keys.rank + first) {
+    const RankMask& mask = p.rank_mask;
+    if (mask.query_rank == nullptr) return;
+    query_rank = mask.query_rank[b * p.length + row_index];
+    if (mask.query_floor != nullptr) query_floor = mask.query_floor[b * p.length + row_index];
+    sees_any = false;
+    for (int64_t g = first / KEY_GROUP; g * KEY_GROUP < first + count; ++g) {
+      sees_all = sees_all && keys.group_max[g] < query_rank && keys.group_min[g] >= query_floor;
+      sees_any = sees_any || (keys.group_min[g] < query_rank && keys.group_max[g] >= query_floor);
+    }
+    sees_self = mask.sees_self != nullptr && mask.sees_self[b * p.length + row_index] && own >= 0 && own < count;
+  }
+
+  INLINE_MEMBER Vec<T> hide(Vec<T> score, int64_t j) const {
+    const IntVec<T> rank = load_ints(key_rank + j, T());
+    return select<T>((rank < query_rank) & (rank >= query_floor), score, broadcast(-static_cast<T>(INFINITY)));
+  }
+};
+
+// The dense mask: hides what a row may not see of keys first .. first + count - 1.
+template <typename T>
+static void hide_by_dense_mask(const RelAttention& p, int64_t b, int64_t h, int64_t row_index, int64_t first,
+                               int64_t count, T* score) {
+  if (p.mask.data == nullptr) return;
+  const bool* visible = static_cast<const bool*>(p.mask.data) + row_start(p.mask, b, h, row_index);
+  for (int64_t j = 0; j < count; ++j)
+    if (!visible[(first + j) * p.mask.stride[3]]) score[j] = -static_cast<T>(INFINITY);
+}

@@ -1,0 +1,105 @@
+// The segment term, (q_i + b).s[different?(i, j)]. Softmax does not see what all keys of a row share: scores get
+// (q + b).(s1 - s0) where segments differ, and (q + b).s0 is left to the log-sum-exp.
+
+// Of one head, in the work type
+template <typename T>
+struct SegmentTerms {
+  T *bias, *same, *different;  // b, s0, s1 - s0; zeros where there are none
+
+  SegmentTerms(Carver& carver, const Sizes<T>& sizes)
+      : bias(carver.take<T>(sizes.padded_dim)),
+        same(carver.take<T>(sizes.padded_dim)),
+        different(carver.take<T>(sizes.padded_dim)) {}
+
+  void load(const RelAttention& p, int64_t h, int64_t padded_dim) const {
+    read_parameter(p, p.segments.bias, h, padded_dim, bias);
+    read_parameter(p, p.segments.embed, h, padded_dim, same);
+    read_parameter(p, p.segments.embed, p.heads + h, padded_dim, different);
+    for (int64_t d = 0; d < padded_dim; ++d) different[d] -= same[d];
+  }
+};
+
+// Of a block of rows
+template <typename T>
+struct SegmentRows {
+  T* query;                             // q + b, scaled as all queries are
+  T same[BLOCK_M], different[BLOCK_M];  // (q + b).s0, (q + b).(s1 - s0)
+
+  // Row r of `query` holds q before.
+  void load_row(const SegmentTerms<T>& terms, int64_t r, T scale, int64_t padded_dim) {
+    T* q = query + r * padded_dim;
+    Vec<T> same_products{}, different_products{};
+    for (int64_t d = 0; d < padded_dim; d += LANES<T>) {
+      const Vec<T> scaled = (load(q + d) + load(terms.bias + d)) * scale;
+      store(q + d, scaled);
+      same_products += scaled * load(terms.same + d);
+      different_products += scaled * load(terms.different + d);
+    }
+    same[r] = sum<T>(same_products);
+    different[r] = sum<T>(different_products);
+  }
+};
+
+// Segments of the keys of one sequence, padded to whole groups
+struct KeySegments {
+  int32_t* id;
+
+  KeySegments(Carver& carver, int64_t padded_keys) : id(carver.take<int32_t>(padded_keys)) {}
+
+  void load(const RelAttention& p, int64_t b, int64_t padded_keys) const {
+    const int64_t keys = p.mem_len + p.key_len;
+    for (int64_t j = 0; j < padded_keys; ++j)
+      id[j] = j < keys && p.segments.key_ids != nullptr ? p.segments.key_ids[b * keys + j] : 0;
+  }
+};
+
+// One row against the keys of a tile
+template <typename T>
+struct SegmentRow {
+  bool used;  // the call has segments
+  const int32_t* key_id;
+  int32_t query_id;
+  T different;
+
+  SegmentRow(const RelAttention& p, const KeySegments& keys, int64_t first, int64_t b, int64_t row_index, T different)
+      : used(p.segments.query_ids != nullptr),
+        key_id(keys.id + first),
+        query_id(used ? p.segments.query_ids[b * p.length + row_index] : 0),
+        different(different) {}
+
+  INLINE_MEMBER IntVec<T> differs(int64_t j) const { return load_ints(key_id + j, T()) != query_id; }
+  INLINE_MEMBER Vec<T> add(Vec<T> score, int64_t j) const {
+    return score + select<T>(differs(j), broadcast(different), Vec<T>{});
+  }
+  T add_one(T score, int64_t j) const { return key_id[j] == query_id ? score : score + different; }
+};
+
+// Sums over keys, from which backward has the term's gradients
+template <typename T>
+struct SegmentSums {
+  Vec<T> dS{}, dS_different{};  // over all keys, over keys of another segment
+  Vec<T> P_different{};         // of probabilities, over the latter
+
+  INLINE_MEMBER void add(IntVec<T> differs, Vec<T> some_dS, Vec<T> P) {
+    dS += some_dS;
+    dS_different += select<T>(differs, some_dS, Vec<T>{});
+    P_different += select<T>(differs, P, Vec<T>{});
+  }
+};
+
+// The same of a block of rows
+template <typename T>
+struct SegmentRowSums {
+  T dS[BLOCK_M], dS_different[BLOCK_M], P_different[BLOCK_M];
+
+  void start(int64_t r) { dS[r] = dS_different[r] = P_different[r] = 0; }
+  INLINE_MEMBER void add(int64_t r, const SegmentSums<T>& sums) {
+    dS[r] += sum<T>(sums.dS);
+    dS_different[r] += sum<T>(sums.dS_different);
+    P_different[r] += sum<T>(sums.P_different);
+  }
+
+  // Sum of dS over keys of another segment. All of a row's dS adds up to grad_lse. What it adds up to instead is the
+  // rounding of delta, which dS holds in proportion to P: a bias that the sums over rows would not average out.
+  T different(int64_t r, T grad_lse) const { return dS_different[r] - (dS[r] - grad_lse) * P_different[r]; }
+};

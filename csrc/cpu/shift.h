@@ -1,0 +1,55 @@
+// The relative shift, by aliasing: row r of the band holds (q_r + v).R[t] for t = window, window + 1, ...; the same
+// memory, read from shift[r] on, is the row's scores, key by key. Backward goes the same way back: dS, stored through
+// the shifted rows, is the band of dS once the corners around it are zero.
+
+constexpr int64_t BAND_MARGIN = 16;  // zeros on both sides of a row of dS
+static_assert(BAND_MARGIN >= ROW_ROWS && BAND_MARGIN >= PANEL_ROWS, "a margin is at least a register tile high");
+
+template <typename T>
+struct Tile {
+  int64_t first, count;    // keys
+  int64_t window;          // packed row of rel_key at band column 0
+  int64_t shift[BLOCK_M];  // descending
+  T* band[BLOCK_M];
+  T* score[BLOCK_M];  // band[r] + shift[r]
+
+  static constexpr int64_t elements(int64_t block_n) {
+    return BLOCK_M * (block_n + MAX_SPAN + 2 * BAND_MARGIN + 4 * PANEL_WIDTH<T>);
+  }
+
+  // `last_position` is that of packed rel_key row 0: row t of it belongs to key j and position last_position - t + j.
+  Tile(const RowBlock<T>& block, int64_t last_position, int64_t first, int64_t count, T* buffer)
+      : first(first), count(count) {
+    const int64_t rows = block.padded(PANEL_ROWS > ROW_ROWS ? PANEL_ROWS : ROW_ROWS);
+    const int64_t low = last_position - block.position[block.count - 1] + first;
+    const int64_t span = block.position[block.count - 1] - block.position[0];
+    window = low / LANES<T> * LANES<T>;
+    int64_t stride = round_up(2 * BAND_MARGIN + span + count + 3 * PANEL_WIDTH<T>, LANES<T>);
+    if (stride * sizeof(T) % 1024 == 0) stride += LANES<T>;  // rows a power of two apart would fight for cache sets
+    for (int64_t r = 0; r < rows; ++r) {
+      shift[r] = last_position - block.position[smaller(r, block.count - 1)] + first - window;
+      band[r] = buffer + r * stride + BAND_MARGIN;
+      score[r] = band[r] + shift[r];
+    }
+  }
+
+  // Rows from `real` to `padded`, which only fill a register tile, become the last real row.
+  void repeat_last_row(int64_t real, int64_t padded) {
+    for (int64_t r = real; r < padded; ++r) {
+      score[r] = score[real - 1];
+      band[r] = band[real - 1];
+      shift[r] = shift[real - 1];
+    }
+  }
+
+  // Zeros around each row of dS, as far as products over the band reach: its strip's columns and a tile's margin.
+  void clear_corners(int64_t rows) const {
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t strip = r / ROW_ROWS * ROW_ROWS, strip_end = smaller(strip + ROW_ROWS, rows) - 1;
+      const int64_t low = smaller(shift[strip_end], shift[r] - BAND_MARGIN);
+      const int64_t high = larger(shift[strip], shift[r] + BAND_MARGIN) + count;
+      for (int64_t t = low; t < shift[r]; ++t) band[r][t] = 0;
+      for (int64_t t = shift[r] + count; t < high; ++t) band[r][t] = 0;
+    }
+  }
+};

@@ -1,0 +1,78 @@
+// Softmax, in powers of 2: queries are scaled by log2(e), so that exp2 is all it takes.
+
+constexpr double LOG2E = 1.44269504088896340736, LN2 = 0.69314718055994530942;
+
+// Online softmax of a block of rows (Dao et al. 2022)
+template <typename T>
+struct OnlineSoftmax {
+  T row_max[BLOCK_M], row_sum[BLOCK_M];
+
+  OnlineSoftmax() {
+    for (int64_t r = 0; r < BLOCK_M; ++r) {
+      row_max[r] = -static_cast<T>(INFINITY);
+      row_sum[r] = 0;
+    }
+  }
+
+  // `count` scores of row r, of which the first `visible` may be seen and `tile_max` is the largest, become
+  // probabilities, to be divided by row_sum in the end. What `out` holds so far is rescaled.
+  void step(int64_t r, int64_t visible, int64_t count, T tile_max, T* score, T* out, int64_t padded_dim) {
+    if (tile_max == -static_cast<T>(INFINITY)) {  // nothing visible, or NaN throughout, which must not vanish
+      for (int64_t j = 0; j < visible; ++j)
+        if (score[j] != score[j]) row_sum[r] = score[j];
+      visible = 0;
+    }
+    if (visible > 0 && !(tile_max <= row_max[r])) {
+      const T factor = exp2(broadcast(row_max[r] - tile_max))[0];
+      row_sum[r] *= factor;
+      for (int64_t d = 0; d < padded_dim; d += LANES<T>) store(out + d, load(out + d) * factor);
+      row_max[r] = tile_max;
+    }
+    const T max = row_max[r];
+    Vec<T> sums{};
+    for (int64_t j = 0; j < visible; j += LANES<T>) {
+      const Vec<T> P = exp2(load(score + j) - max);
+      store(score + j, P);
+      sums += P;
+    }
+    row_sum[r] += sum<T>(sums);
+    for (int64_t j = visible; j < count; ++j) score[j] = 0;
+  }
+
+  // Normalizes the output; fully masked rows are zero.
+  void finish(int64_t r, T* out, int64_t padded_dim) const {
+    const T inverse = row_sum[r] == 0 ? T(0) : 1 / row_sum[r];
+    for (int64_t d = 0; d < padded_dim; d += LANES<T>) store(out + d, load(out + d) * inverse);
+  }
+
+  // `shared`: what all scores of the row have in addition
+  T lse(int64_t r, T shared) const {
+    return (row_max[r] + shared) * static_cast<T>(LN2) + static_cast<T>(log(row_sum[r]));
+  }
+};
+
+// What turns the scores of a row back into probabilities, and dP into dS
+template <typename T>
+struct SoftmaxRow {
+  T lse;       // of the row's scores without what they share, in powers of 2; -inf: fully masked
+  T grad_lse;  // 0 for fully masked rows
+  T delta;     // dO.O - grad_lse
+
+  SoftmaxRow() = default;
+  SoftmaxRow(const T* saved_lse, const void* saved_grad_lse, int64_t index, T shared, const T* out, const T* dO,
+             int64_t padded_dim) {
+    Vec<T> products{};
+    for (int64_t d = 0; d < padded_dim; d += LANES<T>) products += load(dO + d) * load(out + d);
+    const bool sees_any = saved_lse[index] != -static_cast<T>(INFINITY);
+    lse = saved_lse[index] * static_cast<T>(LOG2E) - shared;
+    grad_lse = saved_grad_lse != nullptr && sees_any ? static_cast<const T*>(saved_grad_lse)[index] : T(0);
+    delta = sum<T>(products) - grad_lse;
+  }
+
+  // Nothing of what a row does not see reaches its gradients, NaN and infinity included.
+  INLINE_MEMBER IntVec<T> hidden(Vec<T> score) const { return score == -static_cast<T>(INFINITY); }
+  INLINE_MEMBER Vec<T> P(Vec<T> score) const { return select<T>(hidden(score), Vec<T>{}, exp2(score - lse)); }
+  INLINE_MEMBER Vec<T> dS(Vec<T> score, Vec<T> P, Vec<T> dP) const {
+    return select<T>(hidden(score), Vec<T>{}, P * (dP - delta));
+  }
+};

@@ -1,0 +1,71 @@
+// Gradients of what rows share: summed over the rows of a chunk, then added to the results.
+
+// Which products the wanted gradients need
+struct Wanted {
+  bool query, key, value, rel_key;
+
+  explicit Wanted(const RelAttentionGradients& g)
+      : query(g.query.data != nullptr || g.content_bias != nullptr || g.position_bias != nullptr),
+        key(g.keys.key.data != nullptr || g.memory.key.data != nullptr),
+        value(g.keys.value.data != nullptr || g.memory.value.data != nullptr),
+        rel_key(g.rel_key.data != nullptr) {}
+};
+
+template <typename T>
+INLINE void add_row(const Tensor4& to, int64_t b, int64_t h, int64_t row, const T* from, T factor, int64_t head_dim) {
+  if (to.data == nullptr) return;
+  T* start = static_cast<T*>(to.data) + row_start(to, b, h, row);
+  for (int64_t d = 0; d < head_dim; ++d) start[d * to.stride[3]] += factor * from[d];
+}
+
+template <typename T>
+struct ChunkSums {
+  T *dK, *dV, *dR;  // of padded keys and of packed rows of rel_key
+  T *grad_content_bias, *grad_position_bias, *grad_segment_bias, *grad_same, *grad_different;
+
+  ChunkSums(Carver& carver, const Sizes<T>& sizes)
+      : dK(carver.take<T>(sizes.padded_keys * sizes.padded_dim)),
+        dV(carver.take<T>(sizes.padded_keys * sizes.padded_dim)),
+        dR(carver.take<T>(sizes.max_window * sizes.padded_dim)),
+        grad_content_bias(carver.take<T>(sizes.padded_dim)),
+        grad_position_bias(carver.take<T>(sizes.padded_dim)),
+        grad_segment_bias(carver.take<T>(sizes.padded_dim)),
+        grad_same(carver.take<T>(sizes.padded_dim)),
+        grad_different(carver.take<T>(sizes.padded_dim)) {}
+
+  void start(const Sizes<T>& sizes, const Chunk& chunk) const {
+    clear(dK, sizes.padded_keys * sizes.padded_dim);
+    clear(dV, sizes.padded_keys * sizes.padded_dim);
+    clear(dR, chunk.window * sizes.padded_dim);
+    clear(grad_content_bias, sizes.padded_dim);
+    clear(grad_position_bias, sizes.padded_dim);
+    clear(grad_segment_bias, sizes.padded_dim);
+    clear(grad_same, sizes.padded_dim);
+    clear(grad_different, sizes.padded_dim);
+  }
+
+  void add_to(const RelAttentionGradients& g, const Wanted& wanted, const RelAttention& p, const Sizes<T>& sizes,
+              const Chunk& chunk) const {
+    const T unscale = static_cast<T>(LN2);
+    const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim;
+    for (int64_t j = 0; j < sizes.all_keys; ++j) {
+      const Keys& to = j < p.mem_len ? g.memory : g.keys;
+      const int64_t row = j < p.mem_len ? j : j - p.mem_len;
+      if (wanted.key) add_row(to.key, b, h, row, dK + j * dim, unscale, p.head_dim);
+      if (wanted.value) add_row(to.value, b, h, row, dV + j * dim, T(1), p.head_dim);
+    }
+    if (wanted.rel_key)
+      for (int64_t t = 0; t < chunk.window && chunk.rel_first + t < p.rel_len; ++t)
+        add_row(g.rel_key, b, h, chunk.rel_first + t, dR + t * dim, unscale, p.head_dim);
+
+    const auto add_parameter = [&](void* to, int64_t row, const T* from) {
+      if (to == nullptr) return;
+      for (int64_t d = 0; d < p.head_dim; ++d) static_cast<T*>(to)[row * p.head_dim + d] += from[d];
+    };
+    add_parameter(g.content_bias, h, grad_content_bias);
+    add_parameter(g.position_bias, h, grad_position_bias);
+    add_parameter(g.segment_bias, h, grad_segment_bias);
+    add_parameter(g.segment_embed, h, grad_same);
+    add_parameter(g.segment_embed, p.heads + h, grad_different);
+  }
+};

@@ -5,7 +5,7 @@ struct BackwardScratch {
   HeadTerms<T> terms;
   KeyTerms keys;
   T *key_rows, *key_panels, *value_panels, *rel_rows, *rel_panels, *spare;
-  T *out, *dO, *dO_strips, *dQ_content, *dQ_position;
+  T *out, *dO, *dO_panels, *dQ_content, *dQ_position;
   T *scores, *dP, *dropout;
   ChunkSums<T> sums;
 
@@ -13,23 +13,19 @@ struct BackwardScratch {
   static constexpr int64_t STRIDE = BACKWARD_BLOCK_N + PANEL_WIDTH<T> + BAND_MARGIN;
 
   BackwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t head_dim)
-      : terms(carver, sizes),
-        keys(carver, sizes),
-        key_rows(carver.take<T>(sizes.padded_keys * sizes.padded_dim)),
-        key_panels(carver.take<T>(sizes.padded_keys * head_dim)),
-        value_panels(carver.take<T>(sizes.padded_keys * head_dim)),
-        rel_rows(carver.take<T>(sizes.max_window * sizes.padded_dim)),
-        rel_panels(carver.take<T>(sizes.max_window * head_dim)),
-        spare(carver.take<T>(LANES<T> * sizes.padded_dim)),
-        out(carver.take<T>(sizes.padded_dim)),
-        dO(carver.take<T>(RowBlock<T>::elements(sizes))),
-        dO_strips(carver.take<T>(RowBlock<T>::elements(sizes))),
-        dQ_content(carver.take<T>(BLOCK_M * sizes.padded_dim)),
-        dQ_position(carver.take<T>(BLOCK_M * sizes.padded_dim)),
-        scores(carver.take<T>(Tile<T>::elements(BACKWARD_BLOCK_N))),
-        dP(carver.take<T>(BLOCK_M * STRIDE)),
-        dropout(carver.take<T>(dropout_elements(BACKWARD_BLOCK_N))),
-        sums(carver, sizes) {}
+      : terms(carver, sizes), keys(carver, sizes), sums(carver, sizes) {
+    carver.take(sizes.padded_keys * sizes.padded_dim, key_rows);
+    carver.take(sizes.padded_keys * head_dim, key_panels, value_panels);
+    carver.take(sizes.max_window * sizes.padded_dim, rel_rows);
+    carver.take(sizes.max_window * head_dim, rel_panels);
+    carver.take(LANES<T> * sizes.padded_dim, spare);
+    carver.take(sizes.padded_dim, out);
+    carver.take(RowBlock<T>::elements(sizes), dO, dO_panels);
+    carver.take(BLOCK_M * sizes.padded_dim, dQ_content, dQ_position);
+    carver.take(Tile<T>::elements(BACKWARD_BLOCK_N), scores);
+    carver.take(BLOCK_M * STRIDE, dP);
+    carver.take(dropout_elements(BACKWARD_BLOCK_N), dropout);
+  }
 
   void load(const RelAttention& p, const Sizes<T>& sizes, const Chunk& chunk) const {
     const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim;
@@ -73,9 +69,8 @@ static void load_output_gradients(const BackwardTask<T>& task, const RowBlock<T>
                                           block.segments.same[r], scratch.out, dO, sizes.padded_dim);
     statistics.segments.start(r);
   }
-  transpose_strips(scratch.dO, block.count, sizes.padded_dim, p.head_dim, scratch.dO_strips);
-  clear(scratch.dQ_content, block.padded(ROW_ROWS) * sizes.padded_dim);
-  clear(scratch.dQ_position, block.padded(ROW_ROWS) * sizes.padded_dim);
+  transpose_row_panels(scratch.dO, block.count, sizes.padded_dim, p.head_dim, scratch.dO_panels);
+  clear(block.padded(ROW_ROWS) * sizes.padded_dim, scratch.dQ_content, scratch.dQ_position);
 }
 
 // dP = dO . V^T
@@ -85,7 +80,7 @@ static void probability_gradients(const BackwardTask<T>& task, const RowBlock<T>
   const int64_t rows = block.padded(PANEL_ROWS), depth = task.p.head_dim;
   for (int64_t column = 0; column < tile.count; column += PANEL_WIDTH<T>)
     for (int64_t r = 0; r < rows; r += PANEL_ROWS)
-      panel_product<T, true>(task.scratch.dO_strips + r * depth,
+      panel_product<T, true>(task.scratch.dO_panels + r * depth,
                              task.scratch.value_panels + (tile.first + column) * depth, depth, dP + r, column);
 }
 

@@ -7,16 +7,15 @@ struct ForwardScratch {
   T *key_panels, *rel_panels, *value_rows, *spare;
   T *out, *scores, *dropout;
 
-  ForwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t head_dim)
-      : terms(carver, sizes),
-        keys(carver, sizes),
-        key_panels(carver.take<T>(sizes.padded_keys * head_dim)),
-        rel_panels(carver.take<T>(sizes.max_window * head_dim)),
-        value_rows(carver.take<T>(sizes.padded_keys * sizes.padded_dim)),
-        spare(carver.take<T>(LANES<T> * sizes.padded_dim)),
-        out(carver.take<T>(BLOCK_M * sizes.padded_dim)),
-        scores(carver.take<T>(Tile<T>::elements(FORWARD_BLOCK_N))),
-        dropout(carver.take<T>(dropout_elements(FORWARD_BLOCK_N))) {}
+  ForwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t head_dim) : terms(carver, sizes), keys(carver, sizes) {
+    carver.take(sizes.padded_keys * head_dim, key_panels);
+    carver.take(sizes.max_window * head_dim, rel_panels);
+    carver.take(sizes.padded_keys * sizes.padded_dim, value_rows);
+    carver.take(LANES<T> * sizes.padded_dim, spare);
+    carver.take(BLOCK_M * sizes.padded_dim, out);
+    carver.take(Tile<T>::elements(FORWARD_BLOCK_N), scores);
+    carver.take(dropout_elements(FORWARD_BLOCK_N), dropout);
+  }
 
   void load(const RelAttention& p, const Sizes<T>& sizes, const Chunk& chunk) const {
     const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim;
@@ -55,7 +54,7 @@ static void forward_rows(const RelAttention& p, const Sizes<T>& sizes, const Row
                          const ForwardScratch<T>& scratch) {
   const int64_t rows = block.padded(ROW_ROWS), dim = sizes.padded_dim;
   OnlineSoftmax<T> softmax;
-  clear(scratch.out, rows * dim);
+  clear(rows * dim, scratch.out);
 
   TileScheduler<T> tiles{p, sizes, scratch.keys.ranks, block.mask, FORWARD_BLOCK_N};
   for (int64_t first, count; tiles.next(first, count);) {

@@ -6,7 +6,7 @@
 //   rows:   [k][n], for products over keys or query rows (V, K, R, Q, dO).
 
 // Where A(m, k) is: a[m][k], a[k][offset + m], or a[0][k * ROWS + m]
-enum class A { rows, columns, strip };
+enum class A { rows, columns, panel };
 
 // One register tile of ROWS x COLUMNS vectors. FIRST: C starts at zero, else it is added to.
 template <typename T, int ROWS, int COLUMNS, A LAYOUT, bool FIRST>
@@ -39,12 +39,12 @@ INLINE void tile_product(const T* const* a, int64_t offset, const T* b, int64_t 
 template <typename T>
 constexpr int64_t PANEL_WIDTH = PANEL_COLUMNS * LANES<T>;
 
-// C[0 .. PANEL_ROWS)[column .. column + PANEL_WIDTH) (+)= A . B^T, A as a strip [depth][PANEL_ROWS]
+// C[0 .. PANEL_ROWS)[column .. column + PANEL_WIDTH) (+)= A . B^T, A as a panel [depth][PANEL_ROWS]
 template <typename T, bool FIRST>
-static __attribute__((noinline)) void panel_product(const T* strip, const T* panels, int64_t depth, T* const* c,
+static __attribute__((noinline)) void panel_product(const T* row_panel, const T* panels, int64_t depth, T* const* c,
                                                     int64_t column) {
-  tile_product<T, PANEL_ROWS, PANEL_COLUMNS, A::strip, FIRST>(&strip, 0, panels, LANES<T>, depth * LANES<T>, depth, c,
-                                                              column);
+  tile_product<T, PANEL_ROWS, PANEL_COLUMNS, A::panel, FIRST>(&row_panel, 0, panels, LANES<T>, depth * LANES<T>, depth,
+                                                              c, column);
 }
 
 // C[0 .. ROW_ROWS)[0 .. width) += A . B, B of `depth` rows of `width` (a multiple of LANES)

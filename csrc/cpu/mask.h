@@ -5,10 +5,10 @@
 struct KeyRanks {
   int32_t *rank, *group_min, *group_max;
 
-  KeyRanks(Carver& carver, int64_t key_groups)
-      : rank(carver.take<int32_t>(key_groups * KEY_GROUP)),
-        group_min(carver.take<int32_t>(key_groups)),
-        group_max(carver.take<int32_t>(key_groups)) {}
+  KeyRanks(Carver& carver, int64_t key_groups) {
+    carver.take(key_groups * KEY_GROUP, rank);
+    carver.take(key_groups, group_min, group_max);
+  }
 
   void load(const RelAttention& p, int64_t b, int64_t key_groups) const {
     const int64_t keys = p.mem_len + p.key_len;
@@ -79,10 +79,10 @@ struct TileScheduler {
   bool sees(int64_t g) const { return rows.sees_group(p, sizes.is_causal, keys, g); }
 
   bool next_run() {
-    for (start = end; start < sizes.key_groups && !sees(start); ++start) {
-    }
-    for (end = start; end < sizes.key_groups && sees(end); ++end) {
-    }
+    start = end;
+    while (start < sizes.key_groups && !sees(start)) ++start;
+    end = start;
+    while (end < sizes.key_groups && sees(end)) ++end;
     const int64_t tile_groups = max_keys / KEY_GROUP;
     tile = 0;
     tiles = (end - start + tile_groups - 1) / tile_groups;

@@ -110,7 +110,7 @@ static void read_row(const RelAttention& p, const Tensor4& t, int64_t b, int64_t
 // Row `row` of contiguous (rows, D), padded with zeros; zeros if there is no such parameter
 template <typename T>
 static void read_parameter(const RelAttention& p, const void* data, int64_t row, int64_t padded, T* to) {
-  clear(to, padded);
+  clear(padded, to);
   if (data != nullptr) read(p.dtype, data, row * p.head_dim, 1, p.head_dim, to);
 }
 
@@ -152,19 +152,19 @@ static void transpose_panel(const T* rows, int64_t stride, int64_t depth, T* pan
   }
 }
 
-// `count` rows of `padded` elements -> strips [count / PANEL_ROWS][depth][PANEL_ROWS]. Reads and writes up to LANES
+// `count` rows of `padded` elements -> panels [count / PANEL_ROWS][depth][PANEL_ROWS]. Reads and writes up to LANES
 // rows or elements past the end: a whole vector is stored where PANEL_ROWS elements count, and the next one mends it.
 template <typename T>
-static void transpose_strips(const T* rows, int64_t count, int64_t padded, int64_t depth, T* strips) {
+static void transpose_row_panels(const T* rows, int64_t count, int64_t padded, int64_t depth, T* panels) {
   constexpr int64_t PIECES = (PANEL_ROWS + LANES<T> - 1) / LANES<T>;
-  for (int64_t r = 0; r < count; r += PANEL_ROWS, rows += PANEL_ROWS * padded, strips += PANEL_ROWS * depth) {
+  for (int64_t r = 0; r < count; r += PANEL_ROWS, rows += PANEL_ROWS * padded, panels += PANEL_ROWS * depth) {
     for (int64_t d0 = 0; d0 < depth; d0 += LANES<T>) {
       Vec<T> block[PIECES][LANES<T>];
       for (int64_t piece = 0; piece < PIECES; ++piece)
         transpose_block(rows + piece * LANES<T> * padded + d0, padded, block[piece]);
       for (int64_t d = d0; d < smaller(d0 + LANES<T>, depth); ++d)
         for (int64_t piece = 0; piece < PIECES; ++piece)
-          store(strips + d * PANEL_ROWS + piece * LANES<T>, block[piece][d - d0]);
+          store(panels + d * PANEL_ROWS + piece * LANES<T>, block[piece][d - d0]);
     }
   }
 }
@@ -190,7 +190,7 @@ static void pack(const RelAttention& p, const RowSequence& sequence, int64_t b, 
       if (tensor != nullptr) {
         read_row(p, *tensor, b, h, row, padded, group + lane * padded);
       } else {
-        memset(group + lane * padded, 0, static_cast<size_t>(padded) * sizeof(T));
+        clear(padded, group + lane * padded);
       }
     }
     if (panels != nullptr) transpose_panel(group, padded, p.head_dim, panels + j0 * p.head_dim);

@@ -6,10 +6,9 @@ struct HeadTerms {
   T *content_bias, *position_bias;
   SegmentTerms<T> segments;
 
-  HeadTerms(Carver& carver, const Sizes<T>& sizes)
-      : content_bias(carver.take<T>(sizes.padded_dim)),
-        position_bias(carver.take<T>(sizes.padded_dim)),
-        segments(carver, sizes) {}
+  HeadTerms(Carver& carver, const Sizes<T>& sizes) : segments(carver, sizes) {
+    carver.take(sizes.padded_dim, content_bias, position_bias);
+  }
 
   void load(const RelAttention& p, int64_t h, int64_t padded_dim) const {
     read_parameter(p, p.content_bias, h, padded_dim, content_bias);
@@ -25,16 +24,12 @@ struct RowBlock {
   int64_t row_index[BLOCK_M];           // in query
   int64_t position[BLOCK_M];            // ascending
   T *content_query, *position_query;    // rows q + u and q + v, scaled so that scores are powers of 2
-  T *content_strips, *position_strips;  // the same as panel products want them
+  T *content_panels, *position_panels;  // the same as panel products want them
   SegmentRows<T> segments;
   MaskRows mask;
 
-  RowBlock(Carver& carver, const Sizes<T>& sizes)
-      : content_query(carver.take<T>(elements(sizes))),
-        position_query(carver.take<T>(elements(sizes))),
-        content_strips(carver.take<T>(elements(sizes))),
-        position_strips(carver.take<T>(elements(sizes))) {
-    segments.query = carver.take<T>(elements(sizes));
+  RowBlock(Carver& carver, const Sizes<T>& sizes) {
+    carver.take(elements(sizes), content_query, position_query, segments.query, content_panels, position_panels);
   }
 
   // One block of rows, and what transposing it touches past the end
@@ -74,6 +69,6 @@ static void load_rows(const RelAttention& p, const Sizes<T>& sizes, const HeadTe
     memcpy(block.content_query + r * dim, block.content_query + last, static_cast<size_t>(dim) * sizeof(T));
     memcpy(block.position_query + r * dim, block.position_query + last, static_cast<size_t>(dim) * sizeof(T));
   }
-  transpose_strips(block.content_query, block.count, dim, p.head_dim, block.content_strips);
-  transpose_strips(block.position_query, block.count, dim, p.head_dim, block.position_strips);
+  transpose_row_panels(block.content_query, block.count, dim, p.head_dim, block.content_panels);
+  transpose_row_panels(block.position_query, block.count, dim, p.head_dim, block.position_panels);
 }

@@ -1,6 +1,6 @@
 // The score of a tile, term by term: position, content, then segments and mask in one pass over each row.
 
-// (q + v).r, into the band: each strip of rows needs just its own part of the window.
+// (q + v).r, into the band: each panel of rows needs just its own part of the window.
 template <typename T>
 static void position_scores(const RelAttention& p, const RowBlock<T>& block, const T* rel_panels, const Tile<T>& tile) {
   const int64_t rows = block.padded(PANEL_ROWS), end = tile.shift[0] + tile.count;
@@ -8,7 +8,7 @@ static void position_scores(const RelAttention& p, const RowBlock<T>& block, con
     const T* panels = rel_panels + (tile.window + column) * p.head_dim;
     for (int64_t r = 0; r < rows; r += PANEL_ROWS)
       if (tile.shift[r + PANEL_ROWS - 1] < column + PANEL_WIDTH<T> && tile.shift[r] + tile.count > column)
-        panel_product<T, true>(block.position_strips + r * p.head_dim, panels, p.head_dim, tile.band + r, column);
+        panel_product<T, true>(block.position_panels + r * p.head_dim, panels, p.head_dim, tile.band + r, column);
   }
 }
 
@@ -19,7 +19,7 @@ static void content_scores(const RelAttention& p, const RowBlock<T>& block, cons
   for (int64_t column = 0; column < tile.count; column += PANEL_WIDTH<T>) {
     const T* panels = key_panels + (tile.first + column) * p.head_dim;
     for (int64_t r = 0; r < rows; r += PANEL_ROWS)
-      panel_product<T, false>(block.content_strips + r * p.head_dim, panels, p.head_dim, tile.score + r, column);
+      panel_product<T, false>(block.content_panels + r * p.head_dim, panels, p.head_dim, tile.score + r, column);
   }
 }
 

@@ -4,9 +4,10 @@ INLINE int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1)
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-template <typename T>
-INLINE void clear(T* data, int64_t count) {
-  memset(data, 0, static_cast<size_t>(count) * sizeof(T));
+// `count` zeros each
+template <typename... T>
+INLINE void clear(int64_t count, T*... data) {
+  (memset(data, 0, static_cast<size_t>(count) * sizeof(T)), ...);
 }
 
 // Hands out aligned pieces of a buffer; with a null base it only counts.
@@ -20,6 +21,11 @@ struct Carver {
     T* piece = base == nullptr ? nullptr : reinterpret_cast<T*>(base + used);
     used += count * static_cast<int64_t>(sizeof(T));
     return piece;
+  }
+  // Pieces of `count` numbers each
+  template <typename... T>
+  void take(int64_t count, T*&... pieces) {
+    ((pieces = take<T>(count)), ...);
   }
 };
 

@@ -6,10 +6,7 @@ template <typename T>
 struct SegmentTerms {
   T *bias, *same, *different;  // b, s0, s1 - s0; zeros where there are none
 
-  SegmentTerms(Carver& carver, const Sizes<T>& sizes)
-      : bias(carver.take<T>(sizes.padded_dim)),
-        same(carver.take<T>(sizes.padded_dim)),
-        different(carver.take<T>(sizes.padded_dim)) {}
+  SegmentTerms(Carver& carver, const Sizes<T>& sizes) { carver.take(sizes.padded_dim, bias, same, different); }
 
   void load(const RelAttention& p, int64_t h, int64_t padded_dim) const {
     read_parameter(p, p.segments.bias, h, padded_dim, bias);

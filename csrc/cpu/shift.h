@@ -42,12 +42,12 @@ struct Tile {
     }
   }
 
-  // Zeros around each row of dS, as far as products over the band reach: its strip's columns and a tile's margin.
+  // Zeros around each row of dS, as far as products over the band reach: the columns of its register tile and a margin.
   void clear_corners(int64_t rows) const {
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t strip = r / ROW_ROWS * ROW_ROWS, strip_end = smaller(strip + ROW_ROWS, rows) - 1;
-      const int64_t low = smaller(shift[strip_end], shift[r] - BAND_MARGIN);
-      const int64_t high = larger(shift[strip], shift[r] + BAND_MARGIN) + count;
+      const int64_t top = r / ROW_ROWS * ROW_ROWS, bottom = smaller(top + ROW_ROWS, rows) - 1;  // of the register tile
+      const int64_t low = smaller(shift[bottom], shift[r] - BAND_MARGIN);
+      const int64_t high = larger(shift[top], shift[r] + BAND_MARGIN) + count;
       for (int64_t t = low; t < shift[r]; ++t) band[r][t] = 0;
       for (int64_t t = shift[r] + count; t < high; ++t) band[r][t] = 0;
     }

@@ -23,25 +23,16 @@ struct ChunkSums {
   T *dK, *dV, *dR;  // of padded keys and of packed rows of rel_key
   T *grad_content_bias, *grad_position_bias, *grad_segment_bias, *grad_same, *grad_different;
 
-  ChunkSums(Carver& carver, const Sizes<T>& sizes)
-      : dK(carver.take<T>(sizes.padded_keys * sizes.padded_dim)),
-        dV(carver.take<T>(sizes.padded_keys * sizes.padded_dim)),
-        dR(carver.take<T>(sizes.max_window * sizes.padded_dim)),
-        grad_content_bias(carver.take<T>(sizes.padded_dim)),
-        grad_position_bias(carver.take<T>(sizes.padded_dim)),
-        grad_segment_bias(carver.take<T>(sizes.padded_dim)),
-        grad_same(carver.take<T>(sizes.padded_dim)),
-        grad_different(carver.take<T>(sizes.padded_dim)) {}
+  ChunkSums(Carver& carver, const Sizes<T>& sizes) {
+    carver.take(sizes.padded_keys * sizes.padded_dim, dK, dV);
+    carver.take(sizes.max_window * sizes.padded_dim, dR);
+    carver.take(sizes.padded_dim, grad_content_bias, grad_position_bias, grad_segment_bias, grad_same, grad_different);
+  }
 
   void start(const Sizes<T>& sizes, const Chunk& chunk) const {
-    clear(dK, sizes.padded_keys * sizes.padded_dim);
-    clear(dV, sizes.padded_keys * sizes.padded_dim);
-    clear(dR, chunk.window * sizes.padded_dim);
-    clear(grad_content_bias, sizes.padded_dim);
-    clear(grad_position_bias, sizes.padded_dim);
-    clear(grad_segment_bias, sizes.padded_dim);
-    clear(grad_same, sizes.padded_dim);
-    clear(grad_different, sizes.padded_dim);
+    clear(sizes.padded_keys * sizes.padded_dim, dK, dV);
+    clear(chunk.window * sizes.padded_dim, dR);
+    clear(sizes.padded_dim, grad_content_bias, grad_position_bias, grad_segment_bias, grad_same, grad_different);
   }
 
   void add_to(const RelAttentionGradients& g, const Wanted& wanted, const RelAttention& p, const Sizes<T>& sizes,

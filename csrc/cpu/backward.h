@@ -12,8 +12,7 @@ struct BackwardScratch {
   // Row stride of dP
   static constexpr int64_t STRIDE = BACKWARD_BLOCK_N + PANEL_WIDTH<T> + BAND_MARGIN;
 
-  BackwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t head_dim)
-      : terms(carver, sizes), keys(carver, sizes), sums(carver, sizes) {
+  BackwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t head_dim) : terms(carver, sizes), keys(carver, sizes) {
     carver.take(sizes.padded_keys * sizes.padded_dim, key_rows);
     carver.take(sizes.padded_keys * head_dim, key_panels, value_panels);
     carver.take(sizes.max_window * sizes.padded_dim, rel_rows);
@@ -25,6 +24,7 @@ struct BackwardScratch {
     carver.take(Tile<T>::elements(BACKWARD_BLOCK_N), scores);
     carver.take(BLOCK_M * STRIDE, dP);
     carver.take(dropout_elements(BACKWARD_BLOCK_N), dropout);
+    sums.carve(carver, sizes);
   }
 
   void load(const RelAttention& p, const Sizes<T>& sizes, const Chunk& chunk) const {

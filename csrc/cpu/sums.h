@@ -23,7 +23,7 @@ struct ChunkSums {
   T *dK, *dV, *dR;  // of padded keys and of packed rows of rel_key
   T *grad_content_bias, *grad_position_bias, *grad_segment_bias, *grad_same, *grad_different;
 
-  ChunkSums(Carver& carver, const Sizes<T>& sizes) {
+  void carve(Carver& carver, const Sizes<T>& sizes) {
     carver.take(sizes.padded_keys * sizes.padded_dim, dK, dV);
     carver.take(sizes.max_window * sizes.padded_dim, dR);
     carver.take(sizes.padded_dim, grad_content_bias, grad_position_bias, grad_segment_bias, grad_same, grad_different);

@@ -273,10 +273,10 @@ def test_dropout_gradient_flows_and_training_differs(backend):
 @pytest.mark.parametrize("backend", COMPILED)
 def test_output_projection_gets_the_kernel_output_without_copy(backend, monkeypatch):
     seen = []
-    linear = torch.nn.functional.linear
-    monkeypatch.setattr(attention.F, "linear", lambda x, w: seen.append(x._base is not None) or linear(x, w))
+    linear = attention.linear
+    monkeypatch.setattr(attention, "linear", lambda x, w: seen.append(x._base is not None) or linear(x, w))
     xk.TwoStreamAttention(WIDTH, H, backend=backend)(torch.randn(B, L, WIDTH))
-    assert seen == [True]
+    assert seen[-1]  # the last product
 
 
 @pytest.mark.parametrize(

@@ -1,365 +1,223 @@
-// Backward in one pass: a block has BN keys and walks over the tiles of BM rows of which one sees them.
+// Backward in one pass: a block has BLOCK_N keys and visits every tile of BLOCK_M rows in which some row sees them.
 //
 //   P = exp(score - lse);  dV += P' dO;  dP = dO V';  dS = P (dP - delta) scale;  dK += dS' Q + colsum(dS) u
 //   dQ += dS K + band R;  dR += band' Q + colsum(band) v          where the band is dS shifted back: (i, j) -> (i, p)
 //
 // dK and dV stay in registers; dQ and dR are added in float32 to global memory, where blocks meet: atomically, or each
-// block into a copy of its own. BM / 16 by GROUPS warps: of the scores each has 16 rows and 1 / GROUPS of the keys, of
-// the products 16 rows and 1 / GROUPS of the head width.
+// block into a copy of its own. M_TILES by GROUPS warps: of the scores each has 16 rows and 1 / GROUPS of the keys, of
+// the products 16 rows and 1 / GROUPS of the columns.
 #pragma once
 
+#include "backward_products.cuh"
 #include "backward_rows.cuh"
 #include "dispatch.cuh"
 #include "dropout.cuh"
-#include "position.cuh"
 #include "prepare.cuh"
 
 namespace xlnet_kernels::cuda {
 
-template <typename Element, int WIDTH>
-struct BackwardShape {
-  using T = Element;
-  static constexpr int D = WIDTH, BM = sizeof(T) == 2 ? BACKWARD_TILE_16_BITS : BACKWARD_TILE_32_BITS, BN = BM,
-                       GROUPS = sizeof(T) * D > 128 ? 2 : 1;
-  static constexpr int WARPS = BM / 16 * GROUPS, THREADS = WARPS * WARP, WINDOW = BM + BN;
-  static_assert(WINDOW <= REL_MARGIN);
-  static constexpr int KEYS = BN / GROUPS, WIDTH_PART = D / GROUPS;  // of one warp
-  using Rows = Tile<T, D>;
-  using Ring = Tile<T, D, WINDOW>;
-  using Scores = Tile<T, BN>;
-  using Band = Tile<T, WINDOW>;
-  static constexpr int ROWS_BYTES = Rows::bytes(BM), RING_BYTES = Ring::bytes(WINDOW), SCORES_BYTES = Scores::bytes(BM),
-                       BAND_BYTES = Band::bytes(BM), LABELS = 3 * BN * 4, SUMS = GROUPS * BM * 4,
-                       LAGS = BM / 16 * 2 * 4;
-  static constexpr int SHARED = 4 * ROWS_BYTES + RING_BYTES + 2 * SCORES_BYTES + BAND_BYTES + LABELS + SUMS + LAGS;
+// What stays from one step of a block to the next.
+template <typename S>
+struct BackwardState {
+  int window = 0;  // first row of rel_key in the ring
+  bool has_window = false;
+  BandSlices<S::BLOCK_M> slices;
+  bool was_consecutive = false;
 };
 
-// To a gradient in global memory.
-DEVICE void add(float* to, float x, bool atomically) {
-  if (atomically) {
-    add_atomically(to, x);
-  } else {
-    *to += x;
+// One step's rows and window of rel_key.
+struct Step {
+  int first_row, last_position, window_shift;
+  int window;        // first row of rel_key
+  bool same_shifts;  // as in the step before
+};
+
+// Starts to copy the rows of a step, and what the ring does not have of its window.
+template <typename S>
+DEVICE Step load_step(const RelAttention& p, const KeyTile<S>& tile, const BackwardMemory<S>& memory, int first_row,
+                      int last_position, int window_shift, BackwardState<S>& state) {
+  const int window = int(p.rel_key.max_distance - p.mem_len) - last_position + tile.j0 + window_shift;
+  const auto copy_half_window = [&](int begin) {
+    copy_rows<S::THREADS, S::BLOCK_M>(memory.ring, begin, tile.rel_rows, begin, int(p.rel_len), int(p.head_dim));
+  };
+  sync_block();  // no one reads the rows of the tile before any more
+  if (window_shift == 0) {
+    copy_sorted_rows<S>(p, memory.queries, tile.query_rows, tile.b, first_row);
+    copy_sorted_rows<S>(p, memory.grad_out, tile.grad_out_rows, tile.b, first_row);
   }
+  copy_half_window(window);
+  // rows of later positions: the window moves down
+  if (!state.has_window || window != state.window - S::BLOCK_M) copy_half_window(window + S::BLOCK_M);
+  commit_copies();
+  // consecutive rows have the same shifts in each tile: what is zero in the band stays zero
+  const bool consecutive = p.rows.position == nullptr && first_row + S::BLOCK_M <= p.length;
+  const bool same_shifts = consecutive && state.was_consecutive;
+  state.was_consecutive = consecutive;
+  if (!same_shifts)
+    for (int i = thread_index(); i < S::BAND_BYTES / 16; i += S::THREADS)
+      reinterpret_cast<Bytes16*>(memory.band.data)[i] = {};
+  return {first_row, last_position, window_shift, window, same_shifts};
 }
 
-// Row r of a product's two, 8 N columns wide, of which this lane has two in eight, from `column` on.
-template <int N>
-DEVICE void add_row(float* to, const float (&product)[N][4], int r, int column, int width, bool atomically) {
-  if (atomically) {
+// Scores of 16 rows and KEYS keys, less the log-sum-exp.
+template <typename S, int N>
+DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const BackwardMemory<S>& memory,
+                            const WarpPart& of, const Step& step, const StepRows& rows, Visibility visibility,
+                            BackwardState<S>& state, float (&score)[N][4]) {
+  using T = typename S::T;
+  const RelAttention& p = call.p;
+  const Lane& lane = of.lane;
+  const int part_keys = of.part * S::KEYS;
+  const auto load_query = [&](int k) { return load_a(memory.queries, 16 * of.m_tile, k, lane.id); };
+
+  // content
 #pragma unroll
-    for (int n = 0; n < N; ++n)
-      if (column + 8 * n < width) add_atomically(to + column + 8 * n, product[n][2 * r], product[n][2 * r + 1]);
-  } else {
+  for (int n = 0; n < N; ++n)
 #pragma unroll
-    for (int n = 0; n < N; ++n)
-      for (int i = 0; i < 2; ++i)
-        if (column + 8 * n < width) to[column + 8 * n + i] += product[n][2 * r + i];
+    for (int i = 0; i < 4; ++i) score[n][i] = memory.labels.bias[part_keys + 8 * n + 2 * lane.t + i % 2];
+  add_product<T, S::HEAD_DIM>(score, call.tf32, load_query,
+                              [&](int k, int n) { return load_b(memory.keys, part_keys + n, k, lane.id); });
+
+  // position
+  if (!step.same_shifts) state.slices.find(rows.shift, lane.id);
+  state.slices.for_each([&](int r) { return rows.shift[r]; }, true, lane.id,
+                        [&](const BandSlice& slice) {
+                          add_position<T, S::HEAD_DIM>(score, memory.ring, step.window + part_keys, tile.rel_bias,
+                                                       slice, call.tf32, lane.id, load_query);
+                        });
+  state.window = step.window;
+  state.has_window = true;
+
+  // segments, mask
+  const RowLabels labels[2] = {rows.row[0], rows.row[1]};
+  add_segments(score, float(p.scale) * LOG2_E, memory.labels.segment + part_keys, labels, rows.same, rows.different,
+               lane.t);
+  apply_mask(score, visibility, p, labels, tile.b, tile.h, step.first_row + 16 * of.m_tile + lane.g,
+             tile.j0 + part_keys, memory.labels.rank + part_keys, lane.t);
+}
+
+// Softmax and dropout: leaves P as the values had it, and dS, in shared memory; scores become dS.
+template <typename S, int N>
+DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const BackwardMemory<S>& memory,
+                            const WarpPart& of, const StepRows& rows, float (&score)[N][4]) {
+  using T = typename S::T;
+  const RelAttention& p = call.p;
+  const Lane& lane = of.lane;
+  const int part_keys = of.part * S::KEYS, first_row = 16 * of.m_tile;
+  const float scale = float(p.scale), kept_scale = float(1 / (1 - p.dropout.p));
+  const RowLabels labels[2] = {rows.row[0], rows.row[1]};
+  const Philox philox = load_philox(p.dropout);
+  uint32_t kept[2] = {~0u, ~0u};
+  if (philox.threshold)
+    for (int r = 0; r < 2; ++r)
+      kept[r] = kept_columns<S::KEYS>(philox, tile.head, rows.row[r].index, tile.j0 + part_keys, lane.t);
+  float different_sum[2] = {0, 0};
+  constexpr int SOME = N < 4 ? N : 4;  // eights of keys at a time: dP of all of them would not fit into the registers
+#pragma unroll
+  for (int first = 0; first < N; first += SOME) {
+    float dP[SOME][4] = {};
+    add_product<T, S::HEAD_DIM>(
+        dP, call.tf32, [&](int k) { return load_a(memory.grad_out, first_row, k, lane.id); },
+        [&](int k, int n) { return load_b(memory.values, part_keys + 8 * first + n, k, lane.id); });
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+#pragma unroll
+      for (int n = first; n < first + SOME; ++n) {
+        float probability[2];
+        for (int parity = 0; parity < 2; ++parity) {
+          const int i = 2 * r + parity;
+          const float factor = kept[r] >> (2 * n + parity) & 1 ? kept_scale : 0.f;
+          probability[parity] = softmax_backward(score[n][i], dP[n - first][i], factor, rows.delta[r], scale);
+          if (is_different(memory.labels.segment + part_keys, labels, n, i, lane.t)) different_sum[r] += score[n][i];
+        }
+        const int m = first_row + lane.g + 8 * r, column = part_keys + 8 * n + 2 * lane.t;
+        store_pair(memory.probability.at(m, column), probability[0], probability[1]);
+        store_pair(memory.dS.at(m, column), score[n][2 * r], score[n][2 * r + 1]);
+      }
+  }
+  for (int r = 0; r < 2; ++r) {
+    different_sum[r] = quad_sum(different_sum[r]);
+    if (lane.t == 0) memory.different_sums[of.part * S::BLOCK_M + first_row + lane.g + 8 * r] = different_sum[r];
   }
 }
 
 template <typename S>
 KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
-  using T = typename S::T;
-  constexpr int D = S::D, BM = S::BM, BN = S::BN, N = S::KEYS / 8, PART = S::WIDTH_PART;
+  constexpr int BLOCK_M = S::BLOCK_M, BLOCK_N = S::BLOCK_N, N = S::KEYS / 8, COLUMNS = S::COLUMNS;
   const Call& call = a.call;
-  const Gradients& grad = a.gradients;
   const RelAttention& p = call.p;
-  const int lane = thread_index() % WARP, warp = thread_index() / WARP, g = lane / 4, t = lane % 4;
-  const int strip = warp % (BM / 16), part = warp / (BM / 16);  // of 16 rows or keys; of the other dimension
-  const int keys = int(p.mem_len + p.key_len), width = int(p.head_dim), heads = int(p.heads);
-  const int tiles = tiles_of(keys, BN), row_tiles = tiles_of(p.length, BM);
-  const bool tf32 = call.tf32, atomically = !grad.deterministic;
+  const Lane lane = this_lane();
+  const WarpPart of{lane, lane.warp % S::M_TILES, lane.warp / S::M_TILES};
+  const int keys = int(p.mem_len + p.key_len), head_dim = int(p.head_dim);
+  const int tiles = tiles_of(keys, BLOCK_N), row_tiles = tiles_of(p.length, BLOCK_M);
+  const bool atomically = !a.gradients.deterministic;
   const int64_t slot = atomically ? 0 : block_index().x;
+  const BackwardMemory<S> memory(shared_memory());
+  clear_key_labels<S::THREADS>(memory.labels, BLOCK_N);
 
-  char* memory = shared_memory();
-  const auto take = [&](int bytes) {
-    char* taken = memory;
-    memory += bytes;
-    return reinterpret_cast<T*>(taken);
-  };
-  const typename S::Rows key_tile{take(S::ROWS_BYTES)}, value_tile{take(S::ROWS_BYTES)};
-  const typename S::Rows query_tile{take(S::ROWS_BYTES)}, grad_tile{take(S::ROWS_BYTES)};
-  const typename S::Ring ring{take(S::RING_BYTES)};
-  const typename S::Scores probability{take(S::SCORES_BYTES)}, score_grad{take(S::SCORES_BYTES)};
-  const typename S::Band band{take(S::BAND_BYTES)};
-  int32_t* const label_memory = reinterpret_cast<int32_t*>(memory);
-  const KeyTile label{label_memory, label_memory + BN, reinterpret_cast<float*>(label_memory + 2 * BN)};
-  float* const different_sums = label.bias + BN;                                    // (GROUPS, BM)
-  int* const lag_bounds = reinterpret_cast<int*>(different_sums + S::GROUPS * BM);  // (BM / 16, 2)
-
-  clear_labels<S::THREADS>(label, BN);
-
-  const int groups = call.shared_rel_key ? heads : int(p.batch) * heads, h = block_index().y;
   // mostly one tile of one batch; several where few blocks share copies of gradients, or the batch is beyond the grid
-  for (int tile = block_index().x, b = block_index().z;; tile += grid_size().x) {
-    for (; tile >= tiles; tile -= tiles) b += grid_size().z;
+  for (int key_tile = block_index().x, b = block_index().z;; key_tile += grid_size().x) {
+    for (; key_tile >= tiles; key_tile -= tiles) b += grid_size().z;
     if (b >= p.batch) return;
-    const int head = b * heads + h, group = call.shared_rel_key ? h : head, j0 = tile * BN;
-    const auto key_rows = key_rows_of<T>(p, p.memory.key, p.keys.key, b, h);
-    const auto value_rows = key_rows_of<T>(p, p.memory.value, p.keys.value, b, h);
-    const auto query_rows = rows_of<T>(p.rows.query, b, h), grad_out_rows = rows_of<T>(grad.out, b, h);
-    const auto rel_rows = rows_of<T>(p.rel_key.rows, b, h);
-    const float* rel_bias = rel_bias_of(call, b, h);
-    const int64_t first_rel = (slot * groups + group) * p.rel_len,
-                  first_row = (slot * p.batch * heads + head) * p.length;
-    const Rows<float> grad_rel{grad.rel_key + first_rel * width, width};
-    const Rows<float> grad_query{grad.query + first_row * width, width};
-    const float* row_values = grad.row_values + int64_t(head) * p.length;
-    const int64_t all_rows = p.batch * heads * p.length;
-
+    const KeyTile<S> tile(a, key_tile, b, block_index().y, slot);
     sync_block();  // no one reads the tiles of the item before any more
-    copy_rows<S::THREADS, BN>(key_tile, 0, key_rows, j0, keys, width);
-    copy_rows<S::THREADS, BN>(value_tile, 0, value_rows, j0, keys, width);
-    copy_labels<S::THREADS, BN>(call, label, b, h, j0);
+    copy_rows<S::THREADS, BLOCK_N>(memory.keys, 0, tile.key_rows, tile.j0, keys, head_dim);
+    copy_rows<S::THREADS, BLOCK_N>(memory.values, 0, tile.value_rows, tile.j0, keys, head_dim);
+    copy_key_labels<S::THREADS, BLOCK_N>(call, memory.labels, b, tile.h, tile.j0);
     commit_copies();
 
-    float grad_key[PART / 8][4] = {}, grad_value[PART / 8][4] = {}, key_sum[4] = {};
-    int window = 0;  // first row of rel_key in the ring
-    bool has_window = false;
-    Runs<BM> runs;
-    bool was_in_line = false;
-    Walk walk{row_tiles};
+    float dK[COLUMNS / 8][4] = {}, dV[COLUMNS / 8][4] = {}, key_sum[4] = {};
+    BackwardState<S> state;
+    TileScheduler scheduler{row_tiles};
     while (true) {
-      Seen seen;
-      const int row_tile =
-          walk.next(seen, lane, [&](int i) { return seen_pairs(call, load_row_tile(call, b, i * BM, BM), b, j0, BN); });
+      Visibility visibility;
+      const int row_tile = scheduler.next(visibility, lane.id, [&](int i) {
+        return tile_visibility(call, load_row_tile(call, b, i * BLOCK_M, BLOCK_M), b, tile.j0, BLOCK_N);
+      });
       if (row_tile >= row_tiles) break;
-      const int place = row_tile * BM, last_position = position_at(p, b, smaller(place + BM, int(p.length)) - 1);
-      const int span = last_position - position_at(p, b, place);
+      const int first_row = row_tile * BLOCK_M;
+      const int last_position = row_position(p, b, smaller(first_row + BLOCK_M, int(p.length)) - 1);
+      const int span = last_position - row_position(p, b, first_row);
       // once, but for rows far apart: then once for each window of rel_key, each time with the rows that it serves
-      for (int behind = 0; behind <= span; behind += BM) {
-        const int origin = int(p.rel_key.max_distance - p.mem_len) - last_position + j0 + behind;
-        const auto copy_half_window = [&](int begin) {
-          copy_rows<S::THREADS, BM>(ring, begin, rel_rows, begin, int(p.rel_len), width);
-        };
-        const auto clear_band = [&] {
-          for (int i = thread_index(); i < S::BAND_BYTES / 16; i += S::THREADS)
-            reinterpret_cast<Block*>(band.data)[i] = {};
-        };
-
-        sync_block();  // no one reads the rows of the tile before any more
-        const auto copy_tile = [&](const typename S::Rows& to, const Rows<T>& rows) {
-          if (p.rows.order == nullptr) {
-            copy_rows<S::THREADS, BM>(to, 0, rows, place, int(p.length), width);
-          } else {
-            const auto at_place = [&](int m) { return rows(row_at(p, b, smaller(m, int(p.length) - 1))); };
-            copy_rows<S::THREADS, BM>(to, 0, at_place, place, int(p.length), width);
-          }
-        };
-        if (behind == 0) {
-          copy_tile(query_tile, query_rows);
-          copy_tile(grad_tile, grad_out_rows);
-        }
-        copy_half_window(origin);
-        // rows of later positions: the window moves down
-        if (!has_window || origin != window - BM) copy_half_window(origin + BM);
-        commit_copies();
-        // rows one after the other lag in each tile as in the one before: what is zero in the band stays zero
-        const bool in_line = p.rows.position == nullptr && place + BM <= p.length, same_lags = in_line && was_in_line;
-        was_in_line = in_line;
-        if (!same_lags) clear_band();
-        Row row[2] = {load_row(p, b, place + 16 * strip + g), load_row(p, b, place + 16 * strip + g + 8)};
-        int lag[2];
-        float delta[2], here[2], there[2];
-        for (int r = 0; r < 2; ++r) {
-          lag[r] = last_position - row[r].position - behind;
-          row[r].inside = row[r].inside && lag[r] >= 0 && lag[r] < BM;
-          if (!row[r].inside) lag[r] = -1;
-          const float* values = row_values + row[r].index;
-          delta[r] = row[r].inside ? values[DELTA * all_rows] : 0.f;
-          here[r] = row[r].inside ? -values[LOG_TOTAL * all_rows] : -INFINITY;  // exponentials are 0
-          there[r] = here[r] + values[DIFFERENT * all_rows];
-        }
+      for (int window_shift = 0; window_shift <= span; window_shift += BLOCK_M) {
+        const Step step = load_step(p, tile, memory, first_row, last_position, window_shift, state);
+        const StepRows rows = load_step_rows(p, tile, first_row + 16 * of.m_tile + lane.g, last_position, window_shift);
         wait_for_copies<0>();
         sync_block();
 
-        // scores of 16 rows and KEYS keys
-        const auto load_query = [&](int k) { return load_a(query_tile, 16 * strip, k, lane); };
-        const int part_keys = part * S::KEYS;
         float score[N][4];
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) score[n][i] = label.bias[part_keys + 8 * n + 2 * t + i % 2];
-        add_product<T, D>(score, tf32, load_query,
-                          [&](int k, int n) { return load_b(key_tile, part_keys + n, k, lane); });
-        if (!same_lags) runs.find(lag, lane);
-        runs.for_each([&](int r) { return lag[r]; }, true, lane,
-                      [&](const Run& run) {
-                        add_position_scores<T, D>(score, ring, origin + part_keys, rel_bias, run, tf32, lane,
-                                                  load_query);
-                      });
-        window = origin;
-        has_window = true;
-        const float scale = float(p.scale);
-        const auto is_elsewhere = [&](int n, int i) {
-          return label.id[part_keys + 8 * n + 2 * t + i % 2] != row[i / 2].id;
-        };
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            score[n][i] = score[n][i] * (scale * LOG2_E) + (is_elsewhere(n, i) ? there[i / 2] : here[i / 2]);
-        hide(score, seen, p, {row[0], row[1]}, b, h, place + 16 * strip + g, j0 + part_keys, label.rank + part_keys, t);
-
-        const float kept_scale = float(1 / (1 - p.dropout.p));
-        const Dropout dropout = load_dropout(p.dropout.state, p.dropout.threshold);
-        uint32_t kept[2] = {~0u, ~0u};
-        if (dropout.threshold)
-          for (int r = 0; r < 2; ++r) kept[r] = kept_columns<S::KEYS>(dropout, head, row[r].index, j0 + part_keys, t);
-        float different_sum[2] = {0, 0};
-        constexpr int SOME =
-            N < 4 ? N : 4;  // eights of keys at a time: dP of all of them would not fit into the registers
-#pragma unroll
-        for (int first = 0; first < N; first += SOME) {
-          float probability_grad[SOME][4] = {};
-          add_product<T, D>(
-              probability_grad, tf32, [&](int k) { return load_a(grad_tile, 16 * strip, k, lane); },
-              [&](int k, int n) { return load_b(value_tile, part_keys + 8 * first + n, k, lane); });
-#pragma unroll
-          for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int n = first; n < first + SOME; ++n) {
-              float of_value[2];
-              for (int parity = 0; parity < 2; ++parity) {
-                const int i = 2 * r + parity;
-                float& s = score[n][i];
-                const bool hidden = s == -INFINITY;
-                const float exponential = exp2_approximately(s);
-                const float factor = kept[r] >> (2 * n + parity) & 1 ? kept_scale : 0.f;
-                of_value[parity] = hidden ? 0.f : exponential * factor;
-                // not times zero: a row that sees nothing, or sees NaN elsewhere, may have NaN for delta or log-sum-exp
-                s = hidden ? 0.f : exponential * (probability_grad[n - first][i] * factor - delta[r]) * scale;
-                if (is_elsewhere(n, i)) different_sum[r] += s;
-              }
-              const int m = 16 * strip + g + 8 * r, column = part_keys + 8 * n + 2 * t;
-              store_pair(probability.at(m, column), of_value[0], of_value[1]);
-              store_pair(score_grad.at(m, column), score[n][2 * r], score[n][2 * r + 1]);
-            }
-        }
-        for (int r = 0; r < 2; ++r) {
-          different_sum[r] = sum_of_quad(different_sum[r]);
-          if (t == 0) different_sums[part * BM + 16 * strip + g + 8 * r] = different_sum[r];
-        }
+        backward_scores(call, tile, memory, of, step, rows, visibility, state, score);
+        score_gradients(call, tile, memory, of, rows, score);
         sync_block();
 
-        // dV and dK of 16 keys
-        add_product<T, BM>(
-            grad_value, tf32, [&](int k) { return load_a_transposed(probability, k, 16 * strip, lane); },
-            [&](int k, int n) { return load_b_transposed(grad_tile, k, part * PART + n, lane); });
-        add_product<T, BM>(
-            grad_key, tf32,
-            [&](int k) {
-              const Operand a_keys = load_a_transposed(score_grad, k, 16 * strip, lane);
-              multiply<T>(key_sum, a_keys, ones<T>(), 0, tf32);
-              return a_keys;
-            },
-            [&](int k, int n) { return load_b_transposed(query_tile, k, part * PART + n, lane); });
-        if (p.segments.embed) {
-          for (int m = thread_index(); m < BM && place + m < p.length; m += S::THREADS) {
-            float sum = different_sums[m];
-            if (S::GROUPS == 2) sum += different_sums[BM + m];
-            add(grad.different + first_row + row_at(p, b, place + m), sum, atomically);
-          }
-        }
-
-        // dQ of 16 rows
-        float grad_rows[PART / 8][4] = {};
-        add_product<T, BN>(
-            grad_rows, tf32, [&](int k) { return load_a(score_grad, 16 * strip, k, lane); },
-            [&](int k, int n) { return load_b_transposed(key_tile, k, part * PART + n, lane); });
-        // the band: each row's dS from its lag on
-        int first = BM, last = -1;
-        for (int r = 0; r < 2; ++r) {
-          if (lag[r] < 0) continue;
-          first = smaller(first, lag[r]);
-          last = larger(last, lag[r]);
-          T* to = band.at(16 * strip + g + 8 * r, lag[r] + part_keys + 2 * t);
-#pragma unroll
-          for (int n = 0; n < N; ++n)
-            for (int parity = 0; parity < 2; ++parity) store_one(to + 8 * n + parity, score[n][2 * r + parity]);
-        }
-        first = least_of_warp(first);
-        last = largest_of_warp(last);
-        if (lane == 0 && part == 0) {
-          lag_bounds[2 * strip] = first;
-          lag_bounds[2 * strip + 1] = last;
-        }
+        add_key_gradients(memory, of, call.tf32, dV, dK, key_sum);
+        add_segment_gradient(a, tile, memory, first_row);
+        float dQ[COLUMNS / 8][4] = {};
+        add_content_gradient(memory, of, call.tf32, dQ);
+        const ShiftBounds bounds = store_band(memory, of, rows.shift, score);
         sync_block();
-        for (int k = first / 16 * 16; k < last + BN && last >= 0; k += DEPTH<T>) {
-          const Operand a_band = load_a(band, 16 * strip, k, lane);
-#pragma unroll
-          for (int n = 0; n < PART; n += 16) {
-            const Operand r = load_b_transposed(ring, origin + k, part * PART + n, lane);
-            multiply<T>(grad_rows[n / 8], a_band, r, 0, tf32);
-            multiply<T>(grad_rows[n / 8 + 1], a_band, r, 1, tf32);
-          }
-        }
-
-        // dR of 16 rows of the window at a time
-        for (int m = 16 * strip; m < S::WINDOW && grad.rel_key; m += BM) {
-          float grad_window[PART / 8][4] = {}, window_sum[4] = {};
-          bool any = false;
-          for (int of = 0; of < BM / 16; ++of) {  // 16 rows of query
-            if (lag_bounds[2 * of + 1] < 0 || lag_bounds[2 * of] >= m + 16 || lag_bounds[2 * of + 1] + BN <= m)
-              continue;
-            any = true;
-#pragma unroll
-            for (int k = 0; k < 16; k += DEPTH<T>) {
-              const Operand a_band = load_a_transposed(band, 16 * of + k, m, lane);
-              multiply<T>(window_sum, a_band, ones<T>(), 0, tf32);
-#pragma unroll
-              for (int n = 0; n < PART; n += 16) {
-                const Operand q = load_b_transposed(query_tile, 16 * of + k, part * PART + n, lane);
-                multiply<T>(grad_window[n / 8], a_band, q, 0, tf32);
-                multiply<T>(grad_window[n / 8 + 1], a_band, q, 1, tf32);
-              }
-            }
-          }
-          if (!any) continue;
-          for (int r = 0; r < 2; ++r) {
-            const int at = origin + m + g + 8 * r;
-            if (at < 0 || at >= p.rel_len) continue;
-            add_row(grad_rel(at), grad_window, r, part * PART + 2 * t, width, atomically);
-            if (grad.rel_sum && t == 0 && part == 0) add(grad.rel_sum + first_rel + at, window_sum[2 * r], atomically);
-          }
-        }
+        add_position_gradient(memory, of, step.window, bounds, call.tf32, dQ);
+        add_rel_key_gradient(a, tile, memory, of, step.window);
         for (int r = 0; r < 2; ++r)
-          if (row[r].inside) add_row(grad_query(row[r].index), grad_rows, r, part * PART + 2 * t, width, atomically);
+          if (rows.row[r].inside)
+            add_row(tile.grad_query(rows.row[r].index), dQ, r, of.part * COLUMNS + 2 * lane.t, head_dim, atomically);
       }
     }
     wait_for_copies<0>();
-
-    for (int r = 0; r < 2; ++r) {
-      const int j = j0 + 16 * strip + g + 8 * r;
-      if (j >= keys) continue;
-      if (t == 0 && part == 0) grad.key_sum[int64_t(head) * keys + j] = key_sum[2 * r];
-      T* to_key = key_rows_of<T>(p, grad.memory_key, grad.key, b, h)(j);
-      T* to_value = key_rows_of<T>(p, grad.memory_value, grad.value, b, h)(j);
-#pragma unroll
-      for (int n = 0; n < PART / 8; ++n) {
-        const int d = part * PART + 8 * n + 2 * t;
-        if (d >= width) continue;
-        const T* u = static_cast<const T*>(p.content_bias) + h * width + d;
-        const float u0 = p.content_bias ? to_float(u[0]) : 0.f, u1 = p.content_bias ? to_float(u[1]) : 0.f;
-        store_pair(to_key + d, grad_key[n][2 * r] + key_sum[2 * r] * u0, grad_key[n][2 * r + 1] + key_sum[2 * r] * u1);
-        store_pair(to_value + d, grad_value[n][2 * r], grad_value[n][2 * r + 1]);
-      }
-    }
+    backward_epilogue(a, tile, of, dV, dK, key_sum);
   }
 }
 
-template <typename T, int D>
+template <typename T, int HEAD_DIM>
 std::string launch_backward(const Backward& a, Stream stream) {
-  using S = BackwardShape<T, D>;
+  using S = BackwardShape<T, HEAD_DIM>;
   const char* error = prepare<T>(a.call, stream);
   if (error) return failure("prepare", a.call, 0, error);
   error = prepare_rows<T>(a, stream);
   if (error) return failure("prepare_rows", a.call, 0, error);
   const RelAttention& p = a.call.p;
   const Gradients& grad = a.gradients;
-  Index grid = grid_of((p.mem_len + p.key_len + S::BN - 1) / S::BN, p);
+  Index grid = grid_of((p.mem_len + p.key_len + S::BLOCK_N - 1) / S::BLOCK_N, p);
   if (grad.deterministic) grid = {grad.slots, grid.y, a.call.shared_rel_key ? 1 : grid.z};
   error = launch(backward_kernel<S>, grid, S::THREADS, S::SHARED, stream, a);
   return error ? failure("backward", a.call, S::SHARED, error) : "";

@@ -1,8 +1,8 @@
-// What backward has to know of each row, before its blocks of keys ask for it again and again.
+// Per-row statistics of backward, made once for all of its blocks.
 #pragma once
 
-#include "labels.cuh"
-#include "rows.cuh"
+#include "segments.cuh"
+#include "softmax.cuh"
 
 namespace xlnet_kernels::cuda {
 
@@ -19,25 +19,20 @@ KERNEL THREADS_PER_BLOCK(ROW_THREADS, 1) rows_kernel(Backward a) {
   const int64_t i = row % p.length, head = row / p.length, b = head / p.heads, h = head % p.heads;
   const auto row_of = [&](const Tensor4& of) { return rows_of<const T>(of, int(b), int(h))(int(i)); };
   const T *query = row_of(p.rows.query), *out = row_of(p.out), *grad_out = row_of(grad.out);
-  const T* own = static_cast<const T*>(p.segments.embed) + h * p.head_dim;
-  const T* other = own + p.heads * p.head_dim;
-  const T* bias = static_cast<const T*>(p.segments.bias) + h * p.head_dim;
+  const SegmentEmbed<T> embed(p, h);
   const int lane = thread_index() % WARP;
   float delta = 0, same = 0, different = 0;
   for (int d = lane; d < p.head_dim; d += WARP) {
     delta += to_float(out[d]) * to_float(grad_out[d]);
-    if (p.segments.embed == nullptr) continue;
-    const float x = to_float(query[d]) + (p.segments.bias ? to_float(bias[d]) : 0.f);
-    same += x * to_float(own[d]);
-    different += x * (to_float(other[d]) - to_float(own[d]));
+    if (p.segments.embed) embed.add(d, to_float(query[d]), same, different);
   }
-  delta = sum_of_warp(delta);
-  same = sum_of_warp(same);
-  different = sum_of_warp(different);
+  delta = warp_sum(delta);
+  same = warp_sum(same);
+  different = warp_sum(different);
   if (lane != 0) return;
   const float scale = float(p.scale) * LOG2_E;
   grad.row_values[DELTA * all_rows + row] = delta - (grad.lse ? grad.lse[row] : 0.f);
-  grad.row_values[LOG_TOTAL * all_rows + row] = static_cast<const float*>(p.lse)[row] * LOG2_E - same * scale;
+  grad.row_values[LSE * all_rows + row] = static_cast<const float*>(p.lse)[row] * LOG2_E - same * scale;
   grad.row_values[DIFFERENT * all_rows + row] = different * scale;
 }
 

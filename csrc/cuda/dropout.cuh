@@ -3,19 +3,21 @@
 
 #include <primitives.cuh>
 
+#include "../rel_attention.h"
+
 namespace xlnet_kernels::cuda {
 
-struct Dropout {
+struct Philox {
   uint32_t key[2], offset, threshold;  // threshold 0: none
 };
 
-DEVICE Dropout load_dropout(const int64_t* state, uint32_t threshold) {
-  if (threshold == 0) return {{0, 0}, 0, 0};
-  const uint64_t seed = state[0], offset = state[1];
-  return {{uint32_t(seed), uint32_t(seed >> 32) ^ uint32_t(offset >> 32)}, uint32_t(offset), threshold};
+DEVICE Philox load_philox(const Dropout& dropout) {
+  if (dropout.threshold == 0) return {{0, 0}, 0, 0};
+  const uint64_t seed = dropout.state[0], offset = dropout.state[1];
+  return {{uint32_t(seed), uint32_t(seed >> 32) ^ uint32_t(offset >> 32)}, uint32_t(offset), dropout.threshold};
 }
 
-DEVICE void philox(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) {
+DEVICE void philox_rounds(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) {
 #pragma unroll
   for (int round = 0; round < 10; ++round, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) {
     const uint32_t low = counter[0] * 0xD2511F53u, high = multiply_high(counter[0], 0xD2511F53u);
@@ -29,22 +31,31 @@ DEVICE void philox(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) {
 
 // Bit 2 n + parity: whether row i keeps column j0 + 8 n + 2 t + parity, n < COLUMNS / 8. j0 is a multiple of COLUMNS.
 template <int COLUMNS>
-DEVICE uint32_t kept_columns(const Dropout& dropout, int head, int i, int j0, int t) {
+DEVICE uint32_t kept_columns(const Philox& philox, int head, int i, int j0, int t) {
   uint32_t kept = 0;
 #pragma unroll
   for (int l = 0; l < 4; ++l) {  // columns that are 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 modulo 16
     const int parity = l % 2, odd = l / 2;
-    uint32_t words[4] = {uint32_t(j0 / 64 * 16 + 8 * odd + 2 * t + parity), uint32_t(i), uint32_t(head),
-                         dropout.offset};
-    philox(words, dropout.key[0], dropout.key[1]);
+    uint32_t words[4] = {uint32_t(j0 / 64 * 16 + 8 * odd + 2 * t + parity), uint32_t(i), uint32_t(head), philox.offset};
+    philox_rounds(words, philox.key[0], philox.key[1]);
     const int first = j0 % 64 / 16;
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
       const int n = 2 * (word - first) + odd;
-      if (word >= first && n < COLUMNS / 8 && words[word] >= dropout.threshold) kept |= 1u << (2 * n + parity);
+      if (word >= first && n < COLUMNS / 8 && words[word] >= philox.threshold) kept |= 1u << (2 * n + parity);
     }
   }
   return kept;
+}
+
+// Zero for those of 8 N columns that are dropped; bits: those of row g, 16 further on those of row g + 8.
+template <int N>
+DEVICE void drop(float (&p)[N][4], uint32_t bits) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (!(bits >> (16 * (i / 2) + 2 * n + i % 2) & 1)) p[n][i] = 0;
 }
 
 }  // namespace xlnet_kernels::cuda

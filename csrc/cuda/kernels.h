@@ -8,32 +8,30 @@
 
 namespace xlnet_kernels::cuda {
 
-constexpr int MAX_WIDTH = 128;
-
-// Smallest and largest label of LABEL_TILE keys or rows, by which kernels skip tiles without looking into them
-constexpr int LABEL_TILE = 64;
-struct KeyLabels {
-  int32_t least_rank, largest_rank;
+// Bounds of the labels of BOUNDS_TILE keys or rows, by which kernels skip tiles without looking into them
+constexpr int BOUNDS_TILE = 64;
+struct KeyBounds {
+  int32_t min_rank, max_rank;
 };
-struct RowLabels {
-  int32_t least_rank, largest_rank, least_floor, largest_floor, any_sees_self;
+struct RowBounds {
+  int32_t min_rank, max_rank, min_floor, max_floor, any_sees_self;
 };
 
 // Windows of rel_key reach beyond its last row by less than this.
-constexpr int REL_MARGIN = 3 * LABEL_TILE;
+constexpr int REL_MARGIN = 3 * BOUNDS_TILE;
 
 // Device memory beside the operator's own arguments. All float32 and contiguous.
 struct Workspace {
   float* key_bias;        // (B, H, M + K), u.k
   float* rel_bias;        // (B or 1, H, rel_bias_rows), v.r; beyond P whatever was there: no distance needs it
-  KeyLabels* key_labels;  // (B, tiles of keys)
-  RowLabels* row_labels;  // (B, tiles of rows)
+  KeyBounds* key_bounds;  // (B, tiles of keys)
+  RowBounds* row_bounds;  // (B, tiles of rows)
 };
 
-// What backward has to know of a row, one after the other for all rows.
+// Per-row statistics of backward, stored as ROW_VALUES planes (B, H, L).
 enum RowValue {
   DELTA,      // rowsum(dO * O), minus the gradient of the log-sum-exp
-  LOG_TOTAL,  // log-sum-exp without the score that segments give to every key, in units of log 2
+  LSE,        // log-sum-exp without the score that segments give to every key, in units of log 2
   DIFFERENT,  // score that a key of another segment has in addition, in units of log 2
   ROW_VALUES
 };

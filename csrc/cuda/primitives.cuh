@@ -56,13 +56,13 @@ DEVICE uint32_t shared_address(const void* pointer) { return static_cast<uint32_
 
 // Warp: four 8 x 8 matrices of 16-bit numbers. Lane 8 m + r has the address of row r (16 bytes) of matrix m; afterwards
 // lane l has in[m] = elements 2 (l % 4) and + 1 of row l / 4. Transposed: rows 2 (l % 4) and + 1 of column l / 4.
-DEVICE void load_matrices(uint32_t (&in)[4], const void* row) {
+DEVICE void ldmatrix(uint32_t (&in)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(in[0]), "=r"(in[1]), "=r"(in[2]), "=r"(in[3])
                : "r"(shared_address(row))
                : "memory");
 }
-DEVICE void load_matrices_transposed(uint32_t (&in)[4], const void* row) {
+DEVICE void ldmatrix_transposed(uint32_t (&in)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(in[0]), "=r"(in[1]), "=r"(in[2]), "=r"(in[3])
                : "r"(shared_address(row))
@@ -75,24 +75,27 @@ DEVICE void load_matrices_transposed(uint32_t (&in)[4], const void* row) {
 //   16 bits, DEPTH 16: a: (g, 2t..), (g + 8, 2t..), (g, 2t + 8..), (g + 8, 2t + 8..);  b: (2t.., g), (2t + 8.., g)
 //   float, DEPTH 8, TF32: a: (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4);  b: (t, g), (t + 4, g)
 template <typename T>
-DEVICE void multiply_add(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
+DEVICE void mma(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 template <>
-DEVICE void multiply_add<Half>(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+DEVICE void mma<Half>(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
       "%3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 template <>
-DEVICE void multiply_add<BFloat16>(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+DEVICE void mma<BFloat16>(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 template <>
-DEVICE void multiply_add<float>(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+DEVICE void mma<float>(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

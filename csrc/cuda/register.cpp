@@ -52,8 +52,8 @@ struct DeviceCall {
     call.rel_bias_rows = p.rel_key.max_distance + p.key_len + REL_MARGIN;
     call.workspace.rel_bias = floats({call.shared_rel_key ? 1 : p.batch, p.heads, call.rel_bias_rows});
     if (p.rank_mask.query_rank) {
-      call.workspace.key_labels = structs<KeyLabels>(p.batch * ((keys + LABEL_TILE - 1) / LABEL_TILE));
-      call.workspace.row_labels = structs<RowLabels>(p.batch * ((p.length + LABEL_TILE - 1) / LABEL_TILE));
+      call.workspace.key_bounds = structs<KeyBounds>(p.batch * ((keys + BOUNDS_TILE - 1) / BOUNDS_TILE));
+      call.workspace.row_bounds = structs<RowBounds>(p.batch * ((p.length + BOUNDS_TILE - 1) / BOUNDS_TILE));
     }
   }
 

@@ -6,9 +6,11 @@
 
 namespace xlnet_kernels::cuda {
 
+DEVICE int tiles_of(int64_t length, int size) { return int((length + size - 1) / size); }
+
 // One head's rows: row i starts i strides behind the first.
 template <typename T>
-struct Rows {
+struct HeadRows {
   T* first;
   int stride;  // elements; the host makes sure that it fits
 
@@ -18,14 +20,14 @@ struct Rows {
 };
 
 template <typename T>
-DEVICE Rows<T> rows_of(const Tensor4& of, int b, int h) {
+DEVICE HeadRows<T> rows_of(const Tensor4& of, int b, int h) {
   return {static_cast<T*>(of.data) + b * of.stride[0] + h * of.stride[1], int(of.stride[2])};
 }
 
 // One head's keys, or values: memory first, then the segment.
 template <typename T>
 struct KeyRows {
-  Rows<T> memory, segment;  // the segment's first row is key 0 too, so that key mem_len is its own first
+  HeadRows<T> memory, segment;  // the segment's first row is key 0 too, so that key mem_len is its own first
   int mem_len;
 
   DEVICE T* operator()(int j) const { return j < mem_len ? memory(j) : segment(j); }
@@ -34,15 +36,24 @@ struct KeyRows {
 template <typename T>
 DEVICE KeyRows<T> key_rows_of(const RelAttention& p, const Tensor4& memory, const Tensor4& segment, int b, int h) {
   const int mem_len = int(p.mem_len);
-  Rows<T> rows = rows_of<T>(segment, b, h);
+  HeadRows<T> rows = rows_of<T>(segment, b, h);
   rows.first = rows(-mem_len);
   return {rows_of<T>(memory, b, h), rows, mem_len};
 }
 
-// Copies rows from .. from + COUNT - 1 of `source`, each of `width` elements, to rows to .. of the tile; zeros for
+// Rows of query are sorted by position. Of a sorted row: where it is in the tensors, and its position.
+DEVICE int row_index(const RelAttention& p, int b, int sorted_row) {
+  return p.rows.order ? p.rows.order[b * p.length + sorted_row] : sorted_row;
+}
+DEVICE int row_position(const RelAttention& p, int b, int sorted_row) {
+  if (p.rows.position == nullptr) return sorted_row;
+  return larger(0, smaller(p.rows.position[b * p.length + sorted_row], int(p.key_len) - 1));  // nobody checked them
+}
+
+// Copies rows from .. from + COUNT - 1 of `source`, each of `head_dim` elements, to rows to .. of the tile; zeros for
 // those that are not among its `count` rows.
 template <int THREADS, int COUNT, typename T, int COLUMNS, int RING, typename Source>
-DEVICE void copy_rows(const Tile<T, COLUMNS, RING>& tile, int to, Source source, int from, int count, int width) {
+DEVICE void copy_rows(const Tile<T, COLUMNS, RING>& tile, int to, Source source, int from, int count, int head_dim) {
   constexpr int CHUNKS = COLUMNS / CHUNK<T>, TOGETHER = POWER_OF_TWO<CHUNKS>, STEP = THREADS / TOGETHER;
   static_assert(STEP > 0 && COUNT % STEP == 0);
   const int column = thread_index() % TOGETHER * CHUNK<T>, start = thread_index() / TOGETHER;
@@ -50,7 +61,7 @@ DEVICE void copy_rows(const Tile<T, COLUMNS, RING>& tile, int to, Source source,
 #pragma unroll
   for (int i = 0; i < COUNT; i += STEP) {
     const int row = from + start + i;
-    const bool inside = uint32_t(row) < uint32_t(count) && column < width;
+    const bool inside = uint32_t(row) < uint32_t(count) && column < head_dim;
     copy_async<16>(tile.at(to + start + i, column), source(row) + column, inside);
   }
 }

@@ -1,20 +1,35 @@
-// The relative segment term of a row: one score for keys of its own segment, another for all others.
+// The segment term: (q + b).s[0] for keys of the row's own segment, (q + b).s[1] for all others. Softmax sees only by
+// how much the second is more; the first is in the log-sum-exp alone.
 #pragma once
 
-#include "labels.cuh"
+#include "mask.cuh"
 
 namespace xlnet_kernels::cuda {
 
+// One head's embeddings, where there are segments.
+template <typename T>
+struct SegmentEmbed {
+  const T *same, *different, *bias;  // bias null: none
+
+  DEVICE SegmentEmbed(const RelAttention& p, int64_t h)
+      : same(static_cast<const T*>(p.segments.embed) + h * p.head_dim),
+        different(same + p.heads * p.head_dim),
+        bias(p.segments.bias ? static_cast<const T*>(p.segments.bias) + h * p.head_dim : nullptr) {}
+
+  // Adds what element d of a query gives to (q + b).s[0] and to (q + b).(s[1] - s[0]).
+  DEVICE void add(int d, float query, float& same_score, float& difference) const {
+    const float x = query + (bias ? to_float(bias[d]) : 0.f), of_same = to_float(same[d]);
+    same_score += x * of_same;
+    difference += x * (to_float(different[d]) - of_same);
+  }
+};
+
 // Of the two rows whose query is in `q`: (q + b).s[0] scale, and (q + b).(s[1] - s[0]) scale for keys elsewhere.
-// Softmax does not see the first, only the log-sum-exp does.
 template <typename T, int STEPS>
-DEVICE void segment_scores(const RelAttention& p, const Operand (&q)[STEPS], int h, int t, float scale,
-                           float (&same)[2], float (&different)[2]) {
+DEVICE void segment_scores(const RelAttention& p, const Fragment (&q)[STEPS], int h, int t, float scale,
+                           float (&same)[2], float (&difference)[2]) {
   if (p.segments.embed == nullptr) return;
-  const int width = int(p.head_dim);
-  const T* own = static_cast<const T*>(p.segments.embed) + h * width;
-  const T* other = own + p.heads * width;
-  const T* bias = static_cast<const T*>(p.segments.bias) + h * width;
+  const SegmentEmbed<T> embed(p, h);
 #pragma unroll
   for (int step = 0; step < STEPS; ++step)
 #pragma unroll
@@ -24,16 +39,29 @@ DEVICE void segment_scores(const RelAttention& p, const Operand (&q)[STEPS], int
       unpack<T>(q[step].word[i], values);
       for (int e = 0; e < EACH; ++e) {
         const int d = step * DEPTH<T> + t * EACH + i / 2 * CHUNK<T> + e;
-        if (d >= width) continue;
-        const float x = values[e] + (p.segments.bias ? to_float(bias[d]) : 0.f);
-        same[i % 2] += x * to_float(own[d]) * scale;
-        different[i % 2] += x * (to_float(other[d]) - to_float(own[d])) * scale;
+        if (d < int(p.head_dim)) embed.add(d, values[e], same[i % 2], difference[i % 2]);
       }
     }
   for (int r = 0; r < 2; ++r) {
-    same[r] = sum_of_quad(same[r]);
-    different[r] = sum_of_quad(different[r]);
+    same[r] = quad_sum(same[r]) * scale;
+    difference[r] = quad_sum(difference[r]) * scale;
   }
+}
+
+// Whether element i of columns 8 n .. 8 n + 7 is a pair of different segments.
+DEVICE bool is_different(const int32_t* key_segment, const RowLabels (&row)[2], int n, int i, int t) {
+  return key_segment[8 * n + 2 * t + i % 2] != row[i / 2].segment;
+}
+
+// Scales the scores of 8 N keys and adds to each its row's `same` or `different`.
+template <int N>
+DEVICE void add_segments(float (&score)[N][4], float scale, const int32_t* key_segment, const RowLabels (&row)[2],
+                         const float (&same)[2], const float (&different)[2], int t) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      score[n][i] = score[n][i] * scale + (is_different(key_segment, row, n, i, t) ? different[i / 2] : same[i / 2]);
 }
 
 }  // namespace xlnet_kernels::cuda

@@ -1,16 +1,22 @@
-// The relative shift in registers. The accumulators of eight columns lie in four neighbouring lanes, a quad, which
-// holds row g (elements 0 and 1) and row g + 8 (elements 2 and 3), so each row can be moved by an amount of its own:
-// one shuffle for each element, no shared memory.
+// The position term and its relative shift: the band (q + v).r of 16 rows, and each row's part of it.
+//
+// A block looks at rel_key through a window of BLOCK_M + BLOCK_N rows. A row's shift is how far its position lies
+// behind that of the tile's last row: column j of the row is column j + shift of the band. A window serves shifts below
+// BLOCK_M; rows further apart take several windows, one after the other.
+//
+// The shift happens in registers. The accumulators of eight columns lie in four neighbouring lanes, a quad, which holds
+// row g (elements 0 and 1) and row g + 8 (elements 2 and 3), so each row can be moved by an amount of its own: one
+// shuffle for each element, no shared memory.
 #pragma once
 
-#include "tile.cuh"
+#include "mask.cuh"
 
 namespace xlnet_kernels::cuda {
 
 // What a lane has to do for one of its rows, in one word: column j of the row is column j + amount of the band.
-struct Shift {
+struct QuadShift {
   // tile n takes tiles n + 1 and n + 2 of the band, not n and n + 1; odd amount; what this lane gives away is of the
-  // latter tile, for each parity of columns; the row is not part of this run
+  // latter tile, for each parity of columns; the row is not part of this slice
   enum : uint32_t { NEXT = 1, ODD = 2, LATTER = 4, IDLE = 16 };
   uint32_t word;  // these bits; in bits 8 and 16 on, which lane gives this one its even and odd columns
 
@@ -18,17 +24,17 @@ struct Shift {
 };
 
 // For an amount of 0 .. 15.
-DEVICE Shift shift_by(uint32_t amount, bool mine, int lane) {
+DEVICE QuadShift shift_by(uint32_t amount, bool mine, int lane) {
   const uint32_t t = lane % 4, quad = lane - t, odd = amount % 2;
   const uint32_t even_step = amount % 8 / 2, odd_step = even_step + odd;
-  return {(amount >= 8 ? Shift::NEXT : 0) | (odd ? Shift::ODD : 0) | (mine ? 0 : Shift::IDLE) |
-          (t < even_step ? Shift::LATTER : 0) | (t < odd_step ? Shift::LATTER << 1 : 0) |
+  return {(amount >= 8 ? QuadShift::NEXT : 0) | (odd ? QuadShift::ODD : 0) | (mine ? 0 : QuadShift::IDLE) |
+          (t < even_step ? QuadShift::LATTER : 0) | (t < odd_step ? QuadShift::LATTER << 1 : 0) |
           (quad + (t + even_step) % 4) << 8 | (quad + (t + odd_step) % 4) << 16};
 }
 
 // Adds a row's part of the band to eight columns of its scores; first, second and third: tiles n to n + 2 of the band.
-DEVICE void add_shifted(float* score, const float* first, const float* second, const float* third, Shift shift) {
-  const bool next = shift.has(Shift::NEXT), odd = shift.has(Shift::ODD);
+DEVICE void add_shifted(float* score, const float* first, const float* second, const float* third, QuadShift shift) {
+  const bool next = shift.has(QuadShift::NEXT), odd = shift.has(QuadShift::ODD);
   float low[2], high[2];
   for (int i = 0; i < 2; ++i) {
     low[i] = next ? second[i] : first[i];
@@ -36,9 +42,110 @@ DEVICE void add_shifted(float* score, const float* first, const float* second, c
   }
   for (int parity = 0; parity < 2; ++parity) {
     const float from_low = odd ? low[1 - parity] : low[parity], from_high = odd ? high[1 - parity] : high[parity];
-    const bool latter = shift.has(Shift::LATTER << parity);
+    const bool latter = shift.has(QuadShift::LATTER << parity);
     const float given = shuffle(latter ? from_high : from_low, int(shift.word >> (8 + 8 * parity)));
-    if (!shift.has(Shift::IDLE)) score[parity] += given;
+    if (!shift.has(QuadShift::IDLE)) score[parity] += given;
+  }
+}
+
+// The part of a window that serves those rows of a warp whose shifts are within 16 of each other.
+struct BandSlice {
+  int begin;  // its first column of the window, or NO_SLICE
+  QuadShift shift[2];
+};
+constexpr int NO_SLICE = -1;
+
+// The slice of the smallest shift among the warp's rows that wait; those that it serves do not wait any more.
+template <int BLOCK_M>
+DEVICE BandSlice next_slice(const int (&shift)[2], bool (&waits)[2], int lane) {
+  int first = BLOCK_M;
+  for (int r = 0; r < 2; ++r)
+    if (waits[r]) first = smaller(first, shift[r]);
+  first = warp_min(first);
+  BandSlice slice{first < BLOCK_M ? smaller(first, BLOCK_M - 16) : NO_SLICE, {}};
+  for (int r = 0; r < 2; ++r) {
+    const bool mine = waits[r] && shift[r] - slice.begin < 16;
+    slice.shift[r] = shift_by(mine ? shift[r] - slice.begin : 0, mine, lane);
+    waits[r] = waits[r] && !mine;
+  }
+  return slice;
+}
+
+// The slices of one window. In the first window, which is all there is unless positions are far apart, the first slice
+// is the same for every tile, and mostly there is no other.
+template <int BLOCK_M>
+struct BandSlices {
+  BandSlice first;
+  bool more;
+
+  DEVICE static void find_waiting(const int (&shift)[2], bool (&waits)[2]) {
+    for (int r = 0; r < 2; ++r) waits[r] = shift[r] >= 0 && shift[r] < BLOCK_M;
+  }
+
+  // Of the first window.
+  DEVICE void find(const int (&shift)[2], int lane) {
+    bool waits[2];
+    find_waiting(shift, waits);
+    first = next_slice<BLOCK_M>(shift, waits, lane);
+    more = ballot(waits[0] || waits[1]) != 0;
+  }
+
+  // use(slice) for every slice of a window; shift_of(r) is the shift of row r in it.
+  template <typename ShiftOf, typename Use>
+  DEVICE void for_each(ShiftOf shift_of, bool in_first, int lane, Use use) const {
+    BandSlice slice = first;
+    const bool single = in_first && !more;
+    int shift[2];
+    bool waits[2];
+    if (!single) {
+      for (int r = 0; r < 2; ++r) shift[r] = shift_of(r);
+      find_waiting(shift, waits);
+      slice = next_slice<BLOCK_M>(shift, waits, lane);
+    }
+    while (slice.begin != NO_SLICE) {
+      use(slice);
+      if (single) return;
+      slice = next_slice<BLOCK_M>(shift, waits, lane);
+    }
+  }
+};
+
+// v.r of the rows of rel_key.
+DEVICE const float* rel_bias_of(const Call& call, int b, int h) {
+  const int64_t head = (call.shared_rel_key ? 0 : b) * call.p.heads + h;
+  return call.workspace.rel_bias + head * call.rel_bias_rows;
+}
+
+// Adds the position term of a slice to the warp's scores (16 x 8 N). `window` is the window's first row of rel_key;
+// load_query(k) gives the fragment at depth k.
+template <typename T, int HEAD_DIM, int N, typename Ring, typename Query>
+DEVICE void add_position(float (&score)[N][4], const Ring& ring, int window, const float* bias, const BandSlice& slice,
+                         bool tf32, int lane, Query load_query) {
+  float band[4][4] = {};  // tiles n - 2 .. n + 1 of eight columns
+#pragma unroll
+  for (int n = 0; n < N + 2; n += 2) {
+    const int row = window + slice.begin + 8 * n;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        band[half][i] = band[half + 2][i];
+        band[half + 2][i] = bias[row + 8 * half + lane % 4 * 2 + i % 2];
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM; k += DEPTH<T>) {
+      const Fragment q = load_query(k), r = load_b(ring, row, k, lane);
+      multiply<T>(band[2], q, r, 0, tf32);
+      multiply<T>(band[3], q, r, 1, tf32);
+    }
+    if (n == 0) continue;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        add_shifted(score[n - 2 + half] + 2 * r, band[half] + 2 * r, band[half + 1] + 2 * r, band[half + 2] + 2 * r,
+                    slice.shift[r]);
   }
 }
 

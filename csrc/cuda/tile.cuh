@@ -1,4 +1,4 @@
-// Tiles in shared memory, operands of the matrix instruction, products of 16 rows.
+// Tiles in shared memory, fragments of the matrix instruction, products of 16 rows.
 #pragma once
 
 #include <primitives.cuh>
@@ -12,6 +12,15 @@ template <typename T>
 constexpr int DEPTH = 2 * CHUNK<T>;
 
 constexpr int WARP = 32;
+
+// A thread as the matrix instruction has it: it holds row g, and g + 8, of what a warp multiplies, in columns by t.
+struct Lane {
+  int id, warp, g, t;
+};
+DEVICE Lane this_lane() {
+  const int id = thread_index() % WARP;
+  return {id, thread_index() / WARP, id / 4, id % 4};
+}
 
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE int larger(int a, int b) { return a > b ? a : b; }
@@ -33,25 +42,25 @@ struct Tile {
   DEVICE T* at(int row, int column) const { return data + (ROWS ? row & (ROWS - 1) : row) * STRIDE + column; }
 };
 
-// One lane's part of a 16 x DEPTH matrix a, or of two b of DEPTH x 8, as multiply_add takes them.
-struct Operand {
+// One lane's part of a 16 x DEPTH matrix a, or of two b of DEPTH x 8, as mma takes them.
+struct Fragment {
   uint32_t word[4];
 };
 
 // a(m, k) = tile(row + m, column + k)
 template <typename T, int C, int R>
-DEVICE Operand load_a(const Tile<T, C, R>& tile, int row, int column, int lane) {
-  Operand a;
-  load_matrices(a.word, tile.at(row + lane % 16, column + lane / 16 * CHUNK<T>));
+DEVICE Fragment load_a(const Tile<T, C, R>& tile, int row, int column, int lane) {
+  Fragment a;
+  ldmatrix(a.word, tile.at(row + lane % 16, column + lane / 16 * CHUNK<T>));
   return a;
 }
 
 // a(m, k) = tile(row + k, column + m)
 template <typename T, int C, int R>
-DEVICE Operand load_a_transposed(const Tile<T, C, R>& tile, int row, int column, int lane) {
-  Operand a;
+DEVICE Fragment load_a_transposed(const Tile<T, C, R>& tile, int row, int column, int lane) {
+  Fragment a;
   if constexpr (sizeof(T) == 2) {
-    load_matrices_transposed(a.word, tile.at(row + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 8));
+    ldmatrix_transposed(a.word, tile.at(row + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 8));
   } else {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -62,18 +71,18 @@ DEVICE Operand load_a_transposed(const Tile<T, C, R>& tile, int row, int column,
 
 // b(k, n) = tile(row + n, column + k), for n < 8 in words 0 and 1, from there on in words 2 and 3
 template <typename T, int C, int R>
-DEVICE Operand load_b(const Tile<T, C, R>& tile, int row, int column, int lane) {
-  Operand b;
-  load_matrices(b.word, tile.at(row + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * CHUNK<T>));
+DEVICE Fragment load_b(const Tile<T, C, R>& tile, int row, int column, int lane) {
+  Fragment b;
+  ldmatrix(b.word, tile.at(row + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * CHUNK<T>));
   return b;
 }
 
-// b(k, n) = tile(row + k, column + n). PAIRED: in the order of k that scores in registers have as an operand.
+// b(k, n) = tile(row + k, column + n). PAIRED: in the order of k that scores in registers have as a fragment.
 template <bool PAIRED = false, typename T, int C, int R>
-DEVICE Operand load_b_transposed(const Tile<T, C, R>& tile, int row, int column, int lane) {
-  Operand b;
+DEVICE Fragment load_b_transposed(const Tile<T, C, R>& tile, int row, int column, int lane) {
+  Fragment b;
   if constexpr (sizeof(T) == 2) {
-    load_matrices_transposed(b.word, tile.at(row + lane % 16, column + lane / 16 * 8));
+    ldmatrix_transposed(b.word, tile.at(row + lane % 16, column + lane / 16 * 8));
   } else {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -87,10 +96,10 @@ DEVICE Operand load_b_transposed(const Tile<T, C, R>& tile, int row, int column,
 
 // sum += a and the first or second half of b. float: with float32's error, unless `tf32` allows more.
 template <typename T>
-DEVICE void multiply(float (&sum)[4], const Operand& a, const Operand& b, int half, bool tf32) {
+DEVICE void multiply(float (&sum)[4], const Fragment& a, const Fragment& b, int half, bool tf32) {
   const uint32_t right[2] = {b.word[2 * half], b.word[2 * half + 1]};
   if constexpr (sizeof(T) == 2) {
-    multiply_add<T>(sum, a.word, right);
+    mma<T>(sum, a.word, right);
   } else {
     uint32_t high_a[4], high_b[2], low_a[4], low_b[2];
 #pragma unroll
@@ -102,44 +111,44 @@ DEVICE void multiply(float (&sum)[4], const Operand& a, const Operand& b, int ha
       for (int i = 0; i < 4; ++i) low_a[i] = round_to_tf32(float_of(a.word[i]) - float_of(high_a[i]));
 #pragma unroll
       for (int i = 0; i < 2; ++i) low_b[i] = round_to_tf32(float_of(right[i]) - float_of(high_b[i]));
-      multiply_add<T>(sum, low_a, high_b);
-      multiply_add<T>(sum, high_a, low_b);
+      mma<T>(sum, low_a, high_b);
+      mma<T>(sum, high_a, low_b);
     }
-    multiply_add<T>(sum, high_a, high_b);
+    mma<T>(sum, high_a, high_b);
   }
 }
 
-// sum (STRIPS x 16 x 8 N) += a b over a depth of LENGTH: a(k, strip) is the operand at depth k, b(k, n) that of columns
-// n to n + 15, which all strips share.
-template <typename T, int LENGTH, int STRIPS, int N, typename LoadA, typename LoadB>
-DEVICE void add_product(float (&sum)[STRIPS][N][4], bool tf32, LoadA a, LoadB b) {
+// sum (M_TILES x 16 x 8 N) += a b over a depth of LENGTH: a(k, m) is the fragment of tile m at depth k, b(k, n) that of
+// columns n to n + 15, which all tiles share.
+template <typename T, int LENGTH, int M_TILES, int N, typename LoadA, typename LoadB>
+DEVICE void add_product(float (&sum)[M_TILES][N][4], bool tf32, LoadA a, LoadB b) {
 #pragma unroll
   for (int k = 0; k < LENGTH; k += DEPTH<T>) {
-    Operand left[STRIPS];
+    Fragment left[M_TILES];
 #pragma unroll
-    for (int s = 0; s < STRIPS; ++s) left[s] = a(k, s);
+    for (int m = 0; m < M_TILES; ++m) left[m] = a(k, m);
 #pragma unroll
     for (int n = 0; n < N; n += 2) {
-      const Operand right = b(k, 8 * n);
+      const Fragment right = b(k, 8 * n);
 #pragma unroll
-      for (int s = 0; s < STRIPS; ++s) {
-        multiply<T>(sum[s][n], left[s], right, 0, tf32);
-        multiply<T>(sum[s][n + 1], left[s], right, 1, tf32);
+      for (int m = 0; m < M_TILES; ++m) {
+        multiply<T>(sum[m][n], left[m], right, 0, tf32);
+        multiply<T>(sum[m][n + 1], left[m], right, 1, tf32);
       }
     }
   }
 }
 
-// The same for one strip: a(k).
+// The same for one tile: a(k).
 template <typename T, int LENGTH, int N, typename LoadA, typename LoadB>
 DEVICE void add_product(float (&sum)[N][4], bool tf32, LoadA a, LoadB b) {
-  add_product<T, LENGTH>(reinterpret_cast<float(&)[1][N][4]>(sum), tf32, [&](int k, int) { return a(k); }, b);
+  add_product<T, LENGTH>(reinterpret_cast<float (&)[1][N][4]>(sum), tf32, [&](int k, int) { return a(k); }, b);
 }
 
-// Scores of 16 x DEPTH as operand a, rounded to T.
+// Scores of 16 x DEPTH as fragment a, rounded to T.
 template <typename T>
-DEVICE Operand as_operand(const float (*score)[4]) {
-  Operand a;
+DEVICE Fragment as_fragment(const float (*score)[4]) {
+  Fragment a;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if constexpr (sizeof(T) == 2) {
@@ -172,9 +181,9 @@ DEVICE void store_one(T* to, float x) {
   }
 }
 
-// Operand b of nothing but ones: each column of the product is then the sum of a's rows.
+// Fragment b of nothing but ones: each column of the product is then the sum of a's rows.
 template <typename T>
-DEVICE Operand ones() {
+DEVICE Fragment ones() {
   const uint32_t one = bits_of(1.f);
   if constexpr (sizeof(T) == 2) {
     const uint32_t two = pack<T>(1.f, 1.f);
@@ -185,7 +194,7 @@ DEVICE Operand ones() {
 }
 
 // 16 bytes
-struct alignas(16) Block {
+struct alignas(16) Bytes16 {
   uint32_t word[4];
 };
 
@@ -199,25 +208,25 @@ DEVICE void unpack(uint32_t word, float (&values)[4 / sizeof(T)]) {
   }
 }
 
-DEVICE float sum_of_quad(float x) {
+DEVICE float quad_sum(float x) {
   x += shuffle_xor(x, 1);
   return x + shuffle_xor(x, 2);
 }
-DEVICE float largest_of_quad(float x) {
+DEVICE float quad_max(float x) {
   x = fmaxf(x, shuffle_xor(x, 1));
   return fmaxf(x, shuffle_xor(x, 2));
 }
 
 // What `merge` makes of all lanes' values.
 template <typename Value, typename Merge>
-DEVICE Value of_warp(Value x, Merge merge) {
+DEVICE Value warp_reduce(Value x, Merge merge) {
   for (int step = 1; step < WARP; step *= 2) x = merge(x, shuffle_xor(x, step));
   return x;
 }
-DEVICE int least_of_warp(int x) { return of_warp(x, smaller); }
-DEVICE int largest_of_warp(int x) { return of_warp(x, larger); }
-DEVICE float sum_of_warp(float x) {
-  return of_warp(x, [](float a, float b) { return a + b; });
+DEVICE int warp_min(int x) { return warp_reduce(x, smaller); }
+DEVICE int warp_max(int x) { return warp_reduce(x, larger); }
+DEVICE float warp_sum(float x) {
+  return warp_reduce(x, [](float a, float b) { return a + b; });
 }
 
 }  // namespace xlnet_kernels::cuda

@@ -89,7 +89,7 @@ def test_shuffles_and_ballots(kernels, seed):
     assert (ballots.long() & 0xFFFFFFFF == expected).all()
 
 
-def test_load_matrices(kernels):
+def test_ldmatrix(kernels):
     matrices = torch.arange(4 * 8 * 8).short().view(4, 8, 8)
     straight, transposed = words(32, 4), words(32, 4)
     assert kernels("load", Matrices, (matrices, straight, transposed)) is None
@@ -128,7 +128,7 @@ def fragments(matrix: torch.Tensor, place, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16, torch.float])
 @pytest.mark.parametrize("seed", [0, 4])
-def test_multiply_add(kernels, dtype, seed):
+def test_mma(kernels, dtype, seed):
     depth = 8 if dtype == torch.float else 16
     a, b = torch.randn(16, depth).to(dtype), torch.randn(depth, 8).to(dtype)
     places = (a_tf32, b_tf32) if dtype == torch.float else (a_16, b_16)
@@ -204,11 +204,11 @@ SENTENCES = {
     "MISALIGNED_FROM": r"thread \d+, copy_async at .*: the address in global memory is not aligned to 16",
     "TO_GLOBAL": r"copy_async at .*: 16 bytes that are not all in shared memory: they start somewhere else",
     "FROM_SHARED": r"copy_async at .*: an address in shared memory where one in global memory is needed",
-    "LOAD_UNDER_WAY": r"load_matrices at .*: the copy of thread (\d+) to byte \d+ of shared memory has not been waited",
-    "WORD_UNDER_WAY": r"load_matrices at .*: the copy of thread (\d+) to byte \d+ of shared memory has not been waited",
+    "LOAD_UNDER_WAY": r"ldmatrix at .*: the copy of thread (\d+) to byte \d+ of shared memory has not been waited",
+    "WORD_UNDER_WAY": r"ldmatrix at .*: the copy of thread (\d+) to byte \d+ of shared memory has not been waited",
     "WORD_MISALIGNED": r"copy_async at .*: byte \d+ of shared memory is not aligned to 4",
-    "LOAD_MISALIGNED": r"load_matrices at .*: byte \d+ of shared memory is not aligned to 16",
-    "LOAD_OUTSIDE": r"load_matrices_transposed at .*not all in shared memory.* beyond its end of 2048|at byte 2040",
+    "LOAD_MISALIGNED": r"ldmatrix at .*: byte \d+ of shared memory is not aligned to 16",
+    "LOAD_OUTSIDE": r"ldmatrix_transposed at .*not all in shared memory.* beyond its end of 2048|at byte 2040",
     "LANE_ELSEWHERE": r"lanes of warp (\d) have come to different places; .*lane.*: waiting in \w+ \(selftest.cu:\d+\)",
     "LANE_ENDS": r"lane.* ended",
     "LANE_AT_BARRIER": r"no thread can go on; warps 0-3, lanes 0-15: waiting in sync_warp .*31: waiting in sync_block",

@@ -30,7 +30,7 @@ inline void gather(Tiles<uint32_t, 8>& tiles, const Fragments& lane, int g, int 
 }
 
 template <typename T, int DEPTH, typename ToFloat>
-void multiply_add(void* const* lanes, ToFloat to_float) {
+void mma(void* const* lanes, ToFloat to_float) {
   Tiles<T, DEPTH> stored;
   for (int lane = 0; lane < LANES; ++lane) gather(stored, *static_cast<Fragments*>(lanes[lane]), lane / 4, lane % 4);
   float a[ROWS][DEPTH];
@@ -53,15 +53,15 @@ void multiply_add(void* const* lanes, ToFloat to_float) {
 
 }  // namespace
 
-void multiply_add_half(void* const* lanes) {
-  multiply_add<uint16_t, 16>(lanes, [](uint16_t number) { return half_to_float(number); });
+void mma_half(void* const* lanes) {
+  mma<uint16_t, 16>(lanes, [](uint16_t number) { return half_to_float(number); });
 }
-void multiply_add_bfloat16(void* const* lanes) {
-  multiply_add<uint16_t, 16>(lanes, [](uint16_t number) { return float_of(uint32_t(number) << 16); });
+void mma_bfloat16(void* const* lanes) {
+  mma<uint16_t, 16>(lanes, [](uint16_t number) { return float_of(uint32_t(number) << 16); });
 }
 // The hardware does not look at the lower bits.
-void multiply_add_tf32(void* const* lanes) {
-  multiply_add<uint32_t, 8>(lanes, [](uint32_t word) { return float_of(word & TF32_BITS); });
+void mma_tf32(void* const* lanes) {
+  mma<uint32_t, 8>(lanes, [](uint32_t word) { return float_of(word & TF32_BITS); });
 }
 
 }  // namespace simt

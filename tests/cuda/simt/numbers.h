@@ -57,8 +57,8 @@ struct Fragments {
   float* sum;
   const uint32_t *a, *b;
 };
-void multiply_add_half(void* const* lanes);
-void multiply_add_bfloat16(void* const* lanes);
-void multiply_add_tf32(void* const* lanes);
+void mma_half(void* const* lanes);
+void mma_bfloat16(void* const* lanes);
+void mma_tf32(void* const* lanes);
 
 }  // namespace simt

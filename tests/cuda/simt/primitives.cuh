@@ -66,20 +66,20 @@ struct Ballot {
   }
 };
 
-struct LoadMatrices {
+struct Ldmatrix {
   const char* row;
   uint32_t* in;
   template <bool TRANSPOSED>
   static void complete(void* const* lanes) {
     for (int lane = 0; lane < simt::LANES; ++lane) {
       for (int matrix = 0; matrix < 4; ++matrix) {
-        const auto row = [&](int r) { return static_cast<LoadMatrices*>(lanes[8 * matrix + r])->row; };
+        const auto row = [&](int r) { return static_cast<Ldmatrix*>(lanes[8 * matrix + r])->row; };
         uint16_t pair[2];
         for (int i = 0; i < 2; ++i) {
           const int along = 2 * (lane % 4) + i, across = lane / 4;
           std::memcpy(&pair[i], TRANSPOSED ? row(along) + 2 * across : row(across) + 2 * along, 2);
         }
-        static_cast<LoadMatrices*>(lanes[lane])->in[matrix] = pair[0] | uint32_t(pair[1]) << 16;
+        static_cast<Ldmatrix*>(lanes[lane])->in[matrix] = pair[0] | uint32_t(pair[1]) << 16;
       }
     }
   }
@@ -108,25 +108,25 @@ DEVICE uint32_t shared_address(const void* pointer, Place place = Place::here())
   return uint32_t(simt::shared_offset(pointer, 1, "shared_address", place));
 }
 
-DEVICE void load_matrices(uint32_t (&in)[4], const void* row, Place place = Place::here()) {
-  simt::shared_offset(row, 16, "load_matrices", place);
-  simt_detail::LoadMatrices mine{static_cast<const char*>(row), in};
-  simt::meet("load_matrices", place, &mine, mine.complete<false>);
+DEVICE void ldmatrix(uint32_t (&in)[4], const void* row, Place place = Place::here()) {
+  simt::shared_offset(row, 16, "ldmatrix", place);
+  simt_detail::Ldmatrix mine{static_cast<const char*>(row), in};
+  simt::meet("ldmatrix", place, &mine, mine.complete<false>);
 }
-DEVICE void load_matrices_transposed(uint32_t (&in)[4], const void* row, Place place = Place::here()) {
-  simt::shared_offset(row, 16, "load_matrices_transposed", place);
-  simt_detail::LoadMatrices mine{static_cast<const char*>(row), in};
-  simt::meet("load_matrices_transposed", place, &mine, mine.complete<true>);
+DEVICE void ldmatrix_transposed(uint32_t (&in)[4], const void* row, Place place = Place::here()) {
+  simt::shared_offset(row, 16, "ldmatrix_transposed", place);
+  simt_detail::Ldmatrix mine{static_cast<const char*>(row), in};
+  simt::meet("ldmatrix_transposed", place, &mine, mine.complete<true>);
 }
 
 template <typename T>
-DEVICE void multiply_add(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Place place = Place::here()) {
-  constexpr auto complete = std::is_same_v<T, float>  ? simt::multiply_add_tf32
-                            : std::is_same_v<T, Half> ? simt::multiply_add_half
-                                                      : simt::multiply_add_bfloat16;
+DEVICE void mma(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Place place = Place::here()) {
+  constexpr auto complete = std::is_same_v<T, float>  ? simt::mma_tf32
+                            : std::is_same_v<T, Half> ? simt::mma_half
+                                                      : simt::mma_bfloat16;
   static_assert(std::is_same_v<T, float> || std::is_same_v<T, Half> || std::is_same_v<T, BFloat16>);
   simt::Fragments mine{sum, a, b};
-  simt::meet("multiply_add", place, &mine, complete);
+  simt::meet("mma", place, &mine, complete);
 }
 
 DEVICE uint32_t bits_of(float x) { return simt::bits_of(x); }

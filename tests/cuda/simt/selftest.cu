@@ -50,9 +50,9 @@ KERNEL load(Matrices m) {
   for (int i = 0; i < 8; ++i) shared[row + i] = m.in[8 * lane + i];
   sync_warp();
   uint32_t in[4];
-  load_matrices(in, shared + row);
+  ldmatrix(in, shared + row);
   for (int i = 0; i < 4; ++i) m.straight[4 * lane + i] = in[i];
-  load_matrices_transposed(in, shared + row);
+  ldmatrix_transposed(in, shared + row);
   for (int i = 0; i < 4; ++i) m.transposed[4 * lane + i] = in[i];
 }
 
@@ -69,7 +69,7 @@ KERNEL multiply(Product p) {
   uint32_t a[4], b[2];
   for (int i = 0; i < 4; ++i) sum[i] = p.sum[4 * lane + i], a[i] = p.a[4 * lane + i];
   for (int i = 0; i < 2; ++i) b[i] = p.b[2 * lane + i];
-  for (int i = 0; i < p.repeats; ++i) multiply_add<T>(sum, a, b);
+  for (int i = 0; i < p.repeats; ++i) mma<T>(sum, a, b);
   for (int i = 0; i < 4; ++i) p.sum[4 * lane + i] = sum[i];
 }
 
@@ -198,22 +198,22 @@ KERNEL mistake(Sums s) {
     case LOAD_UNDER_WAY:
       copy_async<16>(mine, s.in, true);
       sync_block();
-      load_matrices(in, mine);
+      ldmatrix(in, mine);
       wait_for_copies<0>();
       break;
     case WORD_UNDER_WAY:
       copy_async<4>(mine + 8, s.in + 1, true);
-      load_matrices(in, mine);
+      ldmatrix(in, mine);
       wait_for_copies<0>();
       break;
     case WORD_MISALIGNED:
       copy_async<4>(mine + 2, s.in, true);
       break;
     case LOAD_MISALIGNED:
-      load_matrices(in, shared + 18 * lane);
+      ldmatrix(in, shared + 18 * lane);
       break;
     case LOAD_OUTSIDE:
-      load_matrices_transposed(in, shared + 2048 - 8 + 16 * lane);
+      ldmatrix_transposed(in, shared + 2048 - 8 + 16 * lane);
       break;
     case LANE_ELSEWHERE:
       if (lane == 7) {

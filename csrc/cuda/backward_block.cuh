@@ -1,0 +1,149 @@
+// What a block of backward works on: its keys, the tile of rows and the window of rel_key of each step, and where its
+// gradients go.
+#pragma once
+
+#include "scheduler.cuh"
+#include "shift.cuh"
+
+namespace xlnet_kernels::cuda {
+
+template <typename Element, int WIDTH>
+struct BackwardShape {
+  using T = Element;
+  static constexpr int HEAD_DIM = WIDTH, BLOCK_M = sizeof(T) == 2 ? 64 : 32, BLOCK_N = BLOCK_M;
+  static constexpr int GROUPS = sizeof(T) * HEAD_DIM > 128 ? 2 : 1, M_TILES = BLOCK_M / 16;
+  static constexpr int WARPS = M_TILES * GROUPS, THREADS = WARPS * WARP, WINDOW = BLOCK_M + BLOCK_N;
+  static_assert(WINDOW <= REL_MARGIN);
+  static constexpr int KEYS = BLOCK_N / GROUPS, COLUMNS = HEAD_DIM / GROUPS;  // of one warp
+  using Rows = Tile<T, HEAD_DIM>;
+  using Ring = Tile<T, HEAD_DIM, WINDOW>;
+  using Scores = Tile<T, BLOCK_N>;
+  using Band = Tile<T, WINDOW>;
+  static constexpr int ROWS_BYTES = Rows::bytes(BLOCK_M), RING_BYTES = Ring::bytes(WINDOW),
+                       SCORES_BYTES = Scores::bytes(BLOCK_M), BAND_BYTES = Band::bytes(BLOCK_M),
+                       LABEL_BYTES = 3 * BLOCK_N * 4, SUM_BYTES = GROUPS * BLOCK_M * 4, BOUND_BYTES = M_TILES * 2 * 4;
+  static constexpr int SHARED =
+      4 * ROWS_BYTES + RING_BYTES + 2 * SCORES_BYTES + BAND_BYTES + LABEL_BYTES + SUM_BYTES + BOUND_BYTES;
+};
+
+template <typename S>
+struct BackwardMemory {
+  using T = typename S::T;
+  char* next;  // while the members below take what they need, in their order
+
+  const typename S::Rows keys{take(S::ROWS_BYTES)}, values{take(S::ROWS_BYTES)};
+  const typename S::Rows queries{take(S::ROWS_BYTES)}, grad_out{take(S::ROWS_BYTES)};
+  const typename S::Ring ring{take(S::RING_BYTES)};
+  const typename S::Scores probability{take(S::SCORES_BYTES)}, dS{take(S::SCORES_BYTES)};
+  const typename S::Band band{take(S::BAND_BYTES)};
+  const KeyLabels labels = key_labels_at(next, S::BLOCK_N);
+  float* const different_sums = labels.bias + S::BLOCK_N;                                     // (GROUPS, BLOCK_M)
+  int* const shift_bounds = reinterpret_cast<int*>(different_sums + S::GROUPS * S::BLOCK_M);  // (M_TILES, 2)
+
+  DEVICE explicit BackwardMemory(char* memory) : next(memory) {}
+  DEVICE T* take(int bytes) {
+    char* const taken = next;
+    next += bytes;
+    return reinterpret_cast<T*>(taken);
+  }
+};
+
+// BLOCK_N keys of one head.
+template <typename S>
+struct KeyTile {
+  using T = typename S::T;
+  int b, h, head, j0;
+  KeyRows<T> key_rows, value_rows;
+  HeadRows<T> query_rows, grad_out_rows, rel_rows;
+  const float* rel_bias;
+  int64_t first_rel, first_row;  // of this head in the gradients of rel_key and of query
+  HeadRows<float> grad_rel, grad_query;
+  const float* row_values;
+  int64_t all_rows;
+
+  DEVICE KeyTile(const Backward& a, int tile, int b, int h, int64_t slot) : b(b), h(h) {
+    const Call& call = a.call;
+    const Gradients& grad = a.gradients;
+    const RelAttention& p = call.p;
+    const int heads = int(p.heads), groups = call.shared_rel_key ? heads : int(p.batch) * heads;
+    head = b * heads + h;
+    j0 = tile * S::BLOCK_N;
+    const int head_dim = int(p.head_dim), group = call.shared_rel_key ? h : head;
+    key_rows = key_rows_of<T>(p, p.memory.key, p.keys.key, b, h);
+    value_rows = key_rows_of<T>(p, p.memory.value, p.keys.value, b, h);
+    query_rows = rows_of<T>(p.rows.query, b, h);
+    grad_out_rows = rows_of<T>(grad.out, b, h);
+    rel_rows = rows_of<T>(p.rel_key.rows, b, h);
+    rel_bias = rel_bias_of(call, b, h);
+    first_rel = (slot * groups + group) * p.rel_len;
+    first_row = (slot * p.batch * heads + head) * p.length;
+    grad_rel = {grad.rel_key + first_rel * head_dim, head_dim};
+    grad_query = {grad.query + first_row * head_dim, head_dim};
+    row_values = grad.row_values + int64_t(head) * p.length;
+    all_rows = p.batch * heads * p.length;
+  }
+};
+
+// Of this lane's two rows: what they add to scores, and their shift in the step's window, or -1 where it does not serve
+// them.
+struct StepRows {
+  QueryRow row[2];
+  int shift[2];
+  float delta[2], same[2], different[2];
+};
+
+template <typename S>
+DEVICE StepRows load_step_rows(const RelAttention& p, const KeyTile<S>& tile, int sorted_row, int last_position,
+                               int window_shift) {
+  StepRows rows{{load_query_row(p, tile.b, sorted_row), load_query_row(p, tile.b, sorted_row + 8)}, {}, {}, {}, {}};
+  for (int r = 0; r < 2; ++r) {
+    QueryRow& row = rows.row[r];
+    rows.shift[r] = last_position - row.position - window_shift;
+    row.inside = row.inside && rows.shift[r] >= 0 && rows.shift[r] < S::BLOCK_M;
+    if (!row.inside) rows.shift[r] = -1;
+    const float* values = tile.row_values + row.index;
+    rows.delta[r] = row.inside ? values[DELTA * tile.all_rows] : 0.f;
+    rows.same[r] = row.inside ? -values[LSE * tile.all_rows] : -INFINITY;  // exponentials are 0
+    rows.different[r] = rows.same[r] + values[DIFFERENT * tile.all_rows];
+  }
+  return rows;
+}
+
+// Starts to copy BLOCK_M sorted rows of query, or of the output's gradient.
+template <typename S>
+DEVICE void copy_sorted_rows(const RelAttention& p, const typename S::Rows& to, const HeadRows<typename S::T>& rows,
+                             int b, int first_row) {
+  const int head_dim = int(p.head_dim);
+  if (p.rows.order == nullptr) {
+    copy_rows<S::THREADS, S::BLOCK_M>(to, 0, rows, first_row, int(p.length), head_dim);
+  } else {
+    const auto sorted = [&](int m) { return rows(row_index(p, b, smaller(m, int(p.length) - 1))); };
+    copy_rows<S::THREADS, S::BLOCK_M>(to, 0, sorted, first_row, int(p.length), head_dim);
+  }
+}
+
+// To a gradient in global memory.
+DEVICE void add(float* to, float x, bool atomically) {
+  if (atomically) {
+    add_atomically(to, x);
+  } else {
+    *to += x;
+  }
+}
+
+// Row r of a product's two, 8 N columns wide, of which this lane has two in eight, from `column` on.
+template <int N>
+DEVICE void add_row(float* to, const float (&product)[N][4], int r, int column, int head_dim, bool atomically) {
+  if (atomically) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      if (column + 8 * n < head_dim) add_atomically(to + column + 8 * n, product[n][2 * r], product[n][2 * r + 1]);
+  } else {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      for (int i = 0; i < 2; ++i)
+        if (column + 8 * n < head_dim) to[column + 8 * n + i] += product[n][2 * r + i];
+  }
+}
+
+}  // namespace xlnet_kernels::cuda

@@ -1,0 +1,163 @@
+// The products of one step of backward, each with its part of what a block or a warp adds up.
+#pragma once
+
+#include "backward_block.cuh"
+
+namespace xlnet_kernels::cuda {
+
+// What a warp multiplies: rows, or keys, 16 m_tile .. + 15, and one of GROUPS parts of the other dimension.
+struct WarpPart {
+  Lane lane;
+  int m_tile, part;
+};
+
+// dV and dK of 16 keys; key_sum: of dS over rows.
+template <typename S, int N>
+DEVICE void add_key_gradients(const BackwardMemory<S>& memory, const WarpPart& of, bool tf32, float (&dV)[N][4],
+                              float (&dK)[N][4], float (&key_sum)[4]) {
+  using T = typename S::T;
+  const int lane = of.lane.id, first_key = 16 * of.m_tile, column = of.part * S::COLUMNS;
+  add_product<T, S::BLOCK_M>(
+      dV, tf32, [&](int k) { return load_a_transposed(memory.probability, k, first_key, lane); },
+      [&](int k, int n) { return load_b_transposed(memory.grad_out, k, column + n, lane); });
+  add_product<T, S::BLOCK_M>(
+      dK, tf32,
+      [&](int k) {
+        const Fragment dS = load_a_transposed(memory.dS, k, first_key, lane);
+        multiply<T>(key_sum, dS, ones<T>(), 0, tf32);
+        return dS;
+      },
+      [&](int k, int n) { return load_b_transposed(memory.queries, k, column + n, lane); });
+}
+
+// The content term's dQ of 16 rows.
+template <typename S, int N>
+DEVICE void add_content_gradient(const BackwardMemory<S>& memory, const WarpPart& of, bool tf32, float (&dQ)[N][4]) {
+  const int lane = of.lane.id, first_row = 16 * of.m_tile, column = of.part * S::COLUMNS;
+  add_product<typename S::T, S::BLOCK_N>(
+      dQ, tf32, [&](int k) { return load_a(memory.dS, first_row, k, lane); },
+      [&](int k, int n) { return load_b_transposed(memory.keys, k, column + n, lane); });
+}
+
+// The shift back: stores dS into the band, each row from its shift on. Returns the smallest and the largest shift of
+// the warp's rows, and leaves them for others in shift_bounds.
+struct ShiftBounds {
+  int first, last;  // last < 0: the window serves none
+};
+template <typename S, int N>
+DEVICE ShiftBounds store_band(const BackwardMemory<S>& memory, const WarpPart& of, const int (&shift)[2],
+                              const float (&dS)[N][4]) {
+  int first = S::BLOCK_M, last = -1;
+  for (int r = 0; r < 2; ++r) {
+    if (shift[r] < 0) continue;
+    first = smaller(first, shift[r]);
+    last = larger(last, shift[r]);
+    typename S::T* to =
+        memory.band.at(16 * of.m_tile + of.lane.g + 8 * r, shift[r] + of.part * S::KEYS + 2 * of.lane.t);
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      for (int parity = 0; parity < 2; ++parity) store_one(to + 8 * n + parity, dS[n][2 * r + parity]);
+  }
+  first = warp_min(first);
+  last = warp_max(last);
+  if (of.lane.id == 0 && of.part == 0) {
+    memory.shift_bounds[2 * of.m_tile] = first;
+    memory.shift_bounds[2 * of.m_tile + 1] = last;
+  }
+  return {first, last};
+}
+
+// The position term's dQ of 16 rows: band R. `window`: the first row of rel_key in the ring.
+template <typename S, int N>
+DEVICE void add_position_gradient(const BackwardMemory<S>& memory, const WarpPart& of, int window,
+                                  const ShiftBounds& bounds, bool tf32, float (&dQ)[N][4]) {
+  using T = typename S::T;
+  for (int k = bounds.first / 16 * 16; k < bounds.last + S::BLOCK_N && bounds.last >= 0; k += DEPTH<T>) {
+    const Fragment band = load_a(memory.band, 16 * of.m_tile, k, of.lane.id);
+#pragma unroll
+    for (int n = 0; n < S::COLUMNS; n += 16) {
+      const Fragment r = load_b_transposed(memory.ring, window + k, of.part * S::COLUMNS + n, of.lane.id);
+      multiply<T>(dQ[n / 8], band, r, 0, tf32);
+      multiply<T>(dQ[n / 8 + 1], band, r, 1, tf32);
+    }
+  }
+}
+
+// dR = band' Q and colsum(band), of 16 rows of the window at a time, added to global memory.
+template <typename S>
+DEVICE void add_rel_key_gradient(const Backward& a, const KeyTile<S>& tile, const BackwardMemory<S>& memory,
+                                 const WarpPart& of, int window) {
+  using T = typename S::T;
+  const Gradients& grad = a.gradients;
+  const bool tf32 = a.call.tf32, atomically = !grad.deterministic;
+  const int lane = of.lane.id, column = of.part * S::COLUMNS;
+  for (int m = 16 * of.m_tile; m < S::WINDOW && grad.rel_key; m += S::BLOCK_M) {
+    float dR[S::COLUMNS / 8][4] = {}, column_sum[4] = {};
+    bool any = false;
+    for (int rows = 0; rows < S::M_TILES; ++rows) {  // 16 rows of query
+      const int first = memory.shift_bounds[2 * rows], last = memory.shift_bounds[2 * rows + 1];
+      if (last < 0 || first >= m + 16 || last + S::BLOCK_N <= m) continue;
+      any = true;
+#pragma unroll
+      for (int k = 0; k < 16; k += DEPTH<T>) {
+        const Fragment band = load_a_transposed(memory.band, 16 * rows + k, m, lane);
+        multiply<T>(column_sum, band, ones<T>(), 0, tf32);
+#pragma unroll
+        for (int n = 0; n < S::COLUMNS; n += 16) {
+          const Fragment q = load_b_transposed(memory.queries, 16 * rows + k, column + n, lane);
+          multiply<T>(dR[n / 8], band, q, 0, tf32);
+          multiply<T>(dR[n / 8 + 1], band, q, 1, tf32);
+        }
+      }
+    }
+    if (!any) continue;
+    for (int r = 0; r < 2; ++r) {
+      const int row = window + m + of.lane.g + 8 * r;
+      if (row < 0 || row >= a.call.p.rel_len) continue;
+      add_row(tile.grad_rel(row), dR, r, column + 2 * of.lane.t, int(a.call.p.head_dim), atomically);
+      if (grad.rel_sum && of.lane.t == 0 && of.part == 0)
+        add(grad.rel_sum + tile.first_rel + row, column_sum[2 * r], atomically);
+    }
+  }
+}
+
+// The sum of dS over keys of another segment, from the parts that warps have left in different_sums.
+template <typename S>
+DEVICE void add_segment_gradient(const Backward& a, const KeyTile<S>& tile, const BackwardMemory<S>& memory,
+                                 int first_row) {
+  const RelAttention& p = a.call.p;
+  if (p.segments.embed == nullptr) return;
+  for (int m = thread_index(); m < S::BLOCK_M && first_row + m < p.length; m += S::THREADS) {
+    float sum = memory.different_sums[m];
+    if (S::GROUPS == 2) sum += memory.different_sums[S::BLOCK_M + m];
+    add(a.gradients.different + tile.first_row + row_index(p, tile.b, first_row + m), sum, !a.gradients.deterministic);
+  }
+}
+
+// Stores dK = dS' Q + colsum(dS) u, dV and colsum(dS) of 16 keys.
+template <typename S, int N>
+DEVICE void backward_epilogue(const Backward& a, const KeyTile<S>& tile, const WarpPart& of, const float (&dV)[N][4],
+                              const float (&dK)[N][4], const float (&key_sum)[4]) {
+  using T = typename S::T;
+  const RelAttention& p = a.call.p;
+  const Gradients& grad = a.gradients;
+  const int keys = int(p.mem_len + p.key_len), head_dim = int(p.head_dim);
+  for (int r = 0; r < 2; ++r) {
+    const int j = tile.j0 + 16 * of.m_tile + of.lane.g + 8 * r;
+    if (j >= keys) continue;
+    if (of.lane.t == 0 && of.part == 0) grad.key_sum[int64_t(tile.head) * keys + j] = key_sum[2 * r];
+    T* to_key = key_rows_of<T>(p, grad.memory_key, grad.key, tile.b, tile.h)(j);
+    T* to_value = key_rows_of<T>(p, grad.memory_value, grad.value, tile.b, tile.h)(j);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const int d = of.part * S::COLUMNS + 8 * n + 2 * of.lane.t;
+      if (d >= head_dim) continue;
+      const T* u = static_cast<const T*>(p.content_bias) + tile.h * head_dim + d;
+      const float u0 = p.content_bias ? to_float(u[0]) : 0.f, u1 = p.content_bias ? to_float(u[1]) : 0.f;
+      store_pair(to_key + d, dK[n][2 * r] + key_sum[2 * r] * u0, dK[n][2 * r + 1] + key_sum[2 * r] * u1);
+      store_pair(to_value + d, dV[n][2 * r], dV[n][2 * r + 1]);
+    }
+  }
+}
+
+}  // namespace xlnet_kernels::cuda

@@ -1,0 +1,215 @@
+// What forward's main loop works on: the block's tile of rows, and how keys, values and rel_key come to it.
+//
+// K and V come double-buffered by cp.async. The rows of rel_key lie in a ring: from one tile to the next its window
+// moves on by BLOCK_N rows, so each row is fetched once per block.
+#pragma once
+
+#include "scheduler.cuh"
+#include "shift.cuh"
+
+namespace xlnet_kernels::cuda {
+
+template <typename Element, int WIDTH>
+struct ForwardShape {
+  using T = Element;
+  static constexpr int HEAD_DIM = WIDTH;
+  // Two tiles of 16 rows share what they multiply with: half the traffic of shared memory, where registers allow it.
+  static constexpr int M_TILES = sizeof(T) == 2 && HEAD_DIM <= 64 ? 2 : 1;
+  static constexpr int WARPS = sizeof(T) == 4 && HEAD_DIM > 64 ? 2 : 4, THREADS = WARPS * WARP;
+  static constexpr int ROW_BYTES = sizeof(T) * HEAD_DIM;
+  static constexpr int BLOCK_M = 16 * M_TILES * WARPS, BLOCK_N = ROW_BYTES <= 64 ? 64 : ROW_BYTES <= 256 ? 32 : 16;
+  static constexpr int WINDOW = BLOCK_M + BLOCK_N, RING = POWER_OF_TWO<WINDOW + BLOCK_N>;
+  static_assert(WINDOW <= REL_MARGIN);
+  using Rows = Tile<T, HEAD_DIM>;
+  using Ring = Tile<T, HEAD_DIM, RING>;
+  static constexpr int KEY_BYTES = Rows::bytes(BLOCK_N), RING_BYTES = Ring::bytes(RING);
+  static constexpr bool QUERY_IN_REGISTERS = sizeof(T) == 2;
+  static constexpr int STAGE = 2 * KEY_BYTES + 3 * BLOCK_N * 4;
+  static constexpr int QUERY_BYTES = QUERY_IN_REGISTERS ? 0 : Rows::bytes(BLOCK_M), KEPT_BYTES = M_TILES * THREADS * 4;
+  static constexpr int SHARED = 2 * STAGE + RING_BYTES + QUERY_BYTES + KEPT_BYTES;
+};
+
+// Shared memory: two stages of keys, values and labels; the ring of rel_key; float32: the rows of query; dropout.
+template <typename S>
+struct ForwardMemory {
+  using T = typename S::T;
+  char* data;
+
+  DEVICE typename S::Rows keys(int stage) const { return {reinterpret_cast<T*>(data + stage * S::STAGE)}; }
+  DEVICE typename S::Rows values(int stage) const {
+    return {reinterpret_cast<T*>(data + stage * S::STAGE + S::KEY_BYTES)};
+  }
+  DEVICE KeyLabels labels(int stage) const {
+    return key_labels_at(data + stage * S::STAGE + 2 * S::KEY_BYTES, S::BLOCK_N);
+  }
+  DEVICE typename S::Ring ring() const { return {reinterpret_cast<T*>(data + 2 * S::STAGE)}; }
+  DEVICE typename S::Rows queries() const { return {reinterpret_cast<T*>(data + 2 * S::STAGE + S::RING_BYTES)}; }
+  // Of this thread, THREADS words apart for each tile of 16 rows: what dropout keeps of 64 keys
+  DEVICE uint32_t* kept() const {
+    return reinterpret_cast<uint32_t*>(data + S::SHARED - S::KEPT_BYTES) + thread_index();
+  }
+};
+
+// The block's BLOCK_M sorted rows of one head, and how they lie to rel_key.
+template <typename S>
+struct ForwardTile {
+  Lane lane;
+  int b, h, head, first_row, last_position;
+  int span;    // how far the last row's position is from the first's
+  int origin;  // first row of rel_key in the window of the last position and key 0
+
+  DEVICE ForwardTile(const RelAttention& p, int tile, int b)
+      : lane(this_lane()), b(b), h(block_index().y), head(b * int(p.heads) + h), first_row(tile * S::BLOCK_M) {}
+
+  DEVICE void locate(const RelAttention& p) {
+    last_position = row_position(p, b, smaller(first_row + S::BLOCK_M, int(p.length)) - 1);
+    span = last_position - row_position(p, b, first_row);
+    origin = int(p.rel_key.max_distance - p.mem_len) - last_position;
+  }
+
+  // This lane's rows of tile m of 16: this one and the eighth from it
+  DEVICE int sorted_row(int m) const { return first_row + 16 * (S::M_TILES * lane.warp + m) + lane.g; }
+  // Of a row in the band, or -1 beyond the last row
+  DEVICE int shift(const RelAttention& p, int sorted_row) const {
+    const QueryRow row = load_query_row(p, b, sorted_row);
+    return row.inside ? last_position - row.position : -1;
+  }
+};
+
+// The rows of query: in registers, or in float32 in shared memory.
+template <typename S>
+struct QueryFragments {
+  using T = typename S::T;
+  static constexpr int STEPS = S::HEAD_DIM / DEPTH<T>;
+  typename S::Rows tile;
+  Lane lane;
+  Fragment q[S::M_TILES][STEPS];
+
+  DEVICE QueryFragments(const ForwardMemory<S>& memory, const ForwardTile<S>& of)
+      : tile(memory.queries()), lane(of.lane) {}
+
+  DEVICE int first_row(int m) const { return 16 * (S::M_TILES * lane.warp + m); }
+
+  DEVICE void load_global(const RelAttention& p, const ForwardTile<S>& of, int m, const QueryRow (&rows)[2]) {
+    const HeadRows<const T> query = rows_of<const T>(p.rows.query, of.b, of.h);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int d = step * DEPTH<T> + lane.t * (4 / int(sizeof(T))) + i / 2 * CHUNK<T>;
+        const QueryRow& row = rows[i % 2];
+        uint32_t& word = q[m][step].word[i];
+        word = d < int(p.head_dim) && row.inside ? *reinterpret_cast<const uint32_t*>(query(row.index) + d) : 0;
+        if constexpr (!S::QUERY_IN_REGISTERS)
+          *tile.at(first_row(m) + lane.g + i % 2 * 8, step * DEPTH<T> + lane.t + i / 2 * CHUNK<T>) = float_of(word);
+      }
+  }
+
+  // The fragment of tile m of 16 rows at depth k
+  DEVICE Fragment operator()(int k, int m) const {
+    if constexpr (S::QUERY_IN_REGISTERS)
+      return q[m][k / DEPTH<T>];
+    else
+      return load_a(tile, first_row(m), k, lane.id);
+  }
+};
+
+// Brings one tile of keys after the other, the next while one is worked on, and the window of rel_key with it.
+template <typename S>
+struct ForwardPipeline {
+  using T = typename S::T;
+  const Call& call;
+  const ForwardTile<S>& rows;
+  const ForwardMemory<S> memory;
+  const int keys, head_dim;
+  const KeyRows<const T> key_rows, value_rows;
+  const HeadRows<const T> rel_rows;
+  TileScheduler scheduler;
+  Visibility visibility, next_visibility;  // of the tile, of the one after it
+  int tile, next, stage = 0;
+  bool has_window = false;  // the ring holds the tile's window
+  bool keeps_window;        // and will hold that of the next
+
+  DEVICE ForwardPipeline(const Call& call, const ForwardTile<S>& rows, const ForwardMemory<S>& memory)
+      : call(call),
+        rows(rows),
+        memory(memory),
+        keys(int(call.p.mem_len + call.p.key_len)),
+        head_dim(int(call.p.head_dim)),
+        key_rows(key_rows_of<const T>(call.p, call.p.memory.key, call.p.keys.key, rows.b, rows.h)),
+        value_rows(key_rows_of<const T>(call.p, call.p.memory.value, call.p.keys.value, rows.b, rows.h)),
+        rel_rows(rows_of<const T>(call.p.rel_key.rows, rows.b, rows.h)),
+        scheduler{tiles_of(keys, S::BLOCK_N)} {}
+
+  DEVICE bool has_tile() const { return tile < scheduler.tiles; }
+
+  DEVICE int next_tile(Visibility& of) {
+    return scheduler.next(of, rows.lane.id, [&](int i) {
+      const RowTile row_tile = load_row_tile(call, rows.b, rows.first_row, S::BLOCK_M);
+      return tile_visibility(call, row_tile, rows.b, i * S::BLOCK_N, S::BLOCK_N);
+    });
+  }
+
+  DEVICE void start() {
+    tile = next_tile(visibility);
+    sync_block();  // labels are cleared
+    if (has_tile()) copy_keys(tile * S::BLOCK_N, 0);
+    commit_copies();
+  }
+
+  // Waits for the tile, starts to copy the next; returns the tile's first key.
+  DEVICE int load() {
+    const int j0 = tile * S::BLOCK_N;
+    next = next_tile(next_visibility);
+    wait_for_copies<0>();
+    sync_block();  // this tile is here, and no one reads the one before any more
+    if (!has_window) copy_window(rows.origin + j0);
+    commit_copies();
+    keeps_window = next == tile + 1 && rows.span < S::BLOCK_M;
+    if (next < scheduler.tiles) copy_keys(next * S::BLOCK_N, 1 - stage);
+    if (next < scheduler.tiles && keeps_window) copy_rel_key(rows.origin + j0 + S::WINDOW);
+    commit_copies();
+    return j0;
+  }
+
+  // Until the window of rel_key at this shift is in the ring.
+  DEVICE void wait_for_window(int j0, int window_shift) {
+    if (window_shift > 0) {
+      sync_block();
+      copy_window(rows.origin + j0 + window_shift);
+      commit_copies();
+      wait_for_copies<0>();
+      sync_block();
+    } else if (!has_window) {
+      wait_for_copies<1>();
+      sync_block();
+    }
+  }
+
+  DEVICE void advance() {
+    has_window = keeps_window;
+    tile = next;
+    visibility = next_visibility;
+    stage = 1 - stage;
+  }
+
+  DEVICE void copy_keys(int j0, int to) {
+    if (j0 >= key_rows.mem_len) {
+      copy_rows<S::THREADS, S::BLOCK_N>(memory.keys(to), 0, key_rows.segment, j0, keys, head_dim);
+      copy_rows<S::THREADS, S::BLOCK_N>(memory.values(to), 0, value_rows.segment, j0, keys, head_dim);
+    } else {
+      copy_rows<S::THREADS, S::BLOCK_N>(memory.keys(to), 0, key_rows, j0, keys, head_dim);
+      copy_rows<S::THREADS, S::BLOCK_N>(memory.values(to), 0, value_rows, j0, keys, head_dim);
+    }
+    copy_key_labels<S::THREADS, S::BLOCK_N>(call, memory.labels(to), rows.b, rows.h, j0);
+  }
+  DEVICE void copy_rel_key(int begin) {
+    copy_rows<S::THREADS, S::BLOCK_N>(memory.ring(), begin, rel_rows, begin, int(call.p.rel_len), head_dim);
+  }
+  DEVICE void copy_window(int begin) {
+#pragma unroll 1
+    for (int i = 0; i < S::WINDOW; i += S::BLOCK_N) copy_rel_key(begin + i);
+  }
+};
+
+}  // namespace xlnet_kernels::cuda

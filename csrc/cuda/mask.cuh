@@ -1,0 +1,128 @@
+// Which rows see which keys, pair by pair: ranks, floors, own keys, dense masks.
+#pragma once
+
+#include "rows.cuh"
+
+namespace xlnet_kernels::cuda {
+
+constexpr int32_t LOWEST = -2147483647 - 1, HIGHEST = 2147483647;
+
+// How much of a tile is visible. by_rank: ranks alone say which pairs; some: other things may, too.
+enum class Visibility { none, some, by_rank, all };
+
+// rel_key ends at distance 0.
+DEVICE bool is_causal(const RelAttention& p) { return p.rel_len == p.rel_key.max_distance + 1; }
+
+// What decides about most pairs of a query row.
+struct RowLabels {
+  int32_t rank, floor, segment;
+};
+struct QueryRow : RowLabels {
+  bool inside;          // else beyond the last row: it sees no key
+  int index, position;  // in the tensors, in the segment
+  int own_key;          // that it sees whatever the ranks say, or -1
+};
+
+DEVICE QueryRow load_query_row(const RelAttention& p, int b, int sorted_row) {
+  QueryRow row;
+  row.inside = sorted_row < p.length;
+  sorted_row = row.inside ? sorted_row : int(p.length) - 1;
+  row.index = row_index(p, b, sorted_row);
+  row.position = row_position(p, b, sorted_row);
+  const int64_t at = b * p.length + row.index;
+  row.rank = !row.inside ? LOWEST : p.rank_mask.query_rank ? p.rank_mask.query_rank[at] : HIGHEST;
+  row.floor = p.rank_mask.query_floor ? p.rank_mask.query_floor[at] : LOWEST;
+  row.segment = p.segments.query_ids ? p.segments.query_ids[at] : 0;
+  row.own_key = row.inside && p.rank_mask.sees_self && p.rank_mask.sees_self[at] ? row.position + int(p.mem_len) : -1;
+  return row;
+}
+
+// Labels of a tile of keys, in shared memory: zeros where there are none, and for keys beyond the last.
+struct KeyLabels {
+  int32_t *rank, *segment;
+  float* bias;  // u.k
+};
+
+DEVICE KeyLabels key_labels_at(void* memory, int count) {
+  int32_t* const words = static_cast<int32_t*>(memory);
+  return {words, words + count, reinterpret_cast<float*>(words + 2 * count)};
+}
+
+template <int THREADS>
+DEVICE void clear_key_labels(const KeyLabels& labels, int count) {
+  for (int k = thread_index(); k < count; k += THREADS) {
+    labels.rank[k] = labels.segment[k] = 0;
+    labels.bias[k] = 0;
+  }
+}
+
+// Starts to copy the labels of COUNT keys from j0 on, of those kinds that there are.
+template <int THREADS, int COUNT>
+DEVICE void copy_key_labels(const Call& call, const KeyLabels& labels, int b, int h, int j0) {
+  static_assert(COUNT <= THREADS);
+  const RelAttention& p = call.p;
+  const int keys = int(p.mem_len + p.key_len), k = thread_index(), j = j0 + k;
+  if (k >= COUNT) return;
+  const auto copy = [&](void* to, const void* from, int64_t row) {
+    if (from) copy_async<4>(to, static_cast<const int32_t*>(from) + row * keys + j, j < keys);
+  };
+  copy(labels.rank + k, p.rank_mask.key_rank, b);
+  copy(labels.segment + k, p.segments.key_ids, b);
+  copy(labels.bias + k, call.workspace.key_bias, b * p.heads + h);
+}
+
+// What ranks alone say of a pair.
+DEVICE bool sees_by_rank(const RowLabels& row, int32_t key_rank) {
+  return key_rank < row.rank && key_rank >= row.floor;
+}
+
+// Bit 2 n + parity: whether the dense mask shows column 8 n + 2 t + parity of a tile, whose column 0 is key j0, to a
+// row.
+template <int COLUMNS>
+DEVICE uint32_t unmasked_columns(const RelAttention& p, const QueryRow& row, int b, int h, int j0, int t) {
+  const int keys = int(p.mem_len + p.key_len);
+  const int64_t* stride = p.mask.stride;
+  const bool* mask = static_cast<const bool*>(p.mask.data) + b * stride[0] + h * stride[1] + row.index * stride[2];
+  uint32_t visible = 0;
+#pragma unroll 1
+  for (int n = 0; n < COLUMNS / 8; ++n)
+    for (int parity = 0; parity < 2; ++parity) {
+      const int j = j0 + 8 * n + 2 * t + parity;
+      visible |= uint32_t(j < keys && mask[j * stride[3]]) << (2 * n + parity);
+    }
+  return visible;
+}
+
+// -inf for those scores of 8 N keys from j0 on, whose ranks are `key_rank`, that this lane's rows, sorted_row and
+// sorted_row + 8, do not see.
+template <int N>
+DEVICE void apply_mask(float (&score)[N][4], Visibility visibility, const RelAttention& p, const RowLabels (&labels)[2],
+                       int b, int h, int sorted_row, int j0, const int32_t* key_rank, int t) {
+  if (visibility == Visibility::by_rank) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (!sees_by_rank(labels[i / 2], key_rank[8 * n + 2 * t + i % 2])) score[n][i] = -INFINITY;
+  } else if (visibility == Visibility::some) {
+    const int keys = int(p.mem_len + p.key_len);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const QueryRow row = load_query_row(p, b, sorted_row + 8 * r);
+      // this lane's own key and the last one it may see, as columns of the tile less 2 t
+      const int own = row.own_key - j0 - 2 * t, ahead = is_causal(p) ? row.position + int(p.mem_len) : keys;
+      const int last = row.inside ? smaller(ahead, keys - 1) - j0 - 2 * t : -1;
+      const uint32_t bits = p.mask.data ? unmasked_columns<8 * N>(p, row, b, h, j0, t) : ~0u;
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int parity = 0; parity < 2; ++parity) {
+          const int k = 8 * n + parity;
+          const bool by_labels = (sees_by_rank(labels[r], key_rank[k + 2 * t]) || k == own) && k <= last;
+          if (!by_labels || !(bits >> (2 * n + parity) & 1)) score[n][2 * r + parity] = -INFINITY;
+        }
+    }
+  }
+}
+
+}  // namespace xlnet_kernels::cuda

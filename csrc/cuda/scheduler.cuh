@@ -1,0 +1,73 @@
+// Which tiles a block goes to: bounds of labels say how much of a tile is visible before anyone looks into it.
+#pragma once
+
+#include "mask.cuh"
+
+namespace xlnet_kernels::cuda {
+
+DEVICE RowBounds merged(const RowBounds& a, const RowBounds& b) {
+  return {smaller(a.min_rank, b.min_rank), larger(a.max_rank, b.max_rank), smaller(a.min_floor, b.min_floor),
+          larger(a.max_floor, b.max_floor), a.any_sees_self || b.any_sees_self};
+}
+
+struct RowTile {
+  int first_position, last_position;
+  RowBounds bounds;
+};
+
+// Of `count` sorted rows; first_row is a multiple of BOUNDS_TILE, or count a divisor of it.
+DEVICE RowTile load_row_tile(const Call& call, int b, int first_row, int count) {
+  const RelAttention& p = call.p;
+  RowTile tile;
+  tile.first_position = row_position(p, b, first_row);
+  tile.last_position = row_position(p, b, smaller(first_row + count, int(p.length)) - 1);
+  if (p.rank_mask.query_rank) {
+    const int first = first_row / BOUNDS_TILE, tiles = tiles_of(p.length, BOUNDS_TILE);
+    tile.bounds = call.workspace.row_bounds[b * tiles + first];
+    for (int i = first + 1; i < smaller(tiles, tiles_of(first_row + count, BOUNDS_TILE)); ++i)
+      tile.bounds = merged(tile.bounds, call.workspace.row_bounds[b * tiles + i]);
+  }
+  return tile;
+}
+
+// How much is visible of a tile of these rows and keys j0 .. j0 + count - 1.
+DEVICE Visibility tile_visibility(const Call& call, const RowTile& rows, int b, int j0, int count) {
+  const RelAttention& p = call.p;
+  const int keys = int(p.mem_len + p.key_len), last = j0 + count - 1;
+  const int first_own = rows.first_position + int(p.mem_len), last_own = rows.last_position + int(p.mem_len);
+  if (is_causal(p) && j0 > last_own) return Visibility::none;
+  const bool plain = p.mask.data == nullptr && last < keys && (!is_causal(p) || last <= first_own);
+  if (p.rank_mask.query_rank == nullptr) return plain ? Visibility::all : Visibility::some;
+  const KeyBounds& of_keys = call.workspace.key_bounds[b * tiles_of(keys, BOUNDS_TILE) + j0 / BOUNDS_TILE];
+  const RowBounds& of_rows = rows.bounds;
+  const bool owns = of_rows.any_sees_self && j0 <= last_own && last >= first_own;
+  if ((of_keys.min_rank >= of_rows.max_rank || of_keys.max_rank < of_rows.min_floor) && !owns) return Visibility::none;
+  if (!plain) return Visibility::some;
+  if (of_keys.max_rank < of_rows.min_rank && of_keys.min_rank >= of_rows.max_floor) return Visibility::all;
+  return owns ? Visibility::some : Visibility::by_rank;
+}
+
+// Finds the tiles of which something is visible, looking at 32 of them at a time, one for each lane.
+struct TileScheduler {
+  int tiles, first = -WARP;                    // how many there are; the first of those looked at
+  uint32_t waiting = 0, by_rank = 0, all = 0;  // of those: not yet gone to, and what is known of them
+
+  // The next tile, or `tiles`; look(tile) gives its visibility, which `visibility` becomes.
+  template <typename Look>
+  DEVICE int next(Visibility& visibility, int lane, Look look) {
+    while (waiting == 0) {
+      first += WARP;
+      if (first >= tiles) return tiles;
+      const Visibility mine = first + lane < tiles ? look(first + lane) : Visibility::none;
+      waiting = ballot(mine != Visibility::none);
+      by_rank = ballot(mine == Visibility::by_rank);
+      all = ballot(mine == Visibility::all);
+    }
+    const uint32_t bit = waiting & -waiting;
+    waiting ^= bit;
+    visibility = all & bit ? Visibility::all : by_rank & bit ? Visibility::by_rank : Visibility::some;
+    return first + first_bit(bit);
+  }
+};
+
+}  // namespace xlnet_kernels::cuda

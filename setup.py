@@ -25,7 +25,7 @@ def find(*patterns):
 
 
 CPU_SOURCES = find("csrc/*.cpp", "csrc/cpu/*.cpp")
-CUDA_SOURCES = find("csrc/cuda/*.cu", "csrc/cuda/*.cpp")
+CUDA_SOURCES = find("csrc/cuda/**/*.cu", "csrc/cuda/*.cpp")
 
 extension = decide.extension_decision()
 cuda = decide.Decision(False, "the extension is not built")
@@ -39,11 +39,11 @@ def find_nvcc(cuda_home):
     return shutil.which("nvcc", path=str(Path(cuda_home, "bin")) if cuda_home else None)
 
 
-def cuda_architectures(torch):
+def cuda_architectures(torch, nvcc):
     """What nvcc compiles for: TORCH_CUDA_ARCH_LIST, or else the GPUs of this machine, or else every one there is."""
     if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
         seen = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-        names = [f"{major}.{minor}" for major, minor in sorted(seen)] or ["8.0", "9.0a", "10.0+PTX"]
+        names = decide.cuda_architectures(seen, torch.version.cuda, decide.nvcc_version(nvcc))
         os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(names)
     # Semicolons: nvcc would split a macro's value at commas.
     return ";".join(os.environ["TORCH_CUDA_ARCH_LIST"].replace(";", " ").split())
@@ -73,7 +73,7 @@ def make_extension():
     if cuda.build:
         macros += [
             ("XLNET_KERNELS_CUDA_VERSION", torch.version.cuda),
-            ("XLNET_KERNELS_CUDA_ARCHITECTURES", cuda_architectures(torch)),
+            ("XLNET_KERNELS_CUDA_ARCHITECTURES", cuda_architectures(torch, nvcc)),
         ]
     make = cpp_extension.CUDAExtension if cuda.build else cpp_extension.CppExtension
     module = make(

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import metadata, util
 from pathlib import Path
 from typing import NamedTuple
@@ -108,6 +108,23 @@ def cuda_home(environ: Mapping[str, str] = os.environ) -> str | None:
         said = subprocess.run([nvcc, "--dryrun", source.name], capture_output=True, text=True).stderr
     found = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
     return str(Path(found[1].strip()).resolve()) if found else None
+
+
+def nvcc_version(nvcc: str) -> str | None:
+    """ "12.6" of an nvcc; None if it does not say."""
+    found = re.search(r"release (\d+\.\d+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
+    return found[1] if found else None
+
+
+def cuda_architectures(seen: Collection[tuple[int, int]], *cuda_versions: str | None) -> list[str]:
+    """What to compile for: the GPUs seen here, or else all that every one of these CUDA versions, torch's and nvcc's,
+    knows, with PTX of the last for those to come."""
+    if seen:
+        return [f"{major}.{minor}" for major, minor in sorted(seen)]
+    versions = [tuple(map(int, version.split("."))) for version in cuda_versions if version]
+    # compute_100 came with CUDA 12.8 (release notes)
+    names = ["8.0", "9.0", "10.0"] if all(version >= (12, 8) for version in versions) else ["8.0", "9.0"]
+    return [*names[:-1], names[-1] + "+PTX"]
 
 
 def max_jobs(cores: int, free_bytes: int | None) -> int:

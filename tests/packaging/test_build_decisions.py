@@ -13,7 +13,7 @@ import build_decisions as decide  # noqa: E402
 import xlnet_kernels_build as backend  # noqa: E402
 
 GIB = 2**30
-CUDA = ["csrc/cuda/forward.cu"]
+CUDA = ["csrc/cuda/dispatch.cu"]
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,28 @@ def test_cuda_decision(environ, torch_cuda, nvcc, sources, build, reason):
 def test_forced_cuda_that_cannot_be_built_raises(environ, torch_cuda, nvcc, message):
     with pytest.raises(ValueError, match=message):
         decide.cuda_decision(environ, torch_cuda, nvcc, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("seen", "versions", "names"),
+    [
+        ([], ("13.0", "13.0"), ["8.0", "9.0", "10.0+PTX"]),
+        ([], ("12.8", "12.9"), ["8.0", "9.0", "10.0+PTX"]),
+        ([], ("12.6", "12.8"), ["8.0", "9.0+PTX"]),  # torch 2.6 for CUDA 12.6 takes no 10.0
+        ([], ("12.8", "12.4"), ["8.0", "9.0+PTX"]),  # nvcc 12.4 does not know compute_100
+        ([], ("12.6", None), ["8.0", "9.0+PTX"]),
+        ([(9, 0), (8, 6)], ("12.4", "12.4"), ["8.6", "9.0"]),
+    ],
+)
+def test_cuda_architectures(seen, versions, names):
+    assert decide.cuda_architectures(seen, *versions) == names
+
+
+def test_nvcc_version(tmp_path):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.6, V12.6.85'\n")
+    nvcc.chmod(0o755)
+    assert decide.nvcc_version(str(nvcc)) == "12.6"
 
 
 def test_windows_is_pure_python():

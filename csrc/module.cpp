@@ -5,6 +5,7 @@
 #include <torch/version.h>
 
 #include "cpu/kernels.h"
+#include "cuda/kernels.h"
 
 #define STRINGIFY_(...) #__VA_ARGS__
 #define STRINGIFY(...) STRINGIFY_(__VA_ARGS__)
@@ -36,6 +37,17 @@ const char* cpu_instruction_set() {
   return kernels == nullptr ? nullptr : kernels->name;
 }
 
+// Tiles, threads and shared memory of each CUDA kernel that the sources have, in a build without CUDA as well.
+pybind11::list cuda_kernels() {
+  using namespace pybind11::literals;
+  pybind11::list found;
+  for (const auto& sizes : xlnet_kernels::cuda::kernel_sizes())
+    found.append(pybind11::dict("kernel"_a = sizes.kernel, "dtype"_a = sizes.dtype, "head_dim"_a = sizes.head_dim,
+                                "block_m"_a = sizes.block_m, "block_n"_a = sizes.block_n, "threads"_a = sizes.threads,
+                                "shared_bytes"_a = sizes.shared_bytes));
+  return found;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -46,4 +58,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("cpu_instruction_set") = cpu_instruction_set();
   module.attr("cuda_version") = cuda_version;              // None in a build without CUDA
   module.attr("cuda_architectures") = cuda_architectures;  // e.g. "8.0;9.0+PTX"
+  module.def("cuda_kernels", cuda_kernels);
+#ifdef XLNET_KERNELS_CUDA_VERSION
+  module.def("cuda_shared_memory", xlnet_kernels::cuda::shared_memory_limit, pybind11::arg("device"),
+             "Bytes of shared memory that a block may have on the device of this index, -1 if there is none.");
+#endif
 }

@@ -223,4 +223,10 @@ std::string launch_backward(const Backward& a, Stream stream) {
   return error ? failure("backward", a.call, S::SHARED, error) : "";
 }
 
+template <typename T>
+std::string backward_of(const Backward& a, Stream stream) {
+  return dispatch_head_dim(
+      a.call.p.head_dim, [&](auto head_dim) { return launch_backward<T, head_dim>(a, stream); }, HeadDims());
+}
+
 }  // namespace xlnet_kernels::cuda

@@ -7,23 +7,15 @@
 
 namespace xlnet_kernels::cuda {
 
-template <typename Element, int WIDTH>
-struct BackwardShape {
+template <typename Element, int HEAD_DIM_>
+struct BackwardShape : BackwardSizes<sizeof(Element), HEAD_DIM_> {
   using T = Element;
-  static constexpr int HEAD_DIM = WIDTH, BLOCK_M = sizeof(T) == 2 ? 64 : 32, BLOCK_N = BLOCK_M;
-  static constexpr int GROUPS = sizeof(T) * HEAD_DIM > 128 ? 2 : 1, M_TILES = BLOCK_M / 16;
-  static constexpr int WARPS = M_TILES * GROUPS, THREADS = WARPS * WARP, WINDOW = BLOCK_M + BLOCK_N;
-  static_assert(WINDOW <= REL_MARGIN);
-  static constexpr int KEYS = BLOCK_N / GROUPS, COLUMNS = HEAD_DIM / GROUPS;  // of one warp
-  using Rows = Tile<T, HEAD_DIM>;
-  using Ring = Tile<T, HEAD_DIM, WINDOW>;
-  using Scores = Tile<T, BLOCK_N>;
-  using Band = Tile<T, WINDOW>;
-  static constexpr int ROWS_BYTES = Rows::bytes(BLOCK_M), RING_BYTES = Ring::bytes(WINDOW),
-                       SCORES_BYTES = Scores::bytes(BLOCK_M), BAND_BYTES = Band::bytes(BLOCK_M),
-                       LABEL_BYTES = 3 * BLOCK_N * 4, SUM_BYTES = GROUPS * BLOCK_M * 4, BOUND_BYTES = M_TILES * 2 * 4;
-  static constexpr int SHARED =
-      4 * ROWS_BYTES + RING_BYTES + 2 * SCORES_BYTES + BAND_BYTES + LABEL_BYTES + SUM_BYTES + BOUND_BYTES;
+  using Sizes = BackwardSizes<sizeof(T), HEAD_DIM_>;
+  using Rows = Tile<T, HEAD_DIM_>;
+  using Ring = Tile<T, HEAD_DIM_, Sizes::WINDOW>;
+  using Scores = Tile<T, Sizes::BLOCK_N>;
+  using Band = Tile<T, Sizes::WINDOW>;
+  static_assert(Sizes::WINDOW <= REL_MARGIN && Sizes::THREADS == Sizes::WARPS * WARP);
 };
 
 template <typename S>

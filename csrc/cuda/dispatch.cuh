@@ -1,6 +1,7 @@
-// From a call's dtype and head width to the kernels compiled for them.
+// From a call's dtype and head_dim to the kernels compiled for them.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include <primitives.cuh>
@@ -25,28 +26,22 @@ inline Index grid_of(int64_t tiles, const RelAttention& p) {
   return {int(tiles * ((p.batch + together - 1) / together)), int(p.heads), int(together)};
 }
 
-// run(an element, integral_constant of the compiled width), for the smallest compiled width that holds the call's
-template <typename T, typename Run>
-std::string dispatch_width(const Call& call, Run run) {
-  if (call.p.head_dim <= 32) return run(T(), std::integral_constant<int, 32>());
-  if (call.p.head_dim <= 64) return run(T(), std::integral_constant<int, 64>());
-  if (call.p.head_dim <= 96) return run(T(), std::integral_constant<int, 96>());
-  if (call.p.head_dim <= 128) return run(T(), std::integral_constant<int, 128>());
-  return "rel_attention: the CUDA kernels serve head widths up to 128, got " + std::to_string(call.p.head_dim);
-}
+// Runs the kernels of one dtype, for the smallest compiled head_dim that holds the call's: csrc/cuda/instances, which
+// compilers work on side by side.
+template <typename T>
+std::string forward_of(const Call& call, Stream stream);
+template <typename T>
+std::string backward_of(const Backward& a, Stream stream);
 
-template <typename Run>
-std::string dispatch(const Call& call, Run run) {
-  switch (call.p.dtype) {
-    case DType::float32:
-      return dispatch_width<float>(call, run);
-    case DType::bfloat16:
-      return dispatch_width<BFloat16>(call, run);
-    case DType::float16:
-      return dispatch_width<Half>(call, run);
-    default:
-      return "rel_attention: the CUDA kernels serve float16, bfloat16 and float32";
-  }
+// run(integral_constant of that head_dim)
+template <typename Run, int... HEAD_DIM>
+std::string dispatch_head_dim(int64_t head_dim, Run run, std::integer_sequence<int, HEAD_DIM...>) {
+  std::string result;
+  const bool found = ((head_dim <= HEAD_DIM && (result = run(std::integral_constant<int, HEAD_DIM>()), true)) || ...);
+  if (found) return result;
+  const int largest = std::max({HEAD_DIM...});
+  return "rel_attention: the CUDA kernels serve head widths up to " + std::to_string(largest) + ", got " +
+         std::to_string(head_dim);
 }
 
 }  // namespace xlnet_kernels::cuda

@@ -194,4 +194,10 @@ std::string launch_forward(const Call& call, Stream stream) {
   return error ? failure("forward", call, S::SHARED, error) : "";
 }
 
+template <typename T>
+std::string forward_of(const Call& call, Stream stream) {
+  return dispatch_head_dim(
+      call.p.head_dim, [&](auto head_dim) { return launch_forward<T, head_dim>(call, stream); }, HeadDims());
+}
+
 }  // namespace xlnet_kernels::cuda

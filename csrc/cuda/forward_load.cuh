@@ -9,24 +9,13 @@
 
 namespace xlnet_kernels::cuda {
 
-template <typename Element, int WIDTH>
-struct ForwardShape {
+template <typename Element, int HEAD_DIM_>
+struct ForwardShape : ForwardSizes<sizeof(Element), HEAD_DIM_> {
   using T = Element;
-  static constexpr int HEAD_DIM = WIDTH;
-  // Two tiles of 16 rows share what they multiply with: half the traffic of shared memory, where registers allow it.
-  static constexpr int M_TILES = sizeof(T) == 2 && HEAD_DIM <= 64 ? 2 : 1;
-  static constexpr int WARPS = sizeof(T) == 4 && HEAD_DIM > 64 ? 2 : 4, THREADS = WARPS * WARP;
-  static constexpr int ROW_BYTES = sizeof(T) * HEAD_DIM;
-  static constexpr int BLOCK_M = 16 * M_TILES * WARPS, BLOCK_N = ROW_BYTES <= 64 ? 64 : ROW_BYTES <= 256 ? 32 : 16;
-  static constexpr int WINDOW = BLOCK_M + BLOCK_N, RING = POWER_OF_TWO<WINDOW + BLOCK_N>;
-  static_assert(WINDOW <= REL_MARGIN);
-  using Rows = Tile<T, HEAD_DIM>;
-  using Ring = Tile<T, HEAD_DIM, RING>;
-  static constexpr int KEY_BYTES = Rows::bytes(BLOCK_N), RING_BYTES = Ring::bytes(RING);
-  static constexpr bool QUERY_IN_REGISTERS = sizeof(T) == 2;
-  static constexpr int STAGE = 2 * KEY_BYTES + 3 * BLOCK_N * 4;
-  static constexpr int QUERY_BYTES = QUERY_IN_REGISTERS ? 0 : Rows::bytes(BLOCK_M), KEPT_BYTES = M_TILES * THREADS * 4;
-  static constexpr int SHARED = 2 * STAGE + RING_BYTES + QUERY_BYTES + KEPT_BYTES;
+  using Sizes = ForwardSizes<sizeof(T), HEAD_DIM_>;
+  using Rows = Tile<T, HEAD_DIM_>;
+  using Ring = Tile<T, HEAD_DIM_, Sizes::RING>;
+  static_assert(Sizes::WINDOW <= REL_MARGIN && Sizes::THREADS == Sizes::WARPS * WARP);
 };
 
 // Shared memory: two stages of keys, values and labels; the ring of rel_key; float32: the rows of query; dropout.

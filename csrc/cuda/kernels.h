@@ -5,6 +5,7 @@
 #include <string>
 
 #include "../rel_attention.h"
+#include "shapes.h"
 
 namespace xlnet_kernels::cuda {
 
@@ -64,15 +65,16 @@ struct Backward {
   Gradients gradients;
 };
 
-// Keys, and rows, of a tile of backward.
-constexpr int BACKWARD_TILE_16_BITS = 64, BACKWARD_TILE_32_BITS = 32;
-
 // Tiles of keys that add to the same rel_key's gradient: what `slots` is useful to.
 inline int64_t backward_items(const Call& call) {
-  const int tile = call.p.dtype == DType::float32 ? BACKWARD_TILE_32_BITS : BACKWARD_TILE_16_BITS;
+  constexpr int ANY = 64;  // head_dim, which the tile does not depend on
+  const int tile = call.p.dtype == DType::float32 ? BackwardSizes<4, ANY>::BLOCK_N : BackwardSizes<2, ANY>::BLOCK_N;
   const int64_t tiles = (call.p.mem_len + call.p.key_len + tile - 1) / tile;
   return tiles * (call.shared_rel_key ? call.p.batch : 1);
 }
+
+// Bytes of shared memory that a block may have on a device; -1 if there is no such device
+int shared_memory_limit(int device);
 
 // Stream is cudaStream_t; on the host, whatever executes the kernels there.
 template <typename Stream>

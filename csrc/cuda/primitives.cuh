@@ -178,15 +178,22 @@ DEVICE float exp2_approximately(float x) {
 DEVICE int first_bit(uint32_t word) { return __ffs(int(word)) - 1; }
 DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 
+// Bytes of shared memory that a block may have on a device; -1 if there is no such device.
+inline int shared_memory_of_block(int device) {
+  int bytes = -1;
+  if (cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess) return bytes;
+  cudaGetLastError();  // else the next launch would report it
+  return -1;
+}
+
 // Runs `kernel` on grid x threads; the error's text, or null.
 template <typename Arguments>
 inline const char* launch(void (*kernel)(Arguments), Index grid, int threads, int shared_bytes, Stream stream,
                           const Arguments& arguments) {
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-  if (error == cudaSuccess) {
-    kernel<<<dim3(grid.x, grid.y, grid.z), threads, shared_bytes, stream>>>(arguments);
-    error = cudaGetLastError();
-  }
+  if (error == cudaSuccess) kernel<<<dim3(grid.x, grid.y, grid.z), threads, shared_bytes, stream>>>(arguments);
+  const cudaError_t last = cudaGetLastError();  // clears that of the attribute too: the next launch is not to report it
+  if (error == cudaSuccess) error = last;
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 

@@ -1,6 +1,8 @@
 // The operator on CUDA tensors: tensors -> argument structs -> kernels, and the sums that backward leaves to torch.
 
+#include <ATen/Context.h>
 #include <torch/library.h>
+#include <torch/version.h>
 #include <torch_device.h>
 
 #include <algorithm>
@@ -34,6 +36,19 @@ Inputs aligned(Inputs inputs) {
   return inputs;
 }
 
+// Whether torch may use TF32 in products. Where a user has set the newer of torch's two interfaces, asking the older
+// one raises an error.
+bool allows_tf32() {
+  const auto& context = at::globalContext();
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10
+  return context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
+#elif TORCH_VERSION_MINOR == 9
+  return context.float32Precision("cuda", "matmul") == "tf32";
+#else
+  return context.allowTF32CuBLAS();
+#endif
+}
+
 // The operator's inputs as the kernels take them; the tensors live as long as this.
 struct DeviceCall {
   const Inputs inputs;  // aligned
@@ -44,7 +59,7 @@ struct DeviceCall {
     PreparedCall prepared = prepare(inputs);
     call.p = prepared.p;
     kept = std::move(prepared.kept);
-    call.tf32 = allows_tf32();
+    call.tf32 = inputs.query.scalar_type() == at::kFloat && allows_tf32();
     call.shared_rel_key = inputs.rel_key.dim() == 3;
     const RelAttention& p = call.p;
     const int64_t keys = p.mem_len + p.key_len;

@@ -3,6 +3,8 @@
 
 #include <primitives.cuh>
 
+#include "shapes.h"
+
 namespace xlnet_kernels::cuda {
 
 // Of one element type: elements in 16 bytes, and the depth of one matrix instruction.
@@ -25,12 +27,6 @@ DEVICE Lane this_lane() {
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE int larger(int a, int b) { return a > b ? a : b; }
 
-// The least power of two that is not below N
-template <int N>
-constexpr int POWER_OF_TWO = 2 * POWER_OF_TWO<(N + 1) / 2>;
-template <>
-constexpr int POWER_OF_TWO<1> = 1;
-
 // Rows of COLUMNS elements, 16 bytes apart, so that eight rows' chunks fall into different banks. ROWS > 0, a power of
 // two: a ring, whose rows may have any number.
 template <typename T, int COLUMNS, int ROWS = 0>
@@ -38,7 +34,7 @@ struct Tile {
   static constexpr int STRIDE = COLUMNS + CHUNK<T>;
   T* data;
 
-  static constexpr int bytes(int rows) { return rows * STRIDE * int(sizeof(T)); }
+  static_assert(tile_bytes(1, COLUMNS * sizeof(T)) == STRIDE * sizeof(T));
   DEVICE T* at(int row, int column) const { return data + (ROWS ? row & (ROWS - 1) : row) * STRIDE + column; }
 };
 
@@ -106,15 +102,21 @@ DEVICE void multiply(float (&sum)[4], const Fragment& a, const Fragment& b, int 
     for (int i = 0; i < 4; ++i) high_a[i] = round_to_tf32(float_of(a.word[i]));
 #pragma unroll
     for (int i = 0; i < 2; ++i) high_b[i] = round_to_tf32(float_of(right[i]));
-    if (!tf32) {
+    if (tf32) {
+      mma<T>(sum, high_a, high_b);
+    } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) low_a[i] = round_to_tf32(float_of(a.word[i]) - float_of(high_a[i]));
 #pragma unroll
       for (int i = 0; i < 2; ++i) low_b[i] = round_to_tf32(float_of(right[i]) - float_of(high_b[i]));
-      mma<T>(sum, low_a, high_b);
-      mma<T>(sum, high_a, low_b);
+      // summed from zero, since mma truncates where it adds: to a long sum a float addition adds without a bias
+      float product[4] = {};
+      mma<T>(product, low_a, high_b);
+      mma<T>(product, high_a, low_b);
+      mma<T>(product, high_a, high_b);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[i] += product[i];
     }
-    mma<T>(sum, high_a, high_b);
   }
 }
 

@@ -1,7 +1,6 @@
 // What register.cpp needs to know of the device; tests/cuda/simt/torch_device.h says the same of the host.
 #pragma once
 
-#include <ATen/Context.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -19,6 +18,5 @@ inline int processors() {
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, c10::cuda::current_device()));
   return count;
 }
-inline bool allows_tf32() { return at::globalContext().allowTF32CuBLAS(); }
 
 }  // namespace xlnet_kernels::cuda

@@ -14,13 +14,13 @@ import torch
 
 from tests import ROOT
 from tests.cuda import simt_build
-from xlnet_kernels import ops
+from xlnet_kernels import _extension, ops
 
 NAME = "cuda-on-host"
 DEVICE = "cpu"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED = True
-SOURCES = ("csrc/cuda/forward.cu", "csrc/cuda/backward.cu", "csrc/cuda/register.cpp", "csrc/call.cpp")
+SOURCES = [*ROOT.glob("csrc/cuda/**/*.cu"), *ROOT.glob("csrc/cuda/*.cpp"), ROOT / "csrc" / "call.cpp"]
 FLAGS = ("-std=c++20", "-O1", "-Wno-unknown-pragmas")
 
 _operator = ops.define("rel_attention_simt")
@@ -28,20 +28,19 @@ _seeds = itertools.count()
 
 
 def max_width(dtype: torch.dtype) -> int:
-    return 128
+    return max(sizes["head_dim"] for sizes in _extension.module.cuda_kernels())
 
 
 def unavailable() -> str | None:
     if torch.cuda.is_available():
         return "there is a GPU for them"
-    return simt_build.NO_COMPILER if simt_build.COMPILER is None else None
+    return simt_build.NO_COMPILER if simt_build.COMPILER is None else _extension.reason
 
 
 @functools.cache
 def library(*extra_flags: str) -> ctypes.CDLL:
     """The compiled kernels, their operator known to torch."""
-    sources = [ROOT / source for source in SOURCES]
-    path = str(simt_build.extension(sources, "rel_attention_simt", (*FLAGS, *extra_flags)))
+    path = str(simt_build.extension(SOURCES, "rel_attention_simt", (*FLAGS, *extra_flags)))
     torch.ops.load_library(path)
     return ctypes.CDLL(path)
 

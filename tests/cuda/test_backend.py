@@ -59,25 +59,19 @@ def test_says_why_it_is_unavailable(monkeypatch, module, available, capability, 
     assert found is None if reason is None else reason in found
 
 
-@pytest.mark.parametrize("capability, widths", [((9, 0), (128, 128)), ((8, 0), (128, 128)), ((8, 6), (64, 64))])
-def test_wide_heads_need_much_shared_memory(monkeypatch, capability, widths):
-    """Also where torch cannot say how much there is: 2.6 has no shared_memory_per_block_optin."""
-    monkeypatch.setattr(_extension, "module", SimpleNamespace())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+@pytest.mark.parametrize("kilobytes, widths", [(227, (128, 128)), (163, (128, 128)), (99, (64, 96))])
+def test_wide_heads_need_much_shared_memory(monkeypatch, kilobytes, widths):
+    """Each device is asked by itself, through the extension: torch 2.6 has no shared_memory_per_block_optin."""
+    if _extension.module is None:
+        pytest.skip(f"the kernels' sizes are the extension's: {_extension.reason}")
+    limits = {0: 0, 1: kilobytes * 1024}
+    module = SimpleNamespace(cuda_kernels=_extension.module.cuda_kernels, cuda_shared_memory=limits.get)
+    monkeypatch.setattr(_extension, "module", module)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace())
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     cuda._max_width.cache_clear()
     try:
-        assert tuple(cuda.max_width(dtype) for dtype in (torch.bfloat16, torch.float32)) == widths
-    finally:
-        cuda._max_width.cache_clear()
-
-
-def test_the_extension_is_asked_how_wide_heads_may_be(monkeypatch):
-    asked = SimpleNamespace(cuda_max_head_dim=lambda itemsize, device: 1000 * device + itemsize)
-    monkeypatch.setattr(_extension, "module", asked)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    try:
-        assert cuda.max_width(torch.float32) == 3004
+        for device, wanted in ((0, (0, 0)), (1, widths)):
+            monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+            assert tuple(cuda.max_width(dtype) for dtype in (torch.bfloat16, torch.float32)) == wanted
     finally:
         cuda._max_width.cache_clear()

@@ -106,6 +106,33 @@ def test_head_widths_beyond_the_compiled_ones_are_refused_by_the_kernels_too():
         torch.ops.xlnet_kernels.rel_attention_simt(*arguments)
 
 
+def test_float32_sums_over_many_keys_are_not_truncated():
+    """Every key counts the same, so that the output is a mean of values of one sign."""
+    problem = make(1, 1, 16, keys=736, width=16, biases=False, segments=False)
+    with torch.no_grad():
+        problem.leaves["query"].zero_()
+        problem.leaves["value"].uniform_(1, 2)
+    out, _ = problem.run(on_host.NAME, "cpu")
+    mean = problem.leaves["value"].double().mean(2, keepdim=True)
+    assert ((out / mean - 1).abs() < 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tf32_is_asked_of_the_interface_that_the_user_has_set(monkeypatch, dtype):
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("this torch has the older interface alone")
+    problem = make(1, 1, 40, width=16, dtype=dtype)
+    wanted, _ = problem.run(on_host.NAME, "cpu")
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        found, _ = problem.run(on_host.NAME, "cpu")
+    finally:
+        matmul.fp32_precision = before
+    assert torch.equal(found, wanted) == (dtype != torch.float32)
+
+
 def test_a_launch_that_fails_says_which_kernel_and_for_what():
     problem = make(1, 1, 5, width=16)
     library = on_host.library()

@@ -141,6 +141,9 @@ def test_mma(kernels, dtype, seed):
         a, b = ((x.view(torch.int32) & ~0x1FFF).view(torch.float) for x in (a, b))
     expected = fragments(start.double() + a.double() @ b.double(), c_f32, 4)
     torch.testing.assert_close(sums.double(), expected, rtol=1e-6, atol=2e-6)
+    nearest = expected.float()
+    cut = torch.where(nearest.double().abs() > expected.abs(), torch.nextafter(nearest, torch.zeros(())), nearest)
+    assert torch.equal(sums, cut)  # as tensor cores do: towards zero
 
 
 # Blocks: right for every seed, and seen to be wrong without what makes them right

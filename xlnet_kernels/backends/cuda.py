@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -18,17 +19,19 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @constant_for_compilers
 def max_width(dtype: torch.dtype) -> int:
-    """The largest head width: 128, or 64 where blocks have little shared memory (sm_86, sm_89, sm_120)."""
+    """The largest head width on the current device: blocks of wide heads need much shared memory."""
     return _max_width(dtype, torch.cuda.current_device())
 
 
 @functools.cache
 def _max_width(dtype: torch.dtype, device: int) -> int:
-    ask = getattr(_extension.module, "cuda_max_head_dim", None)
-    if ask is not None:  # the kernels know what they need, and CUDA what the device has
-        return ask(dtype.itemsize, device)
-    # torch 2.6 does not say how much shared memory a block may have; these are the devices that have enough.
-    return 128 if torch.cuda.get_device_capability(device) in ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)) else 64
+    module: Any = _extension.module
+    needed: dict[int, int] = {}  # bytes of shared memory, by head width
+    for kernel in module.cuda_kernels():
+        if kernel["dtype"] == str(dtype).removeprefix("torch."):
+            needed[kernel["head_dim"]] = max(needed.get(kernel["head_dim"], 0), kernel["shared_bytes"])
+    limit = module.cuda_shared_memory(device)
+    return max((width for width, shared_bytes in needed.items() if shared_bytes <= limit), default=0)
 
 
 @constant_for_compilers

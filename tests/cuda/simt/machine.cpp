@@ -22,7 +22,6 @@ namespace {
 
 constexpr size_t STACK_BYTES = 256 << 10;
 constexpr int MAX_THREADS = 1024;
-constexpr int MAX_SHARED_BYTES = 232448;  // 227 KiB, what a block may have on H100
 constexpr uint32_t ALL_LANES = 0xffffffffu;
 
 constexpr size_t WORD = 4;  // the least that a copy takes

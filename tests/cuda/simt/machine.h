@@ -10,6 +10,8 @@
 
 namespace simt {
 
+constexpr int MAX_SHARED_BYTES = 232448;  // 227 KiB, what a block may have on H100
+
 struct Index {
   int x, y, z;
 };

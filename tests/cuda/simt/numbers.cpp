@@ -8,7 +8,16 @@ namespace {
 
 constexpr int ROWS = 16, COLUMNS = 8;
 
-typedef float Row __attribute__((vector_size(COLUMNS * sizeof(float))));
+typedef double Row __attribute__((vector_size(COLUMNS * sizeof(double))));
+
+// Tensor cores truncate what they add up (Fasi et al. 2021); the products themselves are exact in double.
+inline float truncate(double x) {
+  uint64_t bits;
+  std::memcpy(&bits, &x, 8);
+  bits &= ~((uint64_t(1) << 29) - 1);
+  std::memcpy(&x, &bits, 8);
+  return float(x);
+}
 
 template <typename T, int DEPTH>
 struct Tiles {
@@ -33,7 +42,7 @@ template <typename T, int DEPTH, typename ToFloat>
 void mma(void* const* lanes, ToFloat to_float) {
   Tiles<T, DEPTH> stored;
   for (int lane = 0; lane < LANES; ++lane) gather(stored, *static_cast<Fragments*>(lanes[lane]), lane / 4, lane % 4);
-  float a[ROWS][DEPTH];
+  double a[ROWS][DEPTH];
   Row b[DEPTH];
   for (int row = 0; row < ROWS; ++row) {
     for (int k = 0; k < DEPTH; ++k) a[row][k] = to_float(stored.a[row][k]);
@@ -46,7 +55,8 @@ void mma(void* const* lanes, ToFloat to_float) {
     for (int k = 0; k < DEPTH; ++k) sums += a[row][k] * b[k];
     for (int column = 0; column < COLUMNS; ++column) {
       const int lane = row % 8 * 4 + column / 2;
-      static_cast<Fragments*>(lanes[lane])->sum[row / 8 * 2 + column % 2] += sums[column];
+      float& sum = static_cast<Fragments*>(lanes[lane])->sum[row / 8 * 2 + column % 2];
+      sum = truncate(double(sum) + sums[column]);
     }
   }
 }

@@ -177,6 +177,8 @@ DEVICE float exp2_approximately(float x) {
 DEVICE int first_bit(uint32_t word) { return __builtin_ctz(word); }
 DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return uint32_t(uint64_t(a) * b >> 32); }
 
+inline int shared_memory_of_block(int device) { return device == 0 ? simt::MAX_SHARED_BYTES : -1; }
+
 template <typename Arguments>
 inline const char* launch(void (*kernel)(Arguments), Index grid, int threads, int shared_bytes, Stream,
                           const Arguments& arguments) {

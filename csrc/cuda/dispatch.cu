@@ -1,0 +1,32 @@
+#include "dispatch.cuh"
+
+namespace xlnet_kernels::cuda {
+
+// run(an element of the call's dtype)
+template <typename Run>
+std::string dispatch_dtype(const Call& call, Run run) {
+  switch (call.p.dtype) {
+    case DType::float32:
+      return run(float());
+    case DType::bfloat16:
+      return run(BFloat16());
+    case DType::float16:
+      return run(Half());
+    default:
+      return "rel_attention: the CUDA kernels serve float16, bfloat16 and float32";
+  }
+}
+
+template <>
+std::string forward<Stream>(const Call& call, Stream stream) {
+  return dispatch_dtype(call, [&](auto element) { return forward_of<decltype(element)>(call, stream); });
+}
+
+template <>
+std::string backward<Stream>(const Call& call, const Gradients& gradients, Stream stream) {
+  return dispatch_dtype(call, [&](auto element) { return backward_of<decltype(element)>({call, gradients}, stream); });
+}
+
+int shared_memory_limit(int device) { return shared_memory_of_block(device); }
+
+}  // namespace xlnet_kernels::cuda

@@ -1,0 +1,80 @@
+// Tiles, threads and shared memory of every compiled kernel. No CUDA and no torch here: hosts ask too.
+#pragma once
+
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+#include "../rel_attention.h"
+
+namespace xlnet_kernels::cuda {
+
+// Head dims that kernels are compiled for; others are padded with zeros to the next one.
+using HeadDims = std::integer_sequence<int, 32, 64, 96, 128>;
+
+// Bytes of a tile in shared memory: rows are 16 bytes apart, so that chunks of eight rows fall into different banks.
+constexpr int tile_bytes(int rows, int row_bytes) { return rows * (row_bytes + 16); }
+
+// The least power of two that is not below N
+template <int N>
+constexpr int POWER_OF_TWO = 2 * POWER_OF_TWO<(N + 1) / 2>;
+template <>
+constexpr int POWER_OF_TWO<1> = 1;
+
+// Of a kernel for elements of SIZE bytes and this head_dim
+template <int SIZE, int HEAD_DIM_>
+struct ForwardSizes {
+  static constexpr int HEAD_DIM = HEAD_DIM_, ROW_BYTES = SIZE * HEAD_DIM;
+  // Two tiles of 16 rows share what they multiply with: half the traffic of shared memory, where registers allow it.
+  static constexpr int M_TILES = SIZE == 2 && HEAD_DIM <= 64 ? 2 : 1;
+  static constexpr int WARPS = SIZE == 4 && HEAD_DIM > 64 ? 2 : 4, THREADS = 32 * WARPS;
+  static constexpr int BLOCK_M = 16 * M_TILES * WARPS, BLOCK_N = ROW_BYTES <= 64 ? 64 : ROW_BYTES <= 256 ? 32 : 16;
+  static constexpr int WINDOW = BLOCK_M + BLOCK_N, RING = POWER_OF_TWO<WINDOW + BLOCK_N>;
+  static constexpr bool QUERY_IN_REGISTERS = SIZE == 2;
+  static constexpr int KEY_BYTES = tile_bytes(BLOCK_N, ROW_BYTES), RING_BYTES = tile_bytes(RING, ROW_BYTES);
+  static constexpr int STAGE = 2 * KEY_BYTES + 3 * BLOCK_N * 4;
+  static constexpr int QUERY_BYTES = QUERY_IN_REGISTERS ? 0 : tile_bytes(BLOCK_M, ROW_BYTES);
+  static constexpr int KEPT_BYTES = M_TILES * THREADS * 4;
+  static constexpr int SHARED = 2 * STAGE + RING_BYTES + QUERY_BYTES + KEPT_BYTES;
+};
+
+template <int SIZE, int HEAD_DIM_>
+struct BackwardSizes {
+  static constexpr int HEAD_DIM = HEAD_DIM_, ROW_BYTES = SIZE * HEAD_DIM;
+  static constexpr int BLOCK_M = SIZE == 2 ? 64 : 32, BLOCK_N = BLOCK_M, M_TILES = BLOCK_M / 16;
+  static constexpr int GROUPS = ROW_BYTES > 128 ? 2 : 1, WARPS = M_TILES * GROUPS, THREADS = 32 * WARPS;
+  static constexpr int WINDOW = BLOCK_M + BLOCK_N;
+  static constexpr int KEYS = BLOCK_N / GROUPS, COLUMNS = HEAD_DIM / GROUPS;  // of one warp
+  static constexpr int ROWS_BYTES = tile_bytes(BLOCK_M, ROW_BYTES), RING_BYTES = tile_bytes(WINDOW, ROW_BYTES),
+                       SCORES_BYTES = tile_bytes(BLOCK_M, SIZE* BLOCK_N),
+                       BAND_BYTES = tile_bytes(BLOCK_M, SIZE* WINDOW), LABEL_BYTES = 3 * BLOCK_N * 4,
+                       SUM_BYTES = GROUPS * BLOCK_M * 4, BOUND_BYTES = M_TILES * 2 * 4;
+  static constexpr int SHARED =
+      4 * ROWS_BYTES + RING_BYTES + 2 * SCORES_BYTES + BAND_BYTES + LABEL_BYTES + SUM_BYTES + BOUND_BYTES;
+};
+
+struct KernelSizes {
+  const char *kernel, *dtype;
+  int head_dim, block_m, block_n, threads, shared_bytes;
+};
+
+template <int SIZE, int... HEAD_DIM>
+void add_kernel_sizes(std::vector<KernelSizes>& to, const char* dtype, std::integer_sequence<int, HEAD_DIM...>) {
+  const auto add = [&](const char* kernel, auto sizes) {
+    using S = decltype(sizes);
+    to.push_back({kernel, dtype, S::HEAD_DIM, S::BLOCK_M, S::BLOCK_N, S::THREADS, S::SHARED});
+  };
+  (add("forward", ForwardSizes<SIZE, HEAD_DIM>()), ...);
+  (add("backward", BackwardSizes<SIZE, HEAD_DIM>()), ...);
+}
+
+// Of every kernel; dtypes by torch's names
+inline std::vector<KernelSizes> kernel_sizes() {
+  std::vector<KernelSizes> found;
+  add_kernel_sizes<2>(found, "float16", HeadDims());
+  add_kernel_sizes<2>(found, "bfloat16", HeadDims());
+  add_kernel_sizes<4>(found, "float32", HeadDims());
+  return found;
+}
+
+}  // namespace xlnet_kernels::cuda

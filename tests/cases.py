@@ -165,7 +165,7 @@ def make_mask(
 
     if kind == "dense":
         mask = integers(3, batch, heads, length, mem + keys) > 0
-        mask[:, :, :1] = False  # a row that sees nothing
+        mask[:, :, :1] = False  # a fully masked row
         return mask
     if kind == "ranks":
         sees_self, floor = integers(2, batch, length) > 0, integers(3, batch, length)

@@ -211,8 +211,8 @@ class TwoStreamAttention(nn.Module):
             positions: (B, L + N) integers, where each row is; default arange.
             mapping: (B, N, L), for targets that are mixtures of positions: heads of the query rows are mixed into L
                 rows, which attend and are mixed back. mask, segment_rows and positions are those of 2 L rows then.
-            need_weights: also return the attention map (after dropout), which takes the dense way through the
-                reference backend: fused kernels never have it.
+            need_weights: also return the attention map (after dropout). The reference computes it; fused kernels never
+                materialise the map.
 
         Returns:
             (B, L + N, d_model), and the map (B, H, rows, M + L) or None.

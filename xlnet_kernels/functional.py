@@ -65,7 +65,7 @@ def rel_attention(
         out[i]     = sum_j dropout(softmax_j(score where visible))[i,j] v_j,    p = max_distance - (pos_i + M - j)
 
     with j over memory (0 .. M-1) and then the current segment (M .. M+K-1), and no L x (M + K) matrix in memory.
-    A row that sees nothing gives zeros, zero gradients and a log-sum-exp of -inf.
+    A fully masked row gives zeros, zero gradients and a log-sum-exp of -inf.
 
     Args:
         query: (B, H, L, D) query rows: content rows, query-stream rows, or both stacked.

@@ -202,7 +202,8 @@ def notes(results: dict) -> list[str]:
     if checked and results.get("benchmark") == "recurrence":
         lines.append("Memory and window give the same log-probabilities where their contexts are the same: ✓.")
     elif checked:
-        lines.append(f"Results checked against float64 at L {', '.join(map(str, checked))}; -: nothing to compare with.")
+        at = ", ".join(map(str, checked))
+        lines.append(f"Results checked against float64 at L {at}; -: nothing to compare with.")
     for row in rows:
         if not row.get("check", {"passed": True})["passed"]:
             lines.append(_wrong(row))

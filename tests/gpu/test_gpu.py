@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.skipif(not GPU_BACKENDS, reason=f"no GPU backend is ready ({_REASONS})"),
 ]
-# with memory, so that no row sees nothing and every log-sum-exp is finite
+# with memory, so that no row is fully masked and every log-sum-exp is finite
 PROBLEMS = {
     "content": dict(length=200, mem=40, width=32, mask="order"),
     "rows-in-any-order": dict(length=200, mem=40, width=32, mask="order", positions=True),

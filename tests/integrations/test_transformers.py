@@ -96,7 +96,7 @@ def test_unidirectional_model_one_sequence_at_a_time(options, memory):
         assert_same(found.logits[b : b + 1], wanted.logits)
         assert_same([[y[b : b + 1] for y in x] for x in found.attentions], wanted.attentions)
         both = (gradients(x, x(**one).logits.square().sum()) for x in (fast, model))
-        # Keys ahead of a row that sees nothing get the position scores of other rows in transformers.
+        # Keys ahead of a fully masked row get the position scores of other rows in transformers.
         assert_same_gradients(
             *({n: x for n, x in grads.items() if not n.endswith((".r", "r_r_bias"))} for grads in both)
         )

@@ -54,7 +54,7 @@ def ours(name: str = "XLNetModel", backend: str | None = None, **options):
 
 
 def make_inputs(batch: int = B, length: int = L, targets: int = N, vocab: int = 50) -> dict[str, Tensor]:
-    """Everything a permutation language model is given. The last position is seen by all: no row sees nothing."""
+    """Everything a permutation language model is given. The last position is seen by all: no row is fully masked."""
     perm_mask = (torch.rand(batch, length, length) > 0.5).float()
     perm_mask[:, :, -1] = 0
     attention_mask = torch.ones(batch, length)

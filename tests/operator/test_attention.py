@@ -76,7 +76,7 @@ class Inputs:
 def test_equals_transformers(backend, dtype, mem, bi, two_streams):
     layer, inputs = theirs(dtype), Inputs(mem, dtype, bi)
     if not bi and two_streams and not mem:
-        inputs.targets = inputs.targets.clamp(min=1)  # position 0 sees nothing: there the two differ on purpose
+        inputs.targets = inputs.targets.clamp(min=1)  # position 0 is fully masked: there the two differ on purpose
     attn = xk.TwoStreamAttention.from_transformers(layer, backend)
     wanted, found = inputs.of_theirs(layer, two_streams), inputs.of_ours(attn, two_streams)
     tolerance = 2e-5 if dtype == torch.float32 else 1e-12

@@ -49,7 +49,7 @@ def test_equals_rel_attn_core_of_transformers(dtype, attn_type, mem, segments, s
     query_ids = torch.randint(3, (B, L))
     key_ids = torch.nn.functional.pad(query_ids, (mem, 0))
 
-    # perm_mask as the model makes it of a factorisation order; a query row that sees nothing is left out, since there
+    # perm_mask as the model makes it of a factorisation order; a fully masked query row is left out, since there
     # the two differ on purpose (transformers averages over all keys, the hidden ones included)
     order = torch.stack([torch.randperm(L) for _ in range(B)])
     mask = xk.RankMask.from_order(order, order >= 2, mem_len=mem)

@@ -117,7 +117,7 @@ def attention_map(
         visible = visible & mask
     visible = visible.expand_as(score)
 
-    # softmax over the visible keys; a row that sees nothing gives zeros, zero gradients and lse = -inf
+    # softmax over the visible keys; a fully masked row gives zeros, zero gradients and lse = -inf
     sees_any = visible.any(-1, keepdim=True)
     score = torch.where(visible, score * scale, -torch.inf).masked_fill(~sees_any, 0.0)
     probability = score.softmax(-1).masked_fill(~visible, 0.0)

@@ -1,4 +1,4 @@
-"""Rows that see nothing: zeros for our operator, for transformers the average over all keys, which is made here."""
+"""Fully masked rows: zeros for our operator, for transformers the average over all keys, which is made here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SLOPE = 2.0**-20
 def find_blind_rows(
     mask: RankMask | Tensor, positions: Tensor, empty: Tensor | None, length: int, mem_len: int, unidirectional: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """Query rows that see nothing, those of empty targets aside.
+    """Fully masked query rows, those of empty targets aside.
 
     Returns:
         Their indices (B, n) among all rows, n the most that a sequence has, and which of these count; None for none.

@@ -16,7 +16,7 @@ Found = TypeVar("Found")
 
 
 class LayerMask(NamedTuple):
-    """What each row sees, and (B, L) bool which rows see nothing, or None where all see something."""
+    """What each row sees, and (B, L) bool which rows are fully masked, or None where all see something."""
 
     visible: RankMask | Tensor | None
     blind: Tensor | None = None
@@ -61,7 +61,7 @@ def layer_mask(mask: Tensor | None) -> LayerMask | None:
 
 @OfLast
 def padding_mask(mask: Tensor) -> LayerMask:
-    """From a mask (B, 1, K), 0 where there is padding; rows that see nothing are left at zeros."""
+    """From a mask (B, 1, K), 0 where there is padding; fully masked rows are left at zeros."""
     return LayerMask(RankMask.padding(mask[:, 0] == 0))
 
 

@@ -90,7 +90,7 @@ class RelPositionAttention(nn.Module):
             pos_emb: (P, n_feat) or (1 or B, P, n_feat), P = 2 (M + L) - 1, row p encodes distance M + L - 1 - p: what
                 `conformer_positions(M + L, n_feat)` gives, or any that was learned.
             mask: RankMask, or bool (B, L, M + L) or (B, 1, M + L), True = may attend (ESPnet's convention; NeMo's is
-                the contrary). A row that sees nothing gives linear_out's bias, as with both of them.
+                the contrary). A fully masked row gives linear_out's bias, as with both of them.
             cache: (B, M, n_feat), inputs of this layer that came before x (NeMo's streaming cache), or None.
 
         Returns:

@@ -105,7 +105,7 @@ class _RelativeAttention(_Original):
     def _fill_blind(
         self, out: Tensor, mask: LayerMask, query: Tensor, key: Tensor, value: Tensor, content_bias: Tensor | None
     ) -> Tensor:
-        """The average of all values in rows that see nothing, with the gradient that transformers has there.
+        """The average of all values in fully masked rows, with the gradient that transformers has there.
 
         The scores of such a row are the lowest number there is plus q.k, which is the lowest number again: all equal,
         but autograd still differentiates q.k. The derivative is the covariance of keys and values.
@@ -146,7 +146,7 @@ class _Parakeet(_RelativeAttention):
 
 
 class _NemotronStreaming(_Parakeet):
-    """Hidden keys are at -inf, so rows that see nothing give zeros, as the operator's do."""
+    """Hidden keys are at -inf, so fully masked rows give zeros, as the operator's do."""
 
     def _fill_blind(self, out: Tensor, *unused: Any) -> Tensor:
         return out

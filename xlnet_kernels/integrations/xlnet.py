@@ -23,7 +23,7 @@ class Rows:
     """What the model prepares once for the attention of all layers: about L content rows and then the query rows.
 
     mask, segment_rows, positions, mapping: as `TwoStreamAttention.attend` takes them.
-    blind: query rows that see nothing, their indices (B, n) among all rows and which of these count; or None.
+    blind: fully masked query rows, their indices (B, n) among all rows and which of these count; or None.
     """
 
     mask: RankMask | Tensor | None

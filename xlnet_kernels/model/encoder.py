@@ -218,7 +218,7 @@ class XLNetModel(PretrainedModel):
                 L query rows for any target_mapping). output_hidden_states: return every layer's input and the output.
             mem_len, reuse_len: instead of the configuration's, for this call.
 
-        A query row that sees nothing (it comes first in its order, without memory) attends to nothing; transformers
+        A fully masked query row (it comes first in its order, without memory) attends to nothing; transformers
         averages over all keys there, the hidden ones included.
 
         Returns:

@@ -78,8 +78,8 @@ def headline(rows: list[dict]) -> Iterator[str]:
 
 
 def markdown(runs: list[dict]) -> str:
-    """One table of several runs: a line for each dtype, head width, backend and length."""
-    heads = ["dtype, head width", "L", "backend", "forward", "backward", *(f"vs {peer}" for peer in PEERS)]
+    """One table of several runs: a line for each dtype, head_dim, backend and length."""
+    heads = ["dtype, head_dim", "L", "backend", "forward", "backward", *(f"vs {peer}" for peer in PEERS)]
     found = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for run in runs:
         settings = run["settings"]

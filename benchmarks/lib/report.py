@@ -287,7 +287,7 @@ def _compiled_by_nvcc(results: dict) -> str:
     for row in results["rows"]:
         by_kernel.setdefault((row["kernel"], row["dtype"], row["width"], row["threads"]), {})[row["architecture"]] = row
     names = sorted({row["architecture"] for row in results["rows"]}, key=lambda name: int(re.sub(r"\D", "", name)))
-    found = [f"| kernel | dtype, head width | threads | {' | '.join(names)} |", f"|---|---|---|{'---|' * len(names)}"]
+    found = [f"| kernel | dtype, head_dim | threads | {' | '.join(names)} |", f"|---|---|---|{'---|' * len(names)}"]
     for (kernel, dtype, width, threads), rows in by_kernel.items():
         cells = [f"{rows[name]['registers']}, {rows[name]['spilled']}" for name in names]
         found.append(f"| {kernel} | {dtype}, {width} | {threads} | {' | '.join(cells)} |")

@@ -10,11 +10,12 @@ from torch import Tensor
 from ._torch import is_wrapped
 
 
-def check_matrix(name: str, values: Tensor) -> None:
+def check_matrix(name: str, values: Tensor | None) -> Tensor:
     """A tensor (batch, length)."""
     if not isinstance(values, Tensor) or values.dim() != 2:
         got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(f"{name} must be a 2-dimensional tensor (batch, length), got {got}")
+    return values
 
 
 def check_range(name: str, values: Tensor, least: int, end: int) -> None:
@@ -24,6 +25,28 @@ def check_range(name: str, values: Tensor, least: int, end: int) -> None:
     low, high = (int(bound) for bound in values.aminmax())
     if low < least or high >= end:
         raise ValueError(f"{name} must lie in [{least}, {end}), got values from {low} to {high}")
+
+
+def check_bool_mask(mask: object, like: Tensor, name: str) -> Tensor:
+    """A bool tensor on the device of `like`, which is called `name`; the error says how another becomes one."""
+    wanted = "mask must be a RankMask or a bool tensor (True = may attend)"
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"{wanted}, got {type(mask).__name__}")
+    if mask.dtype != torch.bool:
+        convert = "mask == 0, of one that is added to scores" if mask.is_floating_point() else "mask.bool(), if 1 = see"
+        raise ValueError(f"{wanted}, got {mask.dtype}: give {convert}")
+    if mask.device != like.device:
+        raise ValueError(f"mask must be on {name}'s device {like.device}, got {mask.device}")
+    return mask
+
+
+def check_not_padding(mask: Tensor, batch: int, length: int, keys: int) -> None:
+    """Refuses two dimensions that may be the padding (B, L) of a batch, which would broadcast as (L, M + K)."""
+    if mask.dim() == 2 and batch > 1 and mask.shape[0] == batch and (batch == length or mask.shape[1] > 1):
+        raise ValueError(
+            f"mask of shape {tuple(mask.shape)} may be padding of {batch} sequences, but 2 dimensions mean (L, M + K), "
+            f"{(length, keys)} here: give RankMask.padding(attention_mask=...), or mask[None, None] for rows and keys"
+        )
 
 
 def is_integer(value: object) -> TypeGuard[int]:

@@ -9,13 +9,15 @@ from torch import Tensor, nn
 
 from . import dropout
 from ._checks import check_range
-from .backends import reference
+from .backends import check_name, reference
 from .functional import autocasts, rel_attention
 from .linear import linear
 from .masks import RankMask
 from .positions import kept_positions
 from .segments import Segments
-from .streams import stack_mask, stack_segments
+from .streams import mask_of_targets, stack_mask, stack_segments
+
+NORMS = ("post", "pre", None)
 
 
 class TwoStreamAttention(nn.Module):
@@ -34,6 +36,9 @@ class TwoStreamAttention(nn.Module):
         dropout: probability of dropping an attention probability and an element of the output, in [0, 1).
         layer_norm_eps: epsilon of the LayerNorm.
         backend: None for the best available, or "reference", "cpu", "triton", "cuda".
+        norm: "post", XLNet's: LayerNorm(x + attention(x)); "pre": x + attention(LayerNorm(x)), where memory is the
+            layer's inputs before their norm; None: attention(x) alone, with dropout, but without residual and
+            LayerNorm (and its parameters), for models that have their own.
         device, dtype: of the parameters.
 
     Raises:
@@ -45,7 +50,7 @@ class TwoStreamAttention(nn.Module):
     (torch.Size([2, 6, 32]), None)
     >>> order = torch.stack([torch.randperm(6) for _ in range(2)])
     >>> targets = torch.tensor([[4, 5], [0, 3]])
-    >>> mask = RankMask.from_order(order, torch.zeros(2, 6, dtype=torch.bool).scatter(1, targets, True))
+    >>> mask = RankMask.from_order(steps=order, targets=torch.zeros(2, 6, dtype=torch.bool).scatter(1, targets, True))
     >>> h, g = attn(torch.randn(2, 6, 32), torch.randn(2, 2, 32), mask=mask, target_positions=targets)
     >>> g.shape
     torch.Size([2, 2, 32])
@@ -60,6 +65,7 @@ class TwoStreamAttention(nn.Module):
         layer_norm_eps: float = 1e-12,
         backend: str | None = None,
         *,
+        norm: str | None = "post",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -73,7 +79,10 @@ class TwoStreamAttention(nn.Module):
             d_head = d_model // n_head
         if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
-        self.d_model, self.n_head, self.d_head, self.backend = d_model, n_head, d_head, backend
+        if norm not in NORMS:
+            raise ValueError(f"norm must be one of {NORMS}, got {norm!r}")
+        check_name(backend)
+        self.d_model, self.n_head, self.d_head, self.backend, self.norm = d_model, n_head, d_head, backend, norm
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -87,7 +96,8 @@ class TwoStreamAttention(nn.Module):
         self.r_s_bias = parameter(n_head, d_head)
         self.r_w_bias = parameter(n_head, d_head)
         self.seg_embed = parameter(2, n_head, d_head)
-        self.layer_norm = nn.LayerNorm(d_model, eps=layer_norm_eps, device=device, dtype=dtype)
+        if norm is not None:
+            self.layer_norm = nn.LayerNorm(d_model, eps=layer_norm_eps, device=device, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
         self.reset_parameters()
 
@@ -95,7 +105,8 @@ class TwoStreamAttention(nn.Module):
         """XLNet's initialisation: normal(0, std), LayerNorm at one and zero."""
         for parameter in self.parameters(recurse=False):
             nn.init.normal_(parameter, std=std)
-        self.layer_norm.reset_parameters()
+        if self.norm is not None:
+            self.layer_norm.reset_parameters()
 
     @classmethod
     def from_transformers(cls, module: nn.Module, backend: str | None = None) -> TwoStreamAttention:
@@ -139,8 +150,9 @@ class TwoStreamAttention(nn.Module):
             g: (B, N, d_model), the query stream, or None.
             mask: what the query stream sees, RankMask with L rows and M + L keys (its `sees_self` does not matter), or
                 bool (B, L, M + L), broadcastable, with one more dimension (B, H, L, M + L) where heads differ, True =
-                may attend. The content stream sees that and itself. None: everyone sees everything, a query row its
-                own token too.
+                may attend. The content stream sees that and itself. None: everyone sees everything but the tokens at
+                target_positions, which only their own content rows see; or, where rel_pos ends at distance 0, all that
+                came before. Without target_positions the first would leave nothing: then g needs a mask.
             rel_pos: (P, d_model) or (B, P, d_model), row p encodes distance M + L - p; P = M + 2 L, or M + L + 1 where
                 keys ahead are invisible. Default: sinusoidal, both directions.
             segment_ids: (B, L) integers, or None for no segment term. Memory is segment 0.
@@ -160,6 +172,13 @@ class TwoStreamAttention(nn.Module):
         elif target_positions is not None:
             raise ValueError("target_positions needs a query stream, but g is None")
         rel_pos = self._check_rel_pos(rel_pos, h, mem_len)
+        if mask is None and positions is not None:
+            ahead = rel_pos.shape[-2] == mem_len + 2 * length
+            if ahead and target_positions is None:
+                raise ValueError(
+                    "g needs a mask or target_positions: with neither, each of its rows sees the token it is to predict"
+                )
+            mask = mask_of_targets(positions[:, length:], length, mem_len, ahead)
         mask = stack_mask(mask, positions, h, self.n_head, mem_len)
         segment_rows = None
         if segment_ids is not None:
@@ -182,6 +201,7 @@ class TwoStreamAttention(nn.Module):
 
     def project(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, each (B, H, L, D), of hidden states (B, L, d_model)."""
+        h = self._before(h)
         return self._heads(h, self.k), self._heads(h, self.v)
 
     def project_positions(self, rel_pos: Tensor) -> Tensor:
@@ -217,7 +237,7 @@ class TwoStreamAttention(nn.Module):
         Returns:
             (B, L + N, d_model), and the map (B, H, rows, M + L) or None.
         """
-        query = self._heads(rows, self.q)
+        query = self._heads(self._before(rows), self.q)
         if mapping is not None:
             length = mapping.shape[2]
             query = torch.cat([query[:, :, :length], mapping.mT[:, None] @ query[:, :, length:]], 2)
@@ -238,7 +258,7 @@ class TwoStreamAttention(nn.Module):
             out = torch.cat([out[:, :, :length], mapping[:, None] @ out[:, :, length:]], 2)
         # The cast is for transformers' modules (integrations/xlnet.py), whose bare parameters may have another dtype.
         out = linear(out.transpose(1, 2).flatten(2), self.o.flatten(1).to(out.dtype))
-        return self.layer_norm(self.dropout(out) + rows), weights
+        return self._after(self.dropout(out), rows), weights
 
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, rel_key: Tensor, *, need_weights: bool, **options
@@ -249,11 +269,22 @@ class TwoStreamAttention(nn.Module):
         return rel_attention(query, key, value, rel_key, backend=self.backend, **options), None
 
     def extra_repr(self) -> str:
-        return f"d_model={self.d_model}, n_head={self.n_head}, d_head={self.d_head}, backend={self.backend!r}"
+        sizes = f"d_model={self.d_model}, n_head={self.n_head}, d_head={self.d_head}"
+        return f"{sizes}, backend={self.backend!r}, norm={self.norm!r}"
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Called by torch.jit.script, for modules inside other modules too."""
         raise RuntimeError(f"{type(self).__name__} cannot be scripted: use torch.compile or torch.export")
+
+    def _before(self, x: Tensor) -> Tensor:
+        """What is projected, of inputs of the layer."""
+        return self.layer_norm(x) if self.norm == "pre" else x
+
+    def _after(self, out: Tensor, rows: Tensor) -> Tensor:
+        """Residual and LayerNorm."""
+        if self.norm is None:
+            return out
+        return self.layer_norm(out + rows) if self.norm == "post" else out + rows
 
     def _heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """(..., L, d_model) -> (..., H, L, D) as one matrix product; the transposition is a view."""

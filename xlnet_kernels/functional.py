@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import dropout
-from ._checks import check_range, is_integer, readable
+from ._checks import check_bool_mask, check_not_padding, check_range, is_integer, readable
 from .backends import choose
 from .masks import RankMask
 from .segments import Segments
@@ -238,10 +238,18 @@ def _check_positions(
         got = f"shape {tuple(rel_key.shape)}" if isinstance(rel_key, Tensor) else type(rel_key).__name__
         raise ValueError(f"rel_key must be (H, P, D) or (B, H, P, D), got {got}")
     rows = rel_key.shape[-2]
+    if rel_key.shape[-3] == length != heads:
+        raise ValueError(
+            f"rel_key has {length} heads and query, of shape {tuple(query.shape)}, {heads}: query, key and value must "
+            f"be (B, H, L, D); of (B, L, H, D) give query.transpose(1, 2), and so on"
+        )
     if rows != max_distance + key_len and rows != max_distance + 1:
+        conformer = ""
+        if rows == max_distance + key_len - 1 == mem_len + 2 * key_len - 1:
+            conformer = f"; a Conformer's table begins at distance M + K - 1: give max_distance={max_distance - 1}"
         raise ValueError(
             f"rel_key has {rows} rows from distance {max_distance} on: it needs {max_distance + key_len} to reach down "
-            f"to -(K - 1) = {1 - key_len}, or {max_distance + 1} to end at distance 0"
+            f"to -(K - 1) = {1 - key_len}, or {max_distance + 1} to end at distance 0{conformer}"
         )
     _check("rel_key", rel_key, query, ((batch,) if rel_key.dim() == 4 else ()) + (heads, rows, width))
     return max_distance
@@ -277,12 +285,14 @@ def _check_mask(mask: RankMask | Tensor | None, query: Tensor, keys: int) -> Ran
             if isinstance(values, Tensor):
                 _check_device(f"mask.{name}", values, query)
         return mask.expand(batch)
-    if not isinstance(mask, Tensor):
-        raise ValueError(f"mask must be a RankMask or a bool tensor, got {type(mask).__name__}")
-    if mask.dtype != torch.bool:
-        raise ValueError(f"mask must be bool (True = may attend), got {mask.dtype}")
-    _check_device("mask", mask, query)
+    mask = check_bool_mask(mask, query, "query")
+    check_not_padding(mask, batch, length, keys)
     full = (batch, heads, length, keys)
+    if mask.dim() == 3 and 1 < batch == heads == mask.shape[0]:
+        raise ValueError(
+            f"mask of shape {tuple(mask.shape)} may be of {batch} sequences or of {heads} heads: give mask[:, None] "
+            f"for sequences, mask[None] for heads"
+        )
     if mask.dim() > 4 or any(size not in (1, want) for size, want in zip(mask.shape[::-1], full[::-1], strict=False)):
         raise ValueError(f"mask must broadcast to (B, H, L, M + K) = {full}, got {tuple(mask.shape)}")
     return mask.expand(full)

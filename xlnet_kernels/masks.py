@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ._checks import check_matrix, is_integer
+from ._checks import check_matrix, is_integer, readable
 from ._torch import register
 
 LOWEST = torch.iinfo(torch.int32).min  # rank of a key that every query sees
@@ -68,11 +69,13 @@ class RankMask:
     @classmethod
     def from_order(
         cls,
-        order: Tensor,
+        steps: Tensor | None = None,
         targets: Tensor | None = None,
         padding: Tensor | None = None,
         mem_len: int = 0,
         sees_self: bool = False,
+        *,
+        sequence: Tensor | None = None,
     ) -> RankMask:
         """The permutation-LM mask of one factorisation order per sequence (what the query stream sees).
 
@@ -80,12 +83,19 @@ class RankMask:
         the order. Memory is seen by everyone.
 
         Args:
-            order: (B, L) integers, the step at which the factorisation reaches each position (0 first).
+            steps: (B, L) integers, the step at which the factorisation reaches each position (0 first). Equal steps do
+                not see each other.
+            sequence: instead of steps, (B, L) integers, the positions in the order in which they are visited:
+                ``steps = sequence.argsort(1)``.
             targets: (B, L) bool, True where a token is predicted; None: all of them.
             padding: (B, L) bool, True where there is no token; no one sees it.
             mem_len: M, number of memory positions before the segment.
         """
-        order = _as_ranks("order", order)
+        if (steps is None) == (sequence is None):
+            raise ValueError("RankMask.from_order: give steps (when a position is visited) or the sequence of visits")
+        if sequence is not None:
+            steps = _steps_of(sequence)
+        order = _as_ranks("steps", steps)
         for name, flags in (("targets", targets), ("padding", padding)):
             if flags is not None:
                 _check_flags(name, flags, tuple(order.shape))
@@ -126,9 +136,23 @@ class RankMask:
         return cls(query_rank, key_rank, floor, sees_self=True)
 
     @classmethod
-    def padding(cls, padding: Tensor, mem_len: int = 0) -> RankMask:
-        """Everyone sees every key that is not padding. `padding` is (B, L) bool, True where there is no token."""
-        _check_flags("padding", padding)
+    def padding(
+        cls, padding: Tensor | None = None, mem_len: int = 0, *, attention_mask: Tensor | None = None
+    ) -> RankMask:
+        """Everyone sees every key that is not padding.
+
+        Args:
+            padding: (B, L) bool, True where there is no token. On a CPU there is a warning where all of a sequence is
+                padding: then it may be an attention_mask.
+            attention_mask: instead of padding, (B, L) bool or integers as tokenizers give it, 1 or True = token.
+        """
+        if (padding is None) == (attention_mask is None):
+            raise ValueError("RankMask.padding: give padding (True = no token) or attention_mask (1 = token)")
+        if attention_mask is not None:
+            padding = _no_token(attention_mask)
+        else:
+            padding = _check_flags("padding", padding)
+            _warn_of_inversion(padding)
         key_rank = torch.full(padding.shape, LOWEST, dtype=torch.int32, device=padding.device)
         return cls(torch.zeros_like(key_rank), _with_memory(_hide(key_rank, padding), mem_len))
 
@@ -209,21 +233,48 @@ class RankMask:
         return visible | (own if self.sees_self is True else own & self.sees_self[:, :, None])
 
 
-def _as_ranks(name: str, values: Tensor) -> Tensor:
+def _as_ranks(name: str, values: Tensor | None) -> Tensor:
     """`values` as int32, clamped to its range."""
-    check_matrix(f"RankMask: {name}", values)
+    values = check_matrix(f"RankMask: {name}", values)
     if values.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
         raise ValueError(f"RankMask: {name} must hold integers, got {values.dtype}")
     return values if values.dtype == torch.int32 else values.long().clamp(LOWEST, HIGHEST).int()
 
 
-def _check_flags(name: str, flags: Tensor, shape: tuple[int, ...] | None = None) -> None:
-    check_matrix(f"RankMask: {name}", flags)
+def _steps_of(sequence: Tensor) -> Tensor:
+    """The step at which each position is visited, of the positions in the order of visits."""
+    sequence = _as_ranks("sequence", sequence).long()
+    steps = torch.arange(sequence.shape[1], dtype=torch.int32, device=sequence.device).expand_as(sequence)
+    if readable(sequence) and sequence.device.type == "cpu" and not torch.equal(sequence.sort(1)[0], steps.long()):
+        raise ValueError(f"RankMask: sequence must hold each of 0 .. {sequence.shape[1] - 1} once in every row")
+    return torch.zeros_like(steps).scatter(1, sequence, steps)
+
+
+def _no_token(attention_mask: Tensor) -> Tensor:
+    """True where an attention mask of 1 = token says that there is none."""
+    check_matrix("RankMask: attention_mask", attention_mask)
+    if attention_mask.dtype == torch.bool:
+        return ~attention_mask
+    return _as_ranks("attention_mask", attention_mask) < 1
+
+
+def _warn_of_inversion(padding: Tensor) -> None:
+    if readable(padding) and padding.device.type == "cpu" and padding.numel() and padding.all(1).any():
+        warnings.warn(
+            "RankMask.padding: all of a sequence is padding. True means that there is no token; a mask with True or 1 "
+            "for tokens is RankMask.padding(attention_mask=...)",
+            stacklevel=3,
+        )
+
+
+def _check_flags(name: str, flags: Tensor | None, shape: tuple[int, ...] | None = None) -> Tensor:
+    flags = check_matrix(f"RankMask: {name}", flags)
     if flags.dtype != torch.bool or shape not in (None, tuple(flags.shape)):
         wanted = "" if shape is None else f" of shape {shape}"
         raise ValueError(
             f"RankMask: {name} must be a bool tensor{wanted}, got {flags.dtype} of shape {tuple(flags.shape)}"
         )
+    return flags
 
 
 def _check_count(name: str, count: int, least: int) -> None:

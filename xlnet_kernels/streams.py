@@ -6,12 +6,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._checks import check_bool_mask, check_not_padding
 from .masks import RankMask
 
 
 def stack_segments(segment_ids: Tensor, positions: Tensor | None, mem_len: int) -> tuple[Tensor, Tensor]:
     """Segments of all rows and of all keys, from those of the current segment (B, L); memory is segment 0."""
     return segment_ids if positions is None else segment_ids.gather(1, positions), F.pad(segment_ids, (mem_len, 0))
+
+
+def mask_of_targets(targets: Tensor, length: int, mem_len: int, ahead: bool) -> RankMask:
+    """What the query stream sees where no mask is given: never the token of its own position.
+
+    Args:
+        targets: (B, N), the positions of the query rows.
+        ahead: whether rows see keys ahead of them: then the targets' tokens are hidden from every other row, so that
+            no layer brings them back. If not, the mask is causal.
+    """
+    if not ahead:
+        return RankMask.causal(1, length, mem_len, device=targets.device)
+    seen = torch.ones(targets.shape[0], length, dtype=torch.bool, device=targets.device).scatter(1, targets, False)
+    return RankMask.padding(attention_mask=seen, mem_len=mem_len)
 
 
 def stack_mask(
@@ -38,11 +53,8 @@ def stack_mask(
         sees_self = torch.arange(positions.shape[1], device=h.device) < length
         return mask.for_stream("query").rows(positions).seeing_self(sees_self.expand(batch, -1))
 
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"mask must be a RankMask or a bool tensor (True = may attend), got {got}")
-    if mask.device != h.device:
-        raise ValueError(f"mask must be on h's device {h.device}, got {mask.device}")
+    mask = check_bool_mask(mask, h, "h")
+    check_not_padding(mask, batch, length, keys)
     shape = tuple(mask.shape)
     if mask.dim() < 4:
         mask = mask[(None,) * (3 - mask.dim())][:, None]

@@ -90,3 +90,16 @@ def test_a_refused_call_changes_nothing():
     with pytest.raises(ValueError, match="target_mapping"):
         model(**inputs | dict(target_mapping=torch.zeros(1)), mems=mems)
     assert torch.equal(model(**inputs, mems=mems).last_hidden_state, wanted)
+
+
+@pytest.mark.parametrize("options", [{}, dict(attn_type="uni"), dict(attn_type="uni", same_length=True)], ids=str)
+def test_without_mask_no_target_is_seen_by_its_query_row(options):
+    model, targets = ours(**options), torch.tensor([[1, 4, 6], [2, 3, 5]])
+    ids, mems = make_inputs()["input_ids"], make_mems(model)
+    embedded = model.word_embedding(ids).detach().requires_grad_()
+    given = dict(inputs_embeds=embedded, attention_mask=torch.ones(B, L), mems=mems)
+    out = model(**given, target_positions=targets).last_hidden_state
+    for b in range(B):
+        for n in range(N):
+            (gradient,) = torch.autograd.grad(out[b, n].square().sum(), embedded, retain_graph=True)
+            assert (gradient[b, targets[b, n]] == 0).all() and gradient[b].abs().sum() > 0

@@ -123,14 +123,57 @@ def test_padding_mask_of_keys_broadcasts_over_rows(backend):
     assert all(torch.allclose(f, w, atol=1e-6) for f, w in zip(found, wanted, strict=True))
 
 
-def test_without_mask_a_query_row_sees_its_own_token(backend):
+def test_full_mask_shows_a_query_row_its_own_token(backend):
     attn = xk.TwoStreamAttention.from_transformers(theirs(), backend)
-    h, targets = torch.randn(B, L, WIDTH), torch.tensor([[0, 4], [8, 8]])
+    h, targets, mask = torch.randn(B, L, WIDTH), torch.tensor([[0, 4], [8, 8]]), xk.RankMask.full(B, L)
     g = h.gather(1, targets[:, :, None].expand(-1, -1, WIDTH))  # the same input must give the same output
-    out_h, out_g = attn(h, g, target_positions=targets)
+    out_h, out_g = attn(h, g, mask=mask, target_positions=targets)
     assert torch.allclose(out_g, out_h.gather(1, targets[:, :, None].expand(-1, -1, WIDTH)), atol=1e-6)
-    everywhere = attn(h, h)
+    everywhere = attn(h, h, mask=mask)
     assert torch.allclose(everywhere[1], everywhere[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("bi", [True, False], ids=["bi", "uni"])
+def test_without_mask_no_row_but_its_own_sees_a_target(bi):
+    """Through two layers, so that nothing comes back through the content stream."""
+    inputs, attn = Inputs(bi=bi), xk.TwoStreamAttention.from_transformers(theirs())
+    h, rest = inputs.h.requires_grad_(), dict(rel_pos=inputs.rel_pos, mems=inputs.mems, target_positions=inputs.targets)
+    content, g = attn(*attn(h, inputs.g, **rest), **rest)
+    for b in range(B):
+        for n in range(N):
+            (gradient,) = torch.autograd.grad(g[b, n].sum(), h, retain_graph=True)
+            assert (gradient[b, inputs.targets[b, n]] == 0).all() and gradient[b].abs().sum() > 0
+    target = inputs.targets[0, 0]
+    assert torch.autograd.grad(content[0, target].sum(), h)[0][0, target].abs().sum() > 0
+
+
+def test_query_rows_everywhere_without_mask_are_refused():
+    inputs, attn = Inputs(mem=0, targets=L), xk.TwoStreamAttention(WIDTH, H)
+    with pytest.raises(ValueError, match="g needs a mask or target_positions"):
+        attn(inputs.h, inputs.g)
+    causal = attn(inputs.h, inputs.g, xk.RankMask.causal(B, L))  # which it is by itself where nothing ahead is seen
+    found = attn(inputs.h, inputs.g, rel_pos=xk.relative_positions(L, L, WIDTH, attn_type="uni"))
+    assert all(torch.allclose(f, w, atol=1e-6) for f, w in zip(found, causal, strict=True))
+
+
+@pytest.mark.parametrize("norm", ["pre", None])
+def test_norm(norm, backend):
+    """Made of the layer with its norm after the residual: what it adds to its rows is seen with another LayerNorm."""
+    inputs, layer = Inputs(), theirs()
+    attn = xk.TwoStreamAttention(WIDTH, H, norm=norm, backend=backend)
+    assert ("layer_norm.weight" in attn.state_dict()) is (norm is not None)
+    attn.load_state_dict(layer.state_dict(), strict=norm is not None)
+    bare = xk.TwoStreamAttention.from_transformers(layer, backend)
+    bare.layer_norm = torch.nn.Identity()
+    change = {}
+    if norm == "pre":
+        change = {name: layer.layer_norm(getattr(inputs, name)) for name in ("h", "g", "mems")}
+    seen = copy.copy(inputs)
+    for name, x in change.items():
+        setattr(seen, name, x)
+    for name, f, w in zip("hg", inputs.of_ours(attn), seen.of_ours(bare), strict=True):
+        rows = getattr(inputs, name) if norm == "pre" else 0
+        assert torch.allclose(f, w - getattr(seen, name) + rows, atol=1e-5)
 
 
 def test_query_row_never_depends_on_its_own_token(backend):
@@ -306,6 +349,7 @@ def test_output_projection_gets_the_kernel_output_without_copy(backend, monkeypa
         (dict(mask=xk.RankMask.full(3, L, M)), "mask must have query_rank"),
         (dict(mask=torch.ones(B, N, M + L).bool()), r"mask must broadcast to .*\(2, 9, 13\), got \(2, 3, 13\)"),
         (dict(mask=torch.ones(L, M + L)), "mask must be a RankMask or a bool tensor .* got torch.float32"),
+        (dict(mask=torch.ones(B, M + L).bool()), r"mask of shape \(2, 13\) may be padding of 2 sequences"),
         (dict(mask="causal"), "mask must be a RankMask or a bool tensor .* got str"),
     ],
 )
@@ -322,12 +366,18 @@ def test_bad_input_is_named(change, text):
         ((512, 7), r"d_head must be given where d_model \(512\) is no multiple of n_head \(7\)"),
         ((0, 8), "d_model must be a positive integer, got 0"),
         ((512, 8.0), "n_head must be a positive integer, got 8.0"),
+        ((512, 8, None, 0.0, 1e-12, "gpu"), "backend must be None or one of .* got 'gpu'"),
         ((512, 8, 64, 1.0), r"dropout must be in \[0, 1\), got 1.0"),
     ],
 )
 def test_bad_sizes_are_named(arguments, text):
     with pytest.raises(ValueError, match=text):
         xk.TwoStreamAttention(*arguments)
+
+
+def test_unknown_norm_is_named():
+    with pytest.raises(ValueError, match=r"norm must be one of \('post', 'pre', None\), got 'rms'"):
+        xk.TwoStreamAttention(512, 8, norm="rms")
 
 
 def test_from_transformers_refuses_other_modules():

@@ -66,6 +66,7 @@ BAD = {
     "value-width": (dict(value=zeros(B, H, K, D + 8)), "value must have shape"),
     "rel-key-rows": (dict(rel_key=zeros(H, 15, D)), "rel_key has 15 rows from distance 10 on: it needs 16 .* or 11"),
     "rel-key-rows-for-max-distance": (dict(max_distance=11), "rel_key has 16 rows from distance 11 on: it needs 17"),
+    "rel-key-of-a-conformer": (dict(rel_key=zeros(H, 15, D)), "15 rows .* Conformer's .* give max_distance=9"),
     "rel-key-heads": (dict(rel_key=zeros(H + 1, 16, D)), r"rel_key must have shape \(3, 16, 8\)"),
     "rel-key-batch": (
         dict(rel_key=zeros(1, H, 16, D)),
@@ -109,8 +110,13 @@ BAD = {
     "bias-dtype": (dict(position_bias=zeros(H, D, **HALF)), "position_bias must be torch.float32"),
     "memory-dtype": (dict(memory=(MEMORY, MEMORY.bfloat16())), r"memory\[1\] must be torch.float32"),
     "segments-dtype": (dict(segments=segments(**HALF)), "segments.embed must be torch.float32"),
-    "mask-float": (dict(mask=zeros(L, M + K)), "mask must be bool .* got torch.float32"),
-    "mask-list": (dict(mask=[True]), "mask must be a RankMask or a bool tensor, got list"),
+    "mask-float": (
+        dict(mask=zeros(L, M + K)),
+        "mask must be .* bool .* got torch.float32: give mask == 0, of one",
+    ),
+    "mask-integers": (dict(mask=ids(L, M + K)), r"mask must be .* got torch.int32: give mask.bool\(\), if 1 = see"),
+    "mask-padding": (dict(mask=zeros(B, M + K).bool()), r"may be padding of 2 sequences.*RankMask.padding\(attention_"),
+    "mask-list": (dict(mask=[True]), "mask must be a RankMask or a bool tensor .* got list"),
     "positions-float": (
         dict(query_positions=zeros(B, L)),
         "query_positions must hold int32 or int64, got torch.float32",
@@ -163,6 +169,28 @@ def test_named(case):
         xk.rel_attention(**(good() | change))
 
 
+def test_heads_after_length_are_named():
+    x = zeros(B, L, H, D)
+    with pytest.raises(ValueError, match=r"rel_key has 3 heads and .* 5: .*of \(B, L, H, D\) give query.transpose\(1"):
+        xk.rel_attention(x, x, x, zeros(H, 2 * L, D))
+
+
+def test_masks_that_would_broadcast_by_accident_are_refused():
+    """(B, L) padding where B = L, and (B, L, K) where B = H; with all dimensions spelled out they are served."""
+    x = zeros(L, L, L, D)
+    rel_key = zeros(L, 2 * L, D)
+    square, cube = torch.ones(L, L).bool(), torch.ones(L, L, L).bool()
+    with pytest.raises(ValueError, match=r"mask of shape \(5, 5\) may be padding of 5 sequences"):
+        xk.rel_attention(x, x, x, rel_key, mask=square)
+    with pytest.raises(ValueError, match=r"may be of 5 sequences or of 5 heads: give mask\[:, None\]"):
+        xk.rel_attention(x, x, x, rel_key, mask=cube)
+    for mask in (square[None, None], cube[None], cube[:, None]):
+        assert xk.rel_attention(x, x, x, rel_key, mask=mask).shape == x.shape
+    assert xk.rel_attention(x[:1], x[:1], x[:1], rel_key, mask=square).shape == (1, L, L, D)
+    with pytest.raises(ValueError, match="may be padding of 5 sequences"):
+        xk.TwoStreamAttention(8, 1)(zeros(L, L, 8), mask=square)
+
+
 @pytest.mark.parametrize("name", [name for name, state in xk.backends().items() if not state.available])
 def test_unavailable_backend_says_why(name):
     with pytest.raises(RuntimeError) as error:
@@ -197,10 +225,18 @@ def test_segments_names_its_ids(query, text):
 @pytest.mark.parametrize(
     "make_mask, text",
     [
-        (lambda: xk.RankMask.from_order(zeros(2, 6)), "order must hold integers, got torch.float32"),
-        (lambda: xk.RankMask.from_order(ids(2, 6) > 0), "order must hold integers, got torch.bool"),
+        (lambda: xk.RankMask.from_order(zeros(2, 6)), "steps must hold integers, got torch.float32"),
+        (lambda: xk.RankMask.from_order(ids(2, 6) > 0), "steps must hold integers, got torch.bool"),
         (lambda: xk.RankMask.from_order(ids(2, 6), [0]), "targets must be a 2-dimensional tensor .* got list"),
         (lambda: xk.RankMask.from_order(ids(2, 6), mem_len=-2), "mem_len must be an integer of at least 0, got -2"),
+        (lambda: xk.RankMask.from_order(), "give steps .* or the sequence of visits"),
+        (lambda: xk.RankMask.from_order(ids(2, 6), sequence=ids(2, 6)), "give steps .* or the sequence of visits"),
+        (lambda: xk.RankMask.from_order(sequence=ids(2, 6)), "sequence must hold each of 0 .. 5 once in every row"),
+        (lambda: xk.RankMask.padding(), r"give padding .* or attention_mask \(1 = token\)"),
+        (
+            lambda: xk.RankMask.padding(attention_mask=zeros(2, 6)),
+            "attention_mask must hold integers, got",
+        ),
         (lambda: xk.RankMask.padding(zeros(2, 6)), "padding must be a bool tensor, got torch.float32"),
         (
             lambda: xk.RankMask.causal(2, 6, padding=zeros(2, 5).bool()),

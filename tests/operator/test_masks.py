@@ -38,6 +38,22 @@ def test_order_with_targets_is_the_rule_of_the_original_code():
     assert torch.equal(segment(mask, "query"), ~perm_mask)
 
 
+def test_order_as_steps_or_as_the_sequence_of_visits():
+    sequence, targets = random_order(), torch.rand(B, L) < 0.4
+    wanted = RankMask.from_order(steps=sequence.argsort(1), targets=targets, mem_len=M)
+    found = RankMask.from_order(sequence=sequence, targets=targets, mem_len=M)
+    assert torch.equal(found.to_bool(), wanted.to_bool())
+
+
+def test_padding_from_an_attention_mask():
+    padding = torch.arange(L) >= torch.tensor([[L], [5], [1]])
+    wanted = RankMask.padding(padding, M).to_bool()
+    for attention_mask in (~padding, (~padding).long()):
+        assert torch.equal(RankMask.padding(attention_mask=attention_mask, mem_len=M).to_bool(), wanted)
+    with pytest.warns(UserWarning, match=r"all of a sequence is padding.*RankMask.padding\(attention_mask=...\)"):
+        RankMask.padding(~padding)
+
+
 def test_padding_is_seen_by_no_one_but_itself():
     order, padding = random_order(), torch.rand(B, L) < 0.3
     for mask in (

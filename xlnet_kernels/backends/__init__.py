@@ -55,6 +55,12 @@ def backends() -> dict[str, Available | Unavailable]:
     return found
 
 
+def check_name(name: str | None) -> None:
+    """Raises ValueError where there is no backend of that name; None, the best available, is one."""
+    if name is not None and (not isinstance(name, str) or name not in _BACKENDS):
+        raise ValueError(f"backend must be None or one of {[*_BACKENDS]}, got {name!r}")
+
+
 def choose(name: str | None, device_type: str, dtype: torch.dtype, width: int, check_on: torch.device | None = None):
     """The backend module called `name`, or the best one for tensors of `dtype` and head width `width` on
     `device_type`.
@@ -71,8 +77,7 @@ def choose(name: str | None, device_type: str, dtype: torch.dtype, width: int, c
         if found is reference and not torch.compiler.is_compiling() and not transformed():
             _explain(*call)
         return found
-    if not isinstance(name, str) or name not in _BACKENDS:
-        raise ValueError(f"backend must be None or one of {[*_BACKENDS]}, got {name!r}")
+    check_name(name)
     backend = _BACKENDS[name]
     reason = backend.unavailable() or _refusal(name, backend, *call)
     if reason is not None:

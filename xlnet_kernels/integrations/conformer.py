@@ -7,6 +7,7 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
+from ..backends import check_name
 from ..functional import rel_attention
 from ..linear import Linear
 from ..masks import RankMask
@@ -65,6 +66,7 @@ class RelPositionAttention(nn.Module):
             raise ValueError(f"n_feat must be a multiple of n_head ({n_head}), got {n_feat}")
         if not isinstance(dropout_rate, (int, float)) or not 0 <= dropout_rate < 1:
             raise ValueError(f"dropout_rate must be in [0, 1), got {dropout_rate!r}")
+        check_name(backend)
         self.n_head, self.backend = n_head, backend
         self.linear_q = Linear(n_feat, n_feat, bias=use_bias)
         self.linear_k = Linear(n_feat, n_feat, bias=use_bias)

@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from ..backends import backends
+from ..backends import check_name
 from ..linear import Linear
 
 # Name of a class of transformers -> module of this package with its stand-in.
@@ -84,8 +84,7 @@ def accelerate(model: nn.Module, backend: str | None = None, linears: bool = Fal
     True
     """
     _check_model(model)
-    if backend is not None and backend not in backends():
-        raise ValueError(f"backend must be None or one of {', '.join(backends())}, got {backend!r}")
+    check_name(backend)
     pairs = [(module, _substitute(type(module))) for module in model.modules()]
     substitutes = [(module, cls) for module, cls in pairs if cls is not None]
     if all(issubclass(cls, Linear) for _, cls in substitutes):

@@ -191,7 +191,7 @@ class XLNetModel(modeling_xlnet.XLNetModel):
 class XLNetRelativeAttention(modeling_xlnet.XLNetRelativeAttention, TwoStreamAttention):
     """Parameters, arguments and layout (length, batch, d_model) of transformers, computed by TwoStreamAttention."""
 
-    backend = None
+    backend, norm = None, "post"
     made_here = ("backend",)
 
     def forward(

@@ -14,6 +14,7 @@ from ..attention import TwoStreamAttention
 from ..linear import Linear
 from ..masks import RankMask
 from ..positions import kept_positions
+from ..streams import mask_of_targets
 from .checkpoint import PretrainedModel
 from .config import ACTIVATIONS, XLNetConfig
 from .inputs import (
@@ -211,7 +212,9 @@ class XLNetModel(PretrainedModel):
                 RankMask of L rows and M + L keys (or L keys: all memory visible), linear in memory.
             target_mapping: (B, N, L), what the query stream predicts, usually one-hot rows: those cost N rows; any
                 other mapping costs L rows, as every mapping does inside torch.compile. Or target_positions: (B, N)
-                integers, which always cost N rows.
+                integers, which always cost N rows. Without mask and perm_mask, target_positions hide their tokens from
+                every row but their own content rows (where attn_type is "uni", the mask is causal); target_mapping
+                hides nothing, as in transformers, and a query row sees the token it is to predict.
             token_type_ids: (B, L) integers, segments; memory is segment 0. None: no segment term.
             use_mems: return memory; default config.use_mems_train or config.use_mems_eval.
             output_attentions: return the attention maps, which takes the dense way through the reference backend (and
@@ -244,12 +247,16 @@ class XLNetModel(PretrainedModel):
 
         padding = find_padding(attention_mask, input_mask, h)
         same_length = config.same_length and config.attn_type == "uni"
+        targets = find_targets(target_mapping, target_positions, h, output_attentions)
+        if mask is None and perm_mask is None and target_positions is not None:
+            assert targets[0] is not None, "find_targets returns positions for positions"
+            mask = mask_of_targets(targets[0][:, length:], length, past, ahead=config.attn_type == "bi")
         mask, segment_rows, positions, mapping, _ = stack_rows(
             h,
             past,
             config.n_head,
             mask=find_mask(mask, perm_mask, padding, same_length, h, past),
-            targets=find_targets(target_mapping, target_positions, h, output_attentions),
+            targets=targets,
             token_type_ids=token_type_ids,
         )
         g = None

@@ -42,7 +42,7 @@ class XLNetLMHeadModel(Generation, HeadedModel):
     >>> lm = XLNetLMHeadModel(config)
     >>> ids, targets = torch.randint(100, (2, 7)), torch.tensor([[3, 5], [0, 6]])
     >>> order = torch.stack([torch.randperm(7) for _ in range(2)])
-    >>> mask = RankMask.from_order(order, torch.zeros(2, 7, dtype=torch.bool).scatter(1, targets, True))
+    >>> mask = RankMask.from_order(steps=order, targets=torch.zeros(2, 7, dtype=torch.bool).scatter(1, targets, True))
     >>> output = lm(ids, mask=mask, target_positions=targets, labels=ids.gather(1, targets))
     >>> output.logits.shape, output.loss.shape
     (torch.Size([2, 2, 100]), torch.Size([]))

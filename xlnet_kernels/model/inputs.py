@@ -124,7 +124,7 @@ def find_mask(
     if padding is None:
         return mask
     if mask is None:
-        return RankMask.padding(padding, mem_len)
+        return RankMask.padding(attention_mask=~padding, mem_len=mem_len)
     hidden = F.pad(padding, (mem_len, 0))
     if isinstance(mask, Tensor):
         return mask & ~hidden[:, None]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -127,7 +128,12 @@ def say(line):
 
 def record(folder):
     """Leaves the decisions where `xlnet_kernels.info` and the loader of `_C` find them."""
-    facts = {"torch": torch_version if can_compile else None, "extension": str(extension), "cuda": str(cuda)}
+    facts = {
+        "torch": torch_version if can_compile else None,
+        "extension": str(extension),
+        "cuda": str(cuda),
+        "sources": runpy.run_path(str(ROOT / PACKAGE / "_sources.py"))["digest"](ROOT / "csrc"),
+    }
     (folder / "_build_info.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 

@@ -1,5 +1,10 @@
 """Fused two-stream relative attention (Transformer-XL, XLNet) for PyTorch."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from . import integrations
 from ._version import __version__
 from .attention import TwoStreamAttention
@@ -21,6 +26,9 @@ from .model import (
 from .positions import relative_positions
 from .segments import Segments
 
+if TYPE_CHECKING:
+    from . import pretraining
+
 __all__ = [
     "Available",
     "Linear",
@@ -40,6 +48,18 @@ __all__ = [
     "__version__",
     "backends",
     "integrations",
+    "pretraining",
     "rel_attention",
     "relative_positions",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`pretraining` is imported when it is asked for."""
+    if name == "pretraining":
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

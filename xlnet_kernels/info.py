@@ -44,7 +44,7 @@ def compiled() -> dict | None:
     """What the loaded extension says of its own build; None without one."""
     names = ("torch_version", "compiler", "cpp_standard", "cpu_instruction_set", "cuda_version", "cuda_architectures")
     module = _extension.module
-    return None if module is None else {name: getattr(module, name) for name in names}
+    return None if module is None else {name: getattr(module, name) for name in names} | {"file": module.__file__}
 
 
 def collect() -> dict:
@@ -86,6 +86,8 @@ def render(facts: dict) -> str:
         gpu = f"CUDA {built['cuda_version']} for {built['cuda_architectures']}" if built["cuda_version"] else "no CUDA"
         made_by = f"{built['compiler']}, C++{built['cpp_standard'] // 100 % 100}, {gpu}"
         rows.append(("extension", f"for torch {built['torch_version']}, {made_by}"))
+        if Path(built["file"]).parent != Path(facts["folder"]):
+            rows.append(("  in", str(Path(built["file"]).parent)))
         rows.append(("  on this CPU", built["cpu_instruction_set"] or "none: see XLNET_KERNELS_CPU"))
     else:
         rows.append(("extension", facts["not_compiled_because"]))

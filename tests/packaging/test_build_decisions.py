@@ -166,10 +166,10 @@ def test_mismatch(built_for, have, fits):
     ],
 )
 def test_reason_for_a_missing_extension(monkeypatch, record, reason):
-    monkeypatch.setattr(_extension, "build_record", lambda: record)
     monkeypatch.setattr(_extension.importlib.util, "find_spec", lambda name: None)
-    module, told = _extension.load.__wrapped__()
-    assert module is None and reason in told
+    monkeypatch.setattr(_extension, "find_installed", lambda: None)
+    spec, told = _extension.find(record)
+    assert spec is None and reason in told
 
 
 def test_build_record_survives_a_broken_file(tmp_path):

@@ -161,7 +161,7 @@ def test_installed_torch_is_used(with_torch, tree):
     try:
         log = with_torch.pip("install", "-v", tree)
         with_torch.assert_compiled()
-        text = with_torch.run("-m", "xlnet_kernels.info")
+        text = with_torch.run("-m", "xlnet_kernels.info", cwd=tree)  # README's own sequence, in the clone's root
     finally:
         with_torch.pip("uninstall", "-y", "xlnet-kernels")  # others borrow this environment
     assert not TORCH_FETCHED.search(log), log

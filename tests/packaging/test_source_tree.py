@@ -1,0 +1,120 @@
+"""Python started in the root of a source tree that was never built, and extensions that cannot be loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import xlnet_kernels as xk
+from tests import ROOT
+from xlnet_kernels import _extension
+from xlnet_kernels._sources import digest
+
+SAY = """
+import xlnet_kernels as xk
+from xlnet_kernels import _extension
+print(xk.__file__, _extension.module and _extension.module.__file__, xk.backends()["cpu"], sep="\\n")
+"""
+WARNING = "RuntimeWarning: xlnet_kernels runs without its C++ and CUDA kernels: "
+OWN = Path(xk.__file__).parent
+PYTHON_ONLY = shutil.ignore_patterns("_C.*", "_build_info.json", "__pycache__")
+
+
+def start(tree: Path, installed: Path, command: str = SAY, *flags: str) -> subprocess.CompletedProcess:
+    """Python in `tree`, whose packages are torch's and `installed`; -S: this environment's own package is none."""
+    path = os.pathsep.join([str(installed), *(entry for entry in sys.path if entry.endswith("-packages"))])
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
+    command = [sys.executable, "-S", *flags, "-c", command]
+    return subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True)
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    shutil.copytree(ROOT / "xlnet_kernels", tmp_path / "tree" / "xlnet_kernels", ignore=PYTHON_ONLY)
+    shutil.copytree(ROOT / "csrc", tmp_path / "tree" / "csrc")
+    return tmp_path / "tree"
+
+
+@pytest.fixture
+def installed(tmp_path, tree) -> Path:
+    """A folder with the package and its extension, as `pip install .` in `tree` leaves them."""
+    if _extension.module is None:
+        pytest.skip(f"there is no extension here: {_extension.reason}")
+    folder = shutil.copytree(tree / "xlnet_kernels", tmp_path / "installed" / "xlnet_kernels")
+    file = Path(_extension.module.__file__)
+    (folder / file.name).symlink_to(file)
+    record = {"torch": torch.__version__, "extension": "yes", "sources": digest(tree / "csrc")}
+    (folder / "_build_info.json").write_text(json.dumps(record))
+    return folder.parent
+
+
+def test_source_tree_takes_the_installed_extension(tree, installed):
+    done = start(tree, installed)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    package, extension, cpu = done.stdout.splitlines()
+    assert Path(package).parent == tree / "xlnet_kernels"
+    assert Path(extension).parent == installed / "xlnet_kernels" and cpu == "ready"
+    info = start(tree, installed, "import runpy; runpy.run_module('xlnet_kernels.info', run_name='__main__')")
+    assert f"  in           {installed / 'xlnet_kernels'}\n" in info.stdout and "never built" not in info.stdout
+
+
+@pytest.mark.parametrize("change", ["sources", "version", "nothing installed"])
+def test_source_tree_says_what_to_do(tree, installed, change):
+    wanted = "this source tree was never built (pip install -e .)"
+    if change == "sources":
+        (tree / "csrc" / "module.cpp").write_text("// of a later commit")
+        wanted += f"; the one in {installed / 'xlnet_kernels'} was built from other sources"
+    elif change == "version":
+        (installed / "xlnet_kernels" / "_version.py").write_text('__version__ = "0.0.1"')
+    else:
+        shutil.rmtree(installed)
+    done = start(tree, installed)
+    assert done.returncode == 0 and WARNING in done.stderr and wanted in done.stderr
+    assert "never built" in done.stdout
+
+
+@pytest.mark.parametrize("broken", ["torch", "file", "left out"])
+def test_extension_that_cannot_be_loaded_is_a_warning(tree, installed, broken, tmp_path):
+    """Which is there after `pip install` has built against a torch that another one has replaced since."""
+    folder = installed / "xlnet_kernels"
+    record = json.loads((folder / "_build_info.json").read_text())
+    if broken == "torch":
+        (folder / "_build_info.json").write_text(json.dumps(record | {"torch": "1.13.1"}))
+    else:
+        (folder / Path(_extension.module.__file__).name).unlink()
+        if broken == "file":
+            (folder / Path(_extension.module.__file__).name).write_bytes(b"not a library")
+        else:
+            (folder / "_build_info.json").write_text(json.dumps(record | {"extension": "no, because of a test"}))
+    done = start(tmp_path, installed)
+    text = {"torch": "built for torch 1.13.1, you have", "file": "does not load", "left out": "because of a test"}[
+        broken
+    ]
+    assert done.returncode == 0 and text in done.stdout
+    assert (WARNING in done.stderr and text in done.stderr) or broken == "left out" and done.stderr == ""
+
+
+def test_parts_are_imported_when_they_are_asked_for():
+    """And not before: they cost time, and transformers' stand-ins need transformers."""
+    code = """
+import sys
+import xlnet_kernels as xk
+late = "pretraining", "integrations.conformer", "integrations.transformers"
+assert not any(f"xlnet_kernels.{name}" in sys.modules for name in late) and "transformers" not in sys.modules
+assert {"pretraining", "rel_attention"} <= set(dir(xk)) and "conformer" in dir(xk.integrations)
+xk.pretraining.PermutationLM, xk.integrations.conformer.RelPositionAttention, xk.integrations.transformers.accelerate
+for module in (xk, xk.integrations):
+    try:
+        module.nothing
+    except AttributeError as error:
+        assert "has no attribute 'nothing'" in str(error)
+"""
+    done = start(ROOT, ROOT, code)
+    assert done.returncode == 0, done.stderr

@@ -238,7 +238,7 @@ def _check_positions(
         got = f"shape {tuple(rel_key.shape)}" if isinstance(rel_key, Tensor) else type(rel_key).__name__
         raise ValueError(f"rel_key must be (H, P, D) or (B, H, P, D), got {got}")
     rows = rel_key.shape[-2]
-    if rel_key.shape[-3] == length != heads:
+    if rel_key.shape[-3] != heads and rel_key.shape[-3] == length:  # in this order: exported lengths stay free
         raise ValueError(
             f"rel_key has {length} heads and query, of shape {tuple(query.shape)}, {heads}: query, key and value must "
             f"be (B, H, L, D); of (B, L, H, D) give query.transpose(1, 2), and so on"

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ._checks import check_matrix, is_integer, readable
+from ._ranks import (
+    HIGHEST,
+    LOWEST,
+    as_ranks,
+    check_count,
+    check_flags,
+    check_integers,
+    check_sizes,
+    hide,
+    hide_segment,
+    no_token,
+    positions_of,
+    steps_of,
+    warn_of_inversion,
+    with_memory,
+)
 from ._torch import register
 
-LOWEST = torch.iinfo(torch.int32).min  # rank of a key that every query sees
-HIGHEST = torch.iinfo(torch.int32).max  # rank of a key that no query sees
+__all__ = ["HIGHEST", "LOWEST", "RankMask"]
 
 
 @register
@@ -50,7 +63,7 @@ class RankMask:
             rank = getattr(self, name)
             if rank is None and name == "query_floor":
                 continue
-            object.__setattr__(self, name, _as_ranks(name, rank))
+            object.__setattr__(self, name, as_ranks(name, rank))
         rows = tuple(self.query_rank.shape)
         if self.query_floor is not None and tuple(self.query_floor.shape) != rows:
             raise ValueError(
@@ -60,7 +73,7 @@ class RankMask:
             got = type(self.sees_self).__name__
             raise ValueError(f"RankMask: sees_self must be a bool or a bool tensor of query_rank's shape, got {got}")
         if isinstance(self.sees_self, Tensor):
-            _check_flags("sees_self", self.sees_self, rows)
+            check_flags("sees_self", self.sees_self, rows)
         if self.key_rank.shape[0] != rows[0]:
             raise ValueError(
                 f"RankMask: key_rank must have query_rank's batch size {rows[0]}, got {self.key_rank.shape[0]}"
@@ -94,18 +107,18 @@ class RankMask:
         if (steps is None) == (sequence is None):
             raise ValueError("RankMask.from_order: give steps (when a position is visited) or the sequence of visits")
         if sequence is not None:
-            steps = _steps_of(sequence)
-        order = _as_ranks("steps", steps)
+            steps = steps_of(sequence)
+        order = as_ranks("steps", steps)
         for name, flags in (("targets", targets), ("padding", padding)):
             if flags is not None:
-                _check_flags(name, flags, tuple(order.shape))
+                check_flags(name, flags, tuple(order.shape))
         if targets is None:
             query_rank, key_rank = order, order
         else:
             # Context keys rank below every step; context rows see just those (rev = -1, self_rev = 0 in the original).
             query_rank = torch.where(targets, order, torch.zeros_like(order))
             key_rank = torch.where(targets, order, torch.full_like(order, LOWEST))
-        return cls(query_rank, _with_memory(_hide(key_rank, padding), mem_len), sees_self=sees_self)
+        return cls(query_rank, with_memory(hide(key_rank, padding), mem_len), sees_self=sees_self)
 
     @classmethod
     def causal(
@@ -121,19 +134,119 @@ class RankMask:
 
         The query stream of the same mask sees only what comes before.
         """
-        for name, count, least in (("batch", batch, 0), ("length", length, 0), ("mem_len", mem_len, 0)):
-            _check_count(name, count, least)
+        check_sizes(batch, length, mem_len)
         if window is not None:
-            _check_count("window", window, 1)
-        if padding is not None:
-            _check_flags("padding", padding, (batch, length))
-        position = torch.arange(length, dtype=torch.int32, device=device)
-        key_rank = torch.arange(-mem_len, length, dtype=torch.int32, device=device).expand(batch, -1)
-        if padding is not None:
-            key_rank = torch.cat([key_rank[:, :mem_len], _hide(key_rank[:, mem_len:], padding)], 1)
-        query_rank = position.expand(batch, -1)
+            check_count("window", window, 1)
+        query_rank = positions_of(batch, 0, length, device)
+        key_rank = hide_segment(positions_of(batch, -mem_len, length, device), padding, mem_len)
         floor = None if window is None else query_rank - (window - 1)
         return cls(query_rank, key_rank, floor, sees_self=True)
+
+    @classmethod
+    def local(
+        cls,
+        batch: int,
+        length: int,
+        left: int | None,
+        right: int | None,
+        mem_len: int = 0,
+        padding: Tensor | None = None,
+        global_positions: Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> RankMask:
+        """Each position sees `left` keys before it, memory included, itself and `right` keys after it; None: all.
+
+        With ``right=0`` this is `causal` with a window. With more, a query row sees its own token too: the mask is for
+        one stream.
+
+        Args:
+            padding: (B, L) bool, True where there is no token; no one sees it.
+            global_positions: (B, G) integers, positions that see everything and that everyone sees. Ranks can say this
+                where `left` is None; a key cannot be inside every window that moves on. docs/how-to/masks.md has what
+                to do there: two calls whose outputs are added by their log-sum-exps.
+
+        Raises:
+            ValueError: a count is negative, or global positions are given with `left`.
+
+        >>> RankMask.local(1, 4, left=2, right=1).to_bool().int().tolist()
+        [[[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], [0, 1, 1, 1]]]
+        """
+        check_sizes(batch, length, mem_len)
+        for name, count in (("left", left), ("right", right)):
+            if count is not None:
+                check_count(name, count)
+        if global_positions is None and right == 0:
+            return cls.causal(batch, length, mem_len, None if left is None else left + 1, padding, device)
+        position = positions_of(batch, 0, length, device)
+        query_rank = torch.full_like(position, HIGHEST) if right is None else position + (right + 1)
+        key_rank = positions_of(batch, -mem_len, length, device)
+        if global_positions is not None:
+            if left is not None:
+                raise ValueError(
+                    "RankMask: global_positions need left=None, since ranks cannot show one key through every window; "
+                    "docs/how-to/masks.md has what can: two calls, added by their log-sum-exps"
+                )
+            index = check_integers("global_positions", global_positions).long()
+            query_rank = query_rank.scatter(1, index, HIGHEST)
+            key_rank = key_rank.scatter(1, index + mem_len, LOWEST)
+        floor = None if left is None else position - left
+        return cls(query_rank, hide_segment(key_rank, padding, mem_len), floor)
+
+    @classmethod
+    def chunked(
+        cls,
+        batch: int,
+        length: int,
+        chunk: int,
+        left_chunks: int | None = None,
+        mem_len: int = 0,
+        padding: Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> RankMask:
+        """Each position sees its own chunk, to the end, and `left_chunks` chunks before it; None: all.
+
+        NeMo's chunked-limited look-ahead with att_context_size [left, right] has ``chunk = right + 1`` and
+        ``left_chunks = left // chunk``. Chunks are counted from the segment's first position; memory is in the chunks
+        before. A query row sees its own token: the mask is for one stream.
+
+        Args:
+            padding: (B, L) bool, True where there is no token; no one sees it.
+
+        >>> RankMask.chunked(1, 5, chunk=2, left_chunks=1).to_bool().int().tolist()[0]
+        [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
+        """
+        check_sizes(batch, length, mem_len)
+        check_count("chunk", chunk, 1)
+        if left_chunks is not None:
+            check_count("left_chunks", left_chunks)
+        own = positions_of(batch, 0, length, device).div(chunk, rounding_mode="floor")
+        key_rank = positions_of(batch, -mem_len, length, device).div(chunk, rounding_mode="floor")
+        floor = None if left_chunks is None else own - left_chunks
+        return cls(own + 1, hide_segment(key_rank, padding, mem_len), floor)
+
+    @classmethod
+    def packed(cls, document_ids: Tensor, causal: bool = False, padding: Tensor | None = None) -> RankMask:
+        """Several documents in one row: each position sees its own document alone, if `causal` up to itself.
+
+        Nothing else is to be done: positions count as distances, which are right inside a document wherever it stands.
+
+        Args:
+            document_ids: (B, L) integers, equal within a document. A document need not be in one piece.
+            causal: the query stream of the mask then sees only what comes before. Otherwise a query row sees its own
+                token: the mask is for one stream.
+            padding: (B, L) bool, True where there is no token; no one sees it.
+
+        >>> RankMask.packed(torch.tensor([[7, 7, 7, 2, 2]]), causal=True).to_bool().int().tolist()[0]
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
+        """
+        ids = check_integers("document_ids", document_ids)
+        # A key's rank is its place among all, document by document.
+        in_documents, order = ids.sort(dim=1, stable=True)
+        place = positions_of(ids.shape[0], 0, ids.shape[1], ids.device)
+        place = torch.empty_like(place).scatter(1, order, place)
+        first = torch.searchsorted(in_documents, ids.contiguous(), out_int32=True)
+        end = torch.searchsorted(in_documents, ids.contiguous(), right=True, out_int32=True)
+        return cls(place if causal else end, hide_segment(place, padding, 0), first, sees_self=causal)
 
     @classmethod
     def padding(
@@ -149,12 +262,12 @@ class RankMask:
         if (padding is None) == (attention_mask is None):
             raise ValueError("RankMask.padding: give padding (True = no token) or attention_mask (1 = token)")
         if attention_mask is not None:
-            padding = _no_token(attention_mask)
+            padding = no_token(attention_mask)
         else:
-            padding = _check_flags("padding", padding)
-            _warn_of_inversion(padding)
+            padding = check_flags("padding", padding)
+            warn_of_inversion(padding)
         key_rank = torch.full(padding.shape, LOWEST, dtype=torch.int32, device=padding.device)
-        return cls(torch.zeros_like(key_rank), _with_memory(_hide(key_rank, padding), mem_len))
+        return cls(torch.zeros_like(key_rank), with_memory(hide(key_rank, padding), mem_len))
 
     @classmethod
     def full(cls, batch: int, length: int, mem_len: int = 0, device: torch.device | str | None = None) -> RankMask:
@@ -231,61 +344,3 @@ class RankMask:
             query_positions = torch.arange(length, device=visible.device)[None]
         own = key == (query_positions + mem_len)[:, :, None]
         return visible | (own if self.sees_self is True else own & self.sees_self[:, :, None])
-
-
-def _as_ranks(name: str, values: Tensor | None) -> Tensor:
-    """`values` as int32, clamped to its range."""
-    values = check_matrix(f"RankMask: {name}", values)
-    if values.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
-        raise ValueError(f"RankMask: {name} must hold integers, got {values.dtype}")
-    return values if values.dtype == torch.int32 else values.long().clamp(LOWEST, HIGHEST).int()
-
-
-def _steps_of(sequence: Tensor) -> Tensor:
-    """The step at which each position is visited, of the positions in the order of visits."""
-    sequence = _as_ranks("sequence", sequence).long()
-    steps = torch.arange(sequence.shape[1], dtype=torch.int32, device=sequence.device).expand_as(sequence)
-    if readable(sequence) and sequence.device.type == "cpu" and not torch.equal(sequence.sort(1)[0], steps.long()):
-        raise ValueError(f"RankMask: sequence must hold each of 0 .. {sequence.shape[1] - 1} once in every row")
-    return torch.zeros_like(steps).scatter(1, sequence, steps)
-
-
-def _no_token(attention_mask: Tensor) -> Tensor:
-    """True where an attention mask of 1 = token says that there is none."""
-    check_matrix("RankMask: attention_mask", attention_mask)
-    if attention_mask.dtype == torch.bool:
-        return ~attention_mask
-    return _as_ranks("attention_mask", attention_mask) < 1
-
-
-def _warn_of_inversion(padding: Tensor) -> None:
-    if readable(padding) and padding.device.type == "cpu" and padding.numel() and padding.all(1).any():
-        warnings.warn(
-            "RankMask.padding: all of a sequence is padding. True means that there is no token; a mask with True or 1 "
-            "for tokens is RankMask.padding(attention_mask=...)",
-            stacklevel=3,
-        )
-
-
-def _check_flags(name: str, flags: Tensor | None, shape: tuple[int, ...] | None = None) -> Tensor:
-    flags = check_matrix(f"RankMask: {name}", flags)
-    if flags.dtype != torch.bool or shape not in (None, tuple(flags.shape)):
-        wanted = "" if shape is None else f" of shape {shape}"
-        raise ValueError(
-            f"RankMask: {name} must be a bool tensor{wanted}, got {flags.dtype} of shape {tuple(flags.shape)}"
-        )
-    return flags
-
-
-def _check_count(name: str, count: int, least: int) -> None:
-    if not is_integer(count) or count < least:
-        raise ValueError(f"RankMask: {name} must be an integer of at least {least}, got {count!r}")
-
-
-def _hide(key_rank: Tensor, padding: Tensor | None) -> Tensor:
-    return key_rank if padding is None else key_rank.masked_fill(padding, HIGHEST)
-
-
-def _with_memory(key_rank: Tensor, mem_len: int) -> Tensor:
-    _check_count("mem_len", mem_len, 0)
-    return torch.nn.functional.pad(key_rank, (mem_len, 0), value=LOWEST)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xlnet_kernels import RankMask
+from xlnet_kernels import RankMask, rel_attention
 
 B, L, M = 3, 9, 4
 
@@ -73,6 +73,94 @@ def test_causal_window_counts_keys_self_included(window):
     wanted = (distance >= 0) & (distance < (window or M + L))
     assert torch.equal(mask.to_bool(), wanted.expand(B, -1, -1))
     assert torch.equal(mask.to_bool("query"), (wanted & (distance > 0)).expand(B, -1, -1))
+
+
+def hidden(padding: torch.Tensor | None, mem_len: int = M) -> torch.Tensor:
+    """(B, 1, M + L), True for keys that no one sees."""
+    padding = torch.zeros(B, L, dtype=torch.bool) if padding is None else padding
+    return torch.nn.functional.pad(padding, (mem_len, 0))[:, None]
+
+
+PADDING = torch.arange(L) >= torch.tensor([[L], [L - 3], [2]])
+POSITION, KEY = torch.arange(L)[:, None], torch.arange(-M, L)
+OWN = POSITION == KEY
+
+
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["", "padding"])
+@pytest.mark.parametrize("left", [None, 0, 2, 100])
+@pytest.mark.parametrize("right", [None, 0, 1, 100])
+def test_local_is_its_dense_mask(left, right, padding):
+    mask = RankMask.local(B, L, left, right, M, padding)
+    seen = torch.ones(L, M + L).bool() if left is None else POSITION - KEY <= left
+    seen = seen if right is None else seen & (KEY - POSITION <= right)
+    wanted = seen & ~hidden(padding)
+    assert torch.equal(mask.to_bool(), wanted | OWN if right == 0 else wanted)  # as `causal`
+    if right == 0:
+        assert torch.equal(mask.to_bool("query"), wanted & ~OWN)
+
+
+@pytest.mark.parametrize("right", [None, 0, 2])
+def test_global_positions_see_and_are_seen(right):
+    places = torch.tensor([[0, 4], [2, 2], [8, 1]])
+    flags = torch.zeros(B, L, dtype=torch.bool).scatter(1, places, True)
+    mask = RankMask.local(B, L, None, right, M, PADDING, places)
+    seen = KEY <= POSITION + (L if right is None else right)
+    wanted = (seen | flags[:, :, None] | torch.nn.functional.pad(flags, (M, 0))[:, None]) & ~hidden(PADDING)
+    assert torch.equal(mask.to_bool(), wanted)
+    with pytest.raises(ValueError, match="global_positions need left=None.*docs/how-to/masks.md"):
+        RankMask.local(B, L, 3, right, M, global_positions=places)
+
+
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["", "padding"])
+@pytest.mark.parametrize("left_chunks", [None, 0, 1, 5])
+@pytest.mark.parametrize("chunk", [1, 2, 4, 20])
+def test_chunked_is_its_dense_mask(chunk, left_chunks, padding):
+    behind = POSITION // chunk - KEY // chunk  # chunks; // rounds down, so memory is in the chunks before 0
+    wanted = (behind >= 0) & (behind <= (L + M if left_chunks is None else left_chunks)) & ~hidden(padding)
+    assert torch.equal(RankMask.chunked(B, L, chunk, left_chunks, M, padding).to_bool(), wanted)
+
+
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["", "padding"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("ids", ["in one piece", "mixed", "beyond int32"])
+def test_packed_is_its_dense_mask(ids, causal, padding):
+    documents = torch.randint(3, (B, L))
+    documents = {"in one piece": documents.sort(1)[0], "mixed": documents, "beyond int32": documents + 2**40}[ids]
+    mask = RankMask.packed(documents, causal, padding)
+    wanted = (documents[:, :, None] == documents[:, None]) & ~hidden(padding, 0)
+    if causal:
+        wanted &= POSITION >= torch.arange(L)
+        assert torch.equal(mask.to_bool("query"), wanted & ~torch.eye(L, dtype=torch.bool))
+        wanted |= torch.eye(L, dtype=torch.bool)
+    assert torch.equal(mask.to_bool(), wanted)
+
+
+@pytest.mark.parametrize("kind", ["local", "chunked", "packed", "packed causal"])
+def test_attention_with_ranks_is_attention_with_the_dense_mask(kind, backend):
+    """At a length of several tiles, most of which no row sees."""
+    length, mem_len = 150, 0 if "packed" in kind else 20
+    ids = torch.arange(length).expand(2, -1) // torch.tensor([[40], [25]])
+    mask = {
+        "local": lambda: RankMask.local(2, length, 9, 5, mem_len),
+        "chunked": lambda: RankMask.chunked(2, length, 16, 1, mem_len),
+        "packed": lambda: RankMask.packed(ids),
+        "packed causal": lambda: RankMask.packed(ids, causal=True),
+    }[kind]()
+    leaves = [
+        torch.randn(2, 2, length, 8, dtype=torch.float64 if backend != "triton" else torch.float32) for _ in "qkv"
+    ]
+    leaves.append(torch.randn(2, mem_len + 2 * length, 8).to(leaves[0]))
+    leaves += [torch.randn(2, 2, mem_len, 8).to(leaves[0]) for _ in "kv"]
+
+    def call(seen):
+        given = [x.clone().requires_grad_() for x in leaves]
+        out = rel_attention(*given[:4], mask=seen, memory=tuple(given[4:]), backend=backend)
+        return out, *torch.autograd.grad((out * torch.linspace(-1, 1, 8).to(out)).sum(), given)
+
+    dense = mask.to_bool(mem_len=mem_len)[:, None]
+    tolerance = 1e-10 if leaves[0].dtype == torch.float64 else 1e-3
+    for found, wanted in zip(call(mask), call(dense), strict=True):
+        torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
 
 def test_full_shows_everything():

@@ -1,0 +1,95 @@
+"""Ranks: integer vectors checked, clamped and made of what callers have."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from ._checks import check_matrix, is_integer, readable
+
+LOWEST = torch.iinfo(torch.int32).min  # rank of a key that every query sees
+HIGHEST = torch.iinfo(torch.int32).max  # rank of a key that no query sees
+
+
+def as_ranks(name: str, values: Tensor | None) -> Tensor:
+    """`values` as int32, clamped to its range."""
+    values = check_integers(name, values)
+    return values if values.dtype == torch.int32 else values.long().clamp(LOWEST, HIGHEST).int()
+
+
+def check_integers(name: str, values: Tensor | None) -> Tensor:
+    """Integers (batch, length)."""
+    values = check_matrix(f"RankMask: {name}", values)
+    if values.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
+        raise ValueError(f"RankMask: {name} must hold integers, got {values.dtype}")
+    return values
+
+
+def steps_of(sequence: Tensor) -> Tensor:
+    """The step at which each position is visited, of the positions in the order of visits."""
+    sequence = as_ranks("sequence", sequence).long()
+    steps = torch.arange(sequence.shape[1], dtype=torch.int32, device=sequence.device).expand_as(sequence)
+    if readable(sequence) and sequence.device.type == "cpu" and not torch.equal(sequence.sort(1)[0], steps.long()):
+        raise ValueError(f"RankMask: sequence must hold each of 0 .. {sequence.shape[1] - 1} once in every row")
+    return torch.zeros_like(steps).scatter(1, sequence, steps)
+
+
+def no_token(attention_mask: Tensor) -> Tensor:
+    """True where an attention mask of 1 = token says that there is none."""
+    check_matrix("RankMask: attention_mask", attention_mask)
+    if attention_mask.dtype == torch.bool:
+        return ~attention_mask
+    return as_ranks("attention_mask", attention_mask) < 1
+
+
+def warn_of_inversion(padding: Tensor) -> None:
+    if readable(padding) and padding.device.type == "cpu" and padding.numel() and padding.all(1).any():
+        warnings.warn(
+            "RankMask.padding: all of a sequence is padding. True means that there is no token; a mask with True or 1 "
+            "for tokens is RankMask.padding(attention_mask=...)",
+            stacklevel=3,
+        )
+
+
+def check_flags(name: str, flags: Tensor | None, shape: tuple[int, ...] | None = None) -> Tensor:
+    flags = check_matrix(f"RankMask: {name}", flags)
+    if flags.dtype != torch.bool or shape not in (None, tuple(flags.shape)):
+        wanted = "" if shape is None else f" of shape {shape}"
+        raise ValueError(
+            f"RankMask: {name} must be a bool tensor{wanted}, got {flags.dtype} of shape {tuple(flags.shape)}"
+        )
+    return flags
+
+
+def check_count(name: str, count: int, least: int = 0) -> None:
+    if not is_integer(count) or count < least:
+        raise ValueError(f"RankMask: {name} must be an integer of at least {least}, got {count!r}")
+
+
+def check_sizes(batch: int, length: int, mem_len: int) -> None:
+    for name, count in (("batch", batch), ("length", length), ("mem_len", mem_len)):
+        check_count(name, count)
+
+
+def hide(key_rank: Tensor, padding: Tensor | None) -> Tensor:
+    return key_rank if padding is None else key_rank.masked_fill(padding, HIGHEST)
+
+
+def with_memory(key_rank: Tensor, mem_len: int) -> Tensor:
+    check_count("mem_len", mem_len)
+    return torch.nn.functional.pad(key_rank, (mem_len, 0), value=LOWEST)
+
+
+def positions_of(batch: int, first: int, end: int, device: torch.device | str | None) -> Tensor:
+    """(batch, end - first), each row first .. end - 1."""
+    return torch.arange(first, end, dtype=torch.int32, device=device).expand(batch, -1)
+
+
+def hide_segment(key_rank: Tensor, padding: Tensor | None, mem_len: int) -> Tensor:
+    """Ranks of memory and segment, with the padding (B, L) of the segment hidden."""
+    if padding is None:
+        return key_rank
+    check_flags("padding", padding, (key_rank.shape[0], key_rank.shape[1] - mem_len))
+    return hide(key_rank, torch.nn.functional.pad(padding, (mem_len, 0)))

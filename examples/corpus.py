@@ -138,7 +138,7 @@ def load_tokenizer(path: str | None) -> Tokenizer:
     try:
         import tokenizers
     except ImportError:
-        raise ValueError("--tokenizer needs the package `tokenizers`: pip install tokenizers") from None
+        raise ValueError("--tokenizer needs tokenizers: pip install '.[bench]'") from None
     try:
         model = tokenizers.Tokenizer.from_str(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -6,7 +6,7 @@
 
 The classes are the longest documents of the text. Every so many blocks of them one is held out; there the accuracy is
 compared with that of always naming the most frequent class. Writes the model, which `from_pretrained` reads. Ctrl-C
-writes it and stops. Needs rich.
+writes it and stops. Needs rich: pip install '.[bench]'.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
+
+try:
+    from rich.console import Console
+except ImportError:
+    raise SystemExit("finetune.py needs rich: pip install '.[bench]'") from None
 
 import xlnet_kernels as xk
 from checkpoint import find, read_settings

@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 2 examples/pretrain.py --parallel fsdp2
 
 Writes checkpoints that `from_pretrained` reads, and metrics.jsonl with a line for each step. Ctrl-C writes a checkpoint
-and stops. Needs rich (pip install rich), and tokenizers for --tokenizer.
+and stops. Needs rich, and tokenizers for --tokenizer: pip install '.[bench]'.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from rich.console import Console
+
+try:
+    from rich.console import Console
+except ImportError:
+    raise SystemExit("pretrain.py needs rich: pip install '.[bench]'") from None
 
 import checkpoint
 import xlnet_kernels as xk

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import pydoc_data.topics
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import xlnet_kernels as xk
+from tests import ROOT
 
 # The examples need the [bench] extra; the package itself does not.
 pytest.importorskip("rich")
@@ -123,3 +126,10 @@ def test_metrics_lose_what_the_checkpoint_does_not_know(tmp_path):
     with Metrics(path, after=2) as metrics:
         metrics.write(step=3, loss=0.5)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "loss": 0.5}\n'
+
+
+@pytest.mark.parametrize("script", ["pretrain.py", "finetune.py"])
+def test_without_extras_one_line_says_which(script):
+    code = "import runpy, sys; sys.modules['rich'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code, script], cwd=ROOT / "examples", capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == f"{script} needs rich: pip install '.[bench]'\n"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 try:
     from rich import box
@@ -13,6 +15,8 @@ try:
     from rich.table import Table
 except ImportError:  # then there is plain text alone
     box = Console = Table = None
+
+from .plain import PlainTable
 
 TITLES = {
     "core": "Attention core: operator against operator",
@@ -33,28 +37,33 @@ DIRECTIONS = tuple(DIRECTION_NAMES)
 PUBLISHED = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}  # speed-ups with memory, Dai et al. 2019, table 9
 
 
-def tables(rows: list[dict]) -> list[Table]:
+MakeTable = Callable[[str], Any]  # of a title; PlainTable is one
+
+
+def rich_table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+
+
+def tables(rows: list[dict], make: MakeTable = rich_table) -> list:
     """One table per section that was measured."""
     by_section = {section: [row for row in rows if row["section"] == section] for section in TITLES}
     special = {"recurrence": _recurrence, "capacity": _capacity}
-    return [special.get(section, _table)(section, found) for section, found in by_section.items() if found]
+    return [special.get(section, _table)(make, section, found) for section, found in by_section.items() if found]
 
 
-def lines(rows: list[dict]) -> list[str]:
-    """The rows one by one, for where rich is missing."""
-    found = []
-    for row in rows:
-        if row["section"] == "capacity":
-            found.append(f"{row['case']}: {row['implementation']} {row.get('largest', row['status'])}")
-            continue
-        what = f"{row['section']} L {row['length']} x {row['batch']} {row['direction']} {row['implementation']}"
-        found.append(" ".join([f"{what}:", *_numbers(row), _times(row.get("ratio_to_baseline")), row["status"]]))
-    return found
+def show(rows: list[dict], width: int) -> None:
+    """Prints the tables: rich's where it is there and they fit, else plain ones."""
+    drawn = tables(rows) if Console is not None else []
+    for index, plain in enumerate(tables(rows, PlainTable)):
+        if drawn and Console(width=1000).measure(drawn[index]).maximum <= width:
+            Console(width=width).print(drawn[index])
+        else:
+            print(plain.text(width))
 
 
-def _recurrence(section: str, rows: list[dict]) -> Table:
+def _recurrence(make: MakeTable, section: str, rows: list[dict]):
     """Per token, whatever a call holds."""
-    table = Table(title=TITLES[section], title_justify="left", title_style="bold", header_style="bold")
+    table = make(TITLES[section])
     for header in ("attention length", "evaluated by"):
         table.add_column(header, no_wrap=True)
     table.add_column("result", justify="center")
@@ -78,9 +87,9 @@ def _recurrence(section: str, rows: list[dict]) -> Table:
     return table
 
 
-def _capacity(section: str, rows: list[dict]) -> Table:
+def _capacity(make: MakeTable, section: str, rows: list[dict]):
     """The largest that fits, for each question."""
-    table = Table(title=TITLES[section], title_justify="left", title_style="bold", header_style="bold")
+    table = make(TITLES[section])
     for header in ("largest", "implementation"):
         table.add_column(header, no_wrap=True)
     for header in ("found", "tokens", "vs transformers"):
@@ -95,9 +104,9 @@ def _capacity(section: str, rows: list[dict]) -> Table:
     return table
 
 
-def _table(section: str, rows: list[dict]) -> Table:
+def _table(make: MakeTable, section: str, rows: list[dict]):
     speedups = section in ("core", "module", "model", "speech", "speech-layer")
-    table = Table(title=TITLES[section], title_justify="left", title_style="bold", header_style="bold")
+    table = make(TITLES[section])
     heads = {"model": "task, L x B + memory", "speech": "audio, L x B", "speech-layer": "audio, L x B"}
     heads["terms"] = "L x B, parts"
     head = heads.get(section, "L x B")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shutil
 import signal
 import sys
 import time
@@ -15,7 +16,7 @@ import torch
 
 from .harness import environment, write_json
 from .measure import Bench
-from .report import lines, notes, tables
+from .report import notes, show
 
 try:
     from rich.console import Console
@@ -92,12 +93,7 @@ def run(
             print("interrupted: keeping what was measured", file=sys.stderr)
     results["seconds"] = round(time.perf_counter() - began, 1)
     bench.save()
-    if Console is None:
-        print(*lines(results["rows"]), sep="\n")
-    else:
-        console = Console() if sys.stdout.isatty() else Console(width=150)
-        for table in tables(results["rows"]):
-            console.print(table)
+    show(results["rows"], shutil.get_terminal_size().columns if sys.stdout.isatty() else 150)
     print(*notes(results), f"{results['seconds']:.0f} s; every number: {_shown(options.output)}", sep="\n")
     if options.plot:
         _plot(results, options.plot)

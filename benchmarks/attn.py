@@ -53,7 +53,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--compiled-lengths", type=positive, nargs="+", help="where compiled peers run; default wherever they fit")
     add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS[:-1], help="default: all but terms")
     add("--seconds", type=float, help="of samples per implementation and direction; default 1, with --full 4")
-    add("--budget", type=float, default=240, help="seconds in all; compiled peers that do not fit are left out")
+    add("--budget", type=float, default=240, help="seconds in all; what does not fit is left out")
     add("--full", action="store_true", help="no budget, more samples")
     add("--compare", type=Path, metavar="EARLIER.json", help="results of an earlier run on this machine")
     options = parser.parse_args(arguments)
@@ -99,7 +99,8 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
         extra = [one for one in extra if one.length <= sections.CHECKED_LENGTH]
 
     if "core" in options.sections:
-        reserved = sum(RESERVED.get(section, 0) for section in options.sections)
+        wanted = sum(RESERVED.get(section, 0) for section in options.sections)
+        reserved = min(wanted, 0.4 * bench.budget)
         bench.budget -= reserved
         sections.core(bench, implementations, cases, options.compiled_lengths)
         bench.budget += reserved
@@ -123,7 +124,7 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
     if options.direction == "forward":
         del others["long"]
     for name, (measured, run) in others.items():
-        if name in options.sections and bench.remaining() >= 0:
+        if name in options.sections and bench.remaining() >= min(RESERVED[name] / 2, 0.2 * bench.budget):
             run()
         elif name in options.sections:
             for one in measured:

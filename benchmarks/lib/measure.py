@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .harness import CannotRun, Run, free_memory, peak_memory, seconds, summary, tidy, time_interleaved
 
+USED_UP = "left out: the time budget is used up (--budget, --full)"
 DIRECTIONS = ("forward", "backward")  # "backward" stands for forward and backward together
 
 # Largest difference from float64, relative to the largest value; gradients are sums of many rounded terms.
@@ -56,6 +57,10 @@ class Bench:
     def remaining(self) -> float:
         return self.budget - (time.perf_counter() - self.started)
 
+    def used_up(self, owed: float) -> bool:
+        """Whether `owed` seconds are all that is left, or more; something is measured whatever the budget."""
+        return self.remaining() < owed and any(row["status"] == "ok" for row in self.rows)
+
     def group(
         self,
         section: str,
@@ -77,6 +82,11 @@ class Bench:
         sample_seconds, interruption = self.seconds, None
         try:
             for done, job in enumerate(jobs):
+                # one sample of everything that is ready
+                owed = 0.0 if single_pass else sum(r["estimate_s"] for runs in ready.values() for _, r in runs.values())
+                if self.used_up(owed):
+                    rows += self.skip(section, job.name, labels | job.labels, USED_UP)
+                    continue
                 for direction, row, run in self._warm_up(job, section, labels, memory_limit, single_pass, done):
                     rows.append(row)
                     self.rows.append(row)  # at once, so that an interruption keeps it
@@ -95,10 +105,11 @@ class Bench:
         gc.collect()
         return rows
 
-    def skip(self, section: str, name: str, labels: dict[str, object], reason: str) -> None:
+    def skip(self, section: str, name: str, labels: dict[str, object], reason: str) -> list[dict]:
         """Rows without numbers."""
-        for direction in self.directions:
-            self.rows.append(_row(section, name, direction, labels, status="skipped", reason=reason))
+        rows = [_row(section, name, one, labels, status="skipped", reason=reason) for one in self.directions]
+        self.rows.extend(rows)
+        return rows
 
     def _warm_up(self, job: Job, section: str, labels: dict, memory_limit: int | None, single_pass: bool, done: int):
         """Yields direction, row and, where it can be timed, the run that has been called twice (compiled, measured)."""
@@ -139,12 +150,17 @@ class Bench:
         calls = {name: (lambda run=run: run.step(direction)) for name, (run, _) in runs.items()}
         if not calls:
             return
+        estimates = {name: row["estimate_s"] for name, (_, row) in runs.items()}
+        left = max(0.0, self.remaining())
+        least, most = self.rounds
+        if least * sum(estimates.values()) > left:
+            least = 1
         samples = time_interleaved(
             calls,
-            {name: row["estimate_s"] for name, (_, row) in runs.items()},
+            estimates,
             self.device,
-            sample_seconds,
-            self.rounds,
+            min(sample_seconds, left / len(calls)),
+            (least, most),
             lambda name, done, total: self.on_step(f"{_title('', labels)} {direction}: {name}", done, total),
         )
         for name, (_, row) in runs.items():

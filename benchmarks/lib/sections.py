@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .harness import CannotRun, Run
 from .implementations import BASELINE, TRANSFORMERS, Implementation, package_backend, plain_sdpa
-from .measure import DIRECTIONS, Bench, Job
+from .measure import DIRECTIONS, USED_UP, Bench, Job
 from .modules import MODULE, TRANSFORMERS_MODULE, module_reference, our_module, transformers_module
 from .problem import Case, Problem, build_problem
 
@@ -27,7 +27,7 @@ TERMS = {
     "everything": (True, True, True, True),
 }
 LONG_LENGTHS = {"cpu": 8192, "cuda": 65536}
-USED_UP = "left out: the time budget is used up (--budget, --full)"
+COMPILING = 20  # seconds that compiling a peer is thought to take before one has been compiled
 LONG_LIMIT = 4_000_000_000  # bytes; what needs more at that length is left out with that as its reason
 
 Reference = Callable[[str], dict[str, Tensor]]
@@ -47,8 +47,9 @@ def core(
         checked = max(short, key=lambda case: case.length)
     else:
         checked = replace(min(cases, key=lambda case: case.length), length=CHECKED_LENGTH // 2, batch=1)
-    budget = bench.remaining()
-    first = {name: _within(bench, budget / 2, one) if one.compiled else one for name, one in implementations.items()}
+    reserve = bench.remaining() / 2
+    compiled = [name for name, one in implementations.items() if one.compiled]
+    first = implementations | {name: _within(bench, reserve, implementations[name], compiled) for name in compiled}
     estimates = _core_group(bench, first, checked, check=True)
     # What did not run at all will not run at other lengths either: one row says so.
     implementations = {name: one for name, one in implementations.items() if name in estimates}
@@ -73,15 +74,27 @@ def core(
         _core_group(bench, chosen, case, check=False)
 
 
-def _within(bench: Bench, reserve: float, one: Implementation) -> Implementation:
-    """`one`, given up where compiling the others has left less than `reserve` seconds."""
+def _within(bench: Bench, reserve: float, one: Implementation, compiled: list[str]) -> Implementation:
+    """`one`, given up where compiling it would leave less than `reserve` seconds."""
 
     def prepare(problem: Problem) -> Run:
-        if bench.remaining() < reserve:
-            raise CannotRun("left out: compiling has taken half of the time budget (--budget, --full)")
+        spent = _compiling(bench.rows, compiled)
+        if bench.remaining() - max(spent, default=COMPILING) < reserve:
+            why = f"compiling others has taken {sum(spent):.0f} s" if spent else f"compiling takes about {COMPILING} s"
+            raise CannotRun(f"left out to stay within the time budget: {why} (--budget, --full)")
         return one.prepare(problem)
 
     return replace(one, prepare=prepare)
+
+
+def _compiling(rows: list[dict], compiled: list[str]) -> list[float]:
+    """Seconds that each of the peers `compiled` has taken to compile, all directions together."""
+    spent: dict[str, float] = {}
+    for row in rows:
+        if row["implementation"] in compiled and "estimate_s" in row:
+            name, took = row["implementation"], row.get("first_call_s", 0.0) - row["estimate_s"]
+            spent[name] = spent.get(name, 0.0) + max(0.0, took)
+    return list(spent.values())
 
 
 def plan(costs: dict[tuple[str, int], float], optional: list[str], budget: float) -> set[tuple[str, int]]:

@@ -108,13 +108,31 @@ void check_positions(const Tensor& positions, int64_t key_len) {
 
 }  // namespace
 
+Outputs::Outputs(const Tensor& like, bool needs_backward) : out(empty_rows_first(like, like.scalar_type())) {
+  const auto options = like.options().dtype(work_dtype(like));
+  for (Tensor* rows : {&lse, &row_max, &row_sum}) *rows = at::empty(like.sizes().slice(0, 3), options);
+  const bool has_residual = needs_backward && like.element_size() == 2;
+  out_residual = has_residual ? empty_rows_first(like, like.scalar_type()) : at::empty({0}, like.options());
+}
+
+void Outputs::give_to(RelAttention& p) const {
+  p.out = strided(out);
+  if (out_residual.numel() > 0) p.out_residual = strided(out_residual);
+  p.lse = lse.data_ptr();
+  p.row_max = row_max.data_ptr();
+  p.row_sum = row_sum.data_ptr();
+}
+
 void OutputGradients::check(const Inputs& in) const {
   const Tensor& query = in.query;
   const auto rows = query.sizes().slice(0, 3);
   xlnet_kernels::check("grad_out", grad_out, query.sizes(), grad_out.scalar_type(), query);
   if (grad_lse) xlnet_kernels::check("grad_lse", grad_lse, rows, grad_lse->scalar_type(), query);
   xlnet_kernels::check("out", out, query.sizes(), query.scalar_type(), query);
-  xlnet_kernels::check("lse", lse, rows, work_dtype(query), query);
+  if (out_residual.numel() > 0)
+    xlnet_kernels::check("out_residual", out_residual, query.sizes(), query.scalar_type(), query);
+  xlnet_kernels::check("row_max", row_max, rows, work_dtype(query), query);
+  xlnet_kernels::check("row_sum", row_sum, rows, work_dtype(query), query);
 }
 
 std::vector<Tensor> InputGradients::list(const Inputs& inputs, const Needs& needs) const {

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "rel_attention.h"
@@ -73,11 +74,22 @@ struct InputGradients {
   std::vector<Tensor> list(const Inputs& inputs, const Needs& needs) const;
 };
 
+// What forward gives: the output, the natural log-sum-exp, and what backward needs (xlnet_kernels/ops.py).
+struct Outputs {
+  Tensor out, lse, row_max, row_sum, out_residual;
+
+  // Uninitialised; out and out_residual hold `like`'s head_dim, (B, H, L, D) laid out as projections want it.
+  Outputs(const Tensor& like, bool needs_backward);
+  // Lets the kernels write to them.
+  void give_to(RelAttention& p) const;
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> list() const { return {out, lse, row_max, row_sum, out_residual}; }
+};
+
 // What backward takes beside the inputs. `check` raises ValueError unless all fits the inputs.
 struct OutputGradients {
   Tensor grad_out;
   OptionalTensor grad_lse;
-  Tensor out, lse;
+  Tensor out, out_residual, row_max, row_sum;
 
   void check(const Inputs& inputs) const;
 };

@@ -61,8 +61,8 @@ struct RelAttention {
   Tensor4 mask;  // bool, (B, H, L, M + K); data null: none
   Dropout dropout;
 
-  Tensor4 out;  // storage
-  void* lse;    // work, (B, H, L) contiguous
+  Tensor4 out, out_residual;      // storage; the latter is what rounding took from `out`, data null: not wanted
+  void *lse, *row_max, *row_sum;  // work, (B, H, L) contiguous; forward alone writes lse
 };
 
 // Where the gradients go, in the work dtype. All but `query` are added to; null data: not wanted.

@@ -1,6 +1,13 @@
 """The operator as torch sees it: schema, shapes without data (fake), gradients.
 
-Every compiled backend has a pair of operators, forward and backward, with the same schema; `define` makes them.
+Every compiled backend has a pair of operators, forward and backward, with the same schema; `define` makes them. Beside
+the output and the log-sum-exp, forward leaves what backward needs to be exact (docs/math.md, *Gradients*):
+
+    row_max, row_sum  (B, H, L), float32 (float64): what exponentials were taken relative to, in units of log 2 and
+                      without the segment term of the same segment, and their sum; 0 in fully masked rows
+    out_residual      like out: what rounding to 16 bits took from it; empty in other dtypes and where no gradient is
+                      wanted (`needs_backward`)
+
 "rel_attention" is implemented in csrc/cpu/register.cpp for the CPU and csrc/cuda/register.cpp for CUDA,
 "rel_attention_triton" in backends/triton.
 """
@@ -30,29 +37,35 @@ DIFFERENTIABLE = 10  # the first ten inputs, query to segment_bias
 def define(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """Defines `xlnet_kernels::<name>` and its backward; returns how to call it with the reference's arguments."""
     forward, backward = f"xlnet_kernels::{name}", f"xlnet_kernels::{name}_backward"
-    torch.library.define(forward, f"({_INPUTS}) -> (Tensor out, Tensor lse)")
+    torch.library.define(
+        forward,
+        f"({_INPUTS}, bool needs_backward) -> "
+        "(Tensor out, Tensor lse, Tensor row_max, Tensor row_sum, Tensor out_residual)",
+    )
     torch.library.define(
         backward,
-        f"(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor lse, bool[{DIFFERENTIABLE}] needs, {_INPUTS})"
-        " -> Tensor[]",
+        "(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor out_residual, Tensor row_max, Tensor row_sum, "
+        f"bool[{DIFFERENTIABLE}] needs, {_INPUTS}) -> Tensor[]",
     )
     forward_op = getattr(torch.ops.xlnet_kernels, name)
     backward_op = getattr(torch.ops.xlnet_kernels, f"{name}_backward")
 
-    def differentiate(ctx, grad_out, grad_lse):
+    def differentiate(ctx, grad_out, grad_lse, *_grads):
         if any(is_batch_of_gradients(x) for x in (grad_out, grad_lse) if x is not None):
             raise RuntimeError(
                 "rel_attention: its kernels take no batch of gradients (is_grads_batched, vectorize), "
                 'backend="reference" does'
             )
-        *tensors, out, lse = ctx.saved_tensors
+        *tensors, out, row_max, row_sum, out_residual = ctx.saved_tensors
         needs = [bool(need) for need in ctx.needs_input_grad[:DIFFERENTIABLE]]
         rest = [None] * (len(ctx.needs_input_grad) - DIFFERENTIABLE)
         if grad_out is None:
             if grad_lse is None:
                 return (*[None] * DIFFERENTIABLE, *rest)
             grad_out = torch.zeros_like(out)
-        gradients = backward_op(grad_out, grad_lse, out, lse, needs, *tensors, *ctx.numbers)
+        gradients = backward_op(
+            grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *tensors, *ctx.numbers
+        )
         return (*[gradient if need else None for gradient, need in zip(gradients, needs, strict=True)], *rest)
 
     torch.library.register_fake(forward, _fake_forward)
@@ -61,9 +74,16 @@ def define(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     torch.library.register_autograd(backward, _no_second_derivatives)
 
     def call(*args, **kwargs) -> tuple[Tensor, Tensor]:
-        return forward_op(*_flatten(*args, **kwargs))
+        inputs = _flatten(*args, **kwargs)
+        out, lse, *_ = forward_op(*inputs, _needs_backward(inputs))
+        return out, lse
 
     return call
+
+
+def _needs_backward(inputs: tuple) -> bool:
+    differentiable = (tensor for tensor in inputs[:DIFFERENTIABLE] if tensor is not None)
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable)
 
 
 def _flatten(
@@ -110,12 +130,14 @@ def rows_first(tensor: Tensor) -> Tensor:
     return tensor.new_empty(batch, length, heads, width).transpose(1, 2)
 
 
-def _fake_forward(query, *_args):
-    lse_dtype = torch.promote_types(query.dtype, torch.float32)
-    return rows_first(query), query.new_empty(query.shape[:3], dtype=lse_dtype)
+def _fake_forward(query, *inputs):
+    rows_dtype = torch.promote_types(query.dtype, torch.float32)
+    lse, row_max, row_sum = (query.new_empty(query.shape[:3], dtype=rows_dtype) for _ in range(3))
+    has_residual = inputs[-1] and query.dtype.itemsize == 2
+    return rows_first(query), lse, row_max, row_sum, rows_first(query) if has_residual else query.new_empty(0)
 
 
-def _fake_backward(grad_out, grad_lse, out, lse, needs, *inputs):
+def _fake_backward(grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *inputs):
     gradients = []
     for name, needed, tensor in zip(INPUT_NAMES[:DIFFERENTIABLE], needs, inputs[:DIFFERENTIABLE], strict=True):
         if not needed or tensor is None:
@@ -128,9 +150,10 @@ def _fake_backward(grad_out, grad_lse, out, lse, needs, *inputs):
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, numbers = inputs[: len(INPUT_NAMES)], inputs[len(INPUT_NAMES) :]
-    ctx.save_for_backward(*tensors, *output)
-    ctx.numbers = numbers
+    out, _, row_max, row_sum, out_residual = output
+    ctx.save_for_backward(*inputs[: len(INPUT_NAMES)], out, row_max, row_sum, out_residual)
+    ctx.numbers = inputs[len(INPUT_NAMES) : -1]
+    ctx.mark_non_differentiable(row_max, row_sum, out_residual)
     ctx.set_materialize_grads(False)
 
 

@@ -146,9 +146,10 @@ def compile_kernel(architecture: int, kernel: str, call: list) -> tuple[tuning.C
 
     original, launch.Call.launch = launch.Call.launch, only_this
     try:
-        out, lse = launch.forward(*call)
+        out, _, *saved = launch.forward(*call, True)
         if kernel != "forward":
-            launch.backward(torch.zeros_like(out), None, out, lse, [True] * 10, *call)
+            row_max, row_sum, out_residual = saved
+            launch.backward(torch.zeros_like(out), None, out, out_residual, row_max, row_sum, [True] * 10, *call)
     finally:
         launch.Call.launch = original
     assert driver.launches == [f"{kernel}_kernel"]

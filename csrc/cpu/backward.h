@@ -1,4 +1,4 @@
-// Backward: probabilities again from the log-sum-exp; the scores of a tile become dS and, unshifted, its band.
+// Backward: probabilities again from row_max and row_sum; the scores of a tile become dS and, unshifted, its band.
 
 template <typename T>
 struct BackwardScratch {
@@ -64,10 +64,13 @@ static void load_output_gradients(const BackwardTask<T>& task, const RowBlock<T>
     const int64_t row_index = block.row_index[r];
     T* dO = scratch.dO + r * sizes.padded_dim;
     read_row(p, g.out, block.b, block.h, row_index, sizes.padded_dim, dO);
-    read_row(p, p.out, block.b, block.h, row_index, sizes.padded_dim, scratch.out);
-    statistics.softmax[r] = SoftmaxRow<T>(static_cast<const T*>(p.lse), g.lse, head_row + row_index,
-                                          block.segments.same[r], scratch.out, dO, sizes.padded_dim);
+    read_unrounded(p, block.b, block.h, row_index, sizes.padded_dim, scratch.spare, scratch.out);
+    statistics.softmax[r] = SoftmaxRow<T>(p, g.lse, head_row + row_index, scratch.out, dO, sizes.padded_dim);
     statistics.segments.start(r);
+    if (statistics.softmax[r].is_fully_masked()) {  // zero times NaN or infinity would be NaN
+      clear(sizes.padded_dim, dO);
+      block.clear_row(r, sizes.padded_dim);
+    }
   }
   transpose_row_panels(scratch.dO, block.count, sizes.padded_dim, p.head_dim, scratch.dO_panels);
   clear(block.padded(ROW_ROWS) * sizes.padded_dim, scratch.dQ_content, scratch.dQ_position);
@@ -97,7 +100,7 @@ static void softmax_backward(const BackwardTask<T>& task, const RowBlock<T>& blo
   if (p.dropout.p > 0 && visible > 0)
     dropout = dropout_factors(p, block.b, block.h, block.row_index[r], tile.first, round_up(visible, LANES<T>),
                               task.scratch.dropout);
-  if (softmax.lse == -static_cast<T>(INFINITY)) visible = 0;
+  if (softmax.is_fully_masked()) visible = 0;
   SegmentSums<T> sums;
   for (int64_t j = 0; j < visible; j += LANES<T>) {
     const Vec<T> s = load(score + j), P = softmax.P(s);

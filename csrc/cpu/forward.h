@@ -38,14 +38,20 @@ static void add_values(const Sizes<T>& sizes, const Tile<T>& tile, int64_t rows,
 }
 
 template <typename T>
-static void store_rows(const RelAttention& p, const Sizes<T>& sizes, const RowBlock<T>& block,
-                       const OnlineSoftmax<T>& softmax, T* out) {
-  T* lse = static_cast<T*>(p.lse) + (block.b * p.heads + block.h) * p.length;
+static void store_rows(const RelAttention& p, const Sizes<T>& sizes, const KeyRanks& ranks, const RowBlock<T>& block,
+                       OnlineSoftmax<T>& softmax, T* out) {
+  const int64_t head_row = (block.b * p.heads + block.h) * p.length;
   for (int64_t r = 0; r < block.count; ++r, out += sizes.padded_dim) {
     const int64_t row_index = block.row_index[r];
+    const int64_t index = head_row + row_index;
+    static_cast<T*>(p.lse)[index] = softmax.lse(r, block.segments.same[r]);
+    // Where all scores that a row sees are -inf it is NaN, as softmax has it.
+    if (softmax.row_sum[r] == 0 && sees_any_key<T>(p, sizes, ranks, block.b, block.h, row_index, block.position[r]))
+      softmax.row_sum[r] = NAN;
     softmax.finish(r, out, sizes.padded_dim);
-    write(p.dtype, out, p.head_dim, p.out.data, row_start(p.out, block.b, block.h, row_index), p.out.stride[3]);
-    lse[row_index] = softmax.lse(r, block.segments.same[r]);
+    write_rounded(p, block.b, block.h, row_index, out);
+    static_cast<T*>(p.row_max)[index] = softmax.row_max[r];
+    static_cast<T*>(p.row_sum)[index] = softmax.row_sum[r];
   }
 }
 
@@ -70,7 +76,7 @@ static void forward_rows(const RelAttention& p, const Sizes<T>& sizes, const Row
     tile.repeat_last_row(block.count, rows);
     add_values(sizes, tile, rows, scratch.value_rows, scratch.out);
   }
-  store_rows(p, sizes, block, softmax, scratch.out);
+  store_rows(p, sizes, scratch.keys.ranks, block, softmax, scratch.out);
 }
 
 template <typename T>

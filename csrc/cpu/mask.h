@@ -120,6 +120,27 @@ struct RankRow {
   }
 };
 
+// Whether a row sees any key, asked key by key; for rows that have no finite score
+template <typename T>
+static bool sees_any_key(const RelAttention& p, const Sizes<T>& sizes, const KeyRanks& keys, int64_t b, int64_t h,
+                         int64_t row_index, int64_t position) {
+  const int64_t own = p.mem_len + position, end = sizes.is_causal ? smaller(sizes.all_keys, own + 1) : sizes.all_keys;
+  const bool* dense = static_cast<const bool*>(p.mask.data);
+  if (dense != nullptr) dense += row_start(p.mask, b, h, row_index);
+  for (int64_t first = 0; first < end; first += KEY_GROUP) {
+    const int64_t count = smaller(KEY_GROUP, end - first);
+    const RankRow<T> ranks(p, keys, first, count, b, row_index, own - first);
+    if (!ranks.sees_any && !ranks.sees_self) continue;
+    for (int64_t j = 0; j < count; ++j) {
+      const int32_t rank = ranks.key_rank[j];
+      const bool ranked = p.rank_mask.query_rank == nullptr || (rank < ranks.query_rank && rank >= ranks.query_floor);
+      const bool visible = ranked || (ranks.sees_self && j == own - first);
+      if (visible && (dense == nullptr || dense[(first + j) * p.mask.stride[3]])) return true;
+    }
+  }
+  return false;
+}
+
 // The dense mask: hides what a row may not see of keys first .. first + count - 1.
 template <typename T>
 static void hide_by_dense_mask(const RelAttention& p, int64_t b, int64_t h, int64_t row_index, int64_t first,

@@ -107,6 +107,42 @@ static void read_row(const RelAttention& p, const Tensor4& t, int64_t b, int64_t
   for (int64_t d = p.head_dim; d < padded; ++d) to[d] = 0;
 }
 
+// The largest finite number of a 16-bit dtype: where rounding gives infinity, the residual is counted from here.
+INLINE float largest_of(DType dtype) { return dtype == DType::float16 ? 65504.f : as_work(0x7f7f0000u); }
+INLINE float clamped(float x, float largest) { return x > largest ? largest : x < -largest ? -largest : x; }
+
+// Row `row` of the output, which is rounded, and what rounding took from it where that is wanted. `from` is changed.
+INLINE void write_rounded(const RelAttention& p, int64_t b, int64_t h, int64_t row, float* from) {
+  const int64_t start = row_start(p.out, b, h, row), stride = p.out.stride[3];
+  write(p.dtype, from, p.head_dim, p.out.data, start, stride);
+  if (p.out_residual.data == nullptr) return;
+  const float largest = largest_of(p.dtype);
+  float rounded[64];
+  for (int64_t d0 = 0; d0 < p.head_dim; d0 += 64) {
+    const int64_t count = smaller(p.head_dim - d0, 64);
+    read(p.dtype, p.out.data, start + d0 * stride, stride, count, rounded);
+    for (int64_t d = 0; d < count; ++d) from[d0 + d] -= clamped(rounded[d], largest);
+  }
+  write(p.dtype, from, p.head_dim, p.out_residual.data, row_start(p.out_residual, b, h, row), p.out_residual.stride[3]);
+}
+INLINE void write_rounded(const RelAttention& p, int64_t b, int64_t h, int64_t row, double* from) {
+  write(p.dtype, from, p.head_dim, p.out.data, row_start(p.out, b, h, row), p.out.stride[3]);
+}
+
+// Row `row` of the output before it was rounded, padded with zeros; `spare` holds a row.
+INLINE void read_unrounded(const RelAttention& p, int64_t b, int64_t h, int64_t row, int64_t padded, float* spare,
+                           float* to) {
+  read_row(p, p.out, b, h, row, padded, to);
+  if (p.out_residual.data == nullptr) return;
+  read_row(p, p.out_residual, b, h, row, padded, spare);
+  const float largest = largest_of(p.dtype);
+  for (int64_t d = 0; d < p.head_dim; ++d) to[d] = clamped(to[d], largest) + spare[d];
+}
+INLINE void read_unrounded(const RelAttention& p, int64_t b, int64_t h, int64_t row, int64_t padded, double*,
+                           double* to) {
+  read_row(p, p.out, b, h, row, padded, to);
+}
+
 // Row `row` of contiguous (rows, D), padded with zeros; zeros if there is no such parameter
 template <typename T>
 static void read_parameter(const RelAttention& p, const void* data, int64_t row, int64_t padded, T* to) {

@@ -35,14 +35,12 @@ const cpu::Kernels& kernels() {
 
 void check_ran(bool ran) { TORCH_CHECK(ran, "rel_attention: out of memory for the CPU kernels' scratch"); }
 
-std::tuple<Tensor, Tensor> forward(INPUTS) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(INPUTS, bool needs_backward) {
   PreparedCall call = prepare({INPUT_NAMES});
-  Tensor out = empty_rows_first(query, query.scalar_type());
-  Tensor lse = at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(work_dtype(query)));
-  call.p.out = strided(out);
-  call.p.lse = lse.data_ptr();
+  const Outputs outputs(query, needs_backward);
+  outputs.give_to(call.p);
   check_ran(kernels().forward(call.p, at::get_num_threads(), parallel_slots));
-  return {out, lse};
+  return outputs.list();
 }
 
 // Zeros in the work dtype for each gradient that is needed; undefined where none is
@@ -66,18 +64,21 @@ InputGradients zero_gradients(const Inputs& inputs, const Needs& needs) {
 }
 
 std::vector<Tensor> backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
-                             const Tensor& lse, NeedsInOrder needs_in_order, INPUTS) {
+                             const Tensor& out_residual, const Tensor& row_max, const Tensor& row_sum,
+                             NeedsInOrder needs_in_order, INPUTS) {
   const Inputs inputs{INPUT_NAMES};
   const Needs needs = by_name(needs_in_order);
-  OutputGradients{grad_out, grad_lse, out, lse}.check(inputs);
+  OutputGradients{grad_out, grad_lse, out, out_residual, row_max, row_sum}.check(inputs);
   PreparedCall call = prepare(inputs);
   const auto data = [](const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; };
   call.p.out = strided(out);
-  call.p.lse = data(call.keep(lse.contiguous()));
+  if (out_residual.numel() > 0) call.p.out_residual = strided(out_residual);
+  call.p.row_max = data(call.keep(row_max.contiguous()));
+  call.p.row_sum = data(call.keep(row_sum.contiguous()));
   const InputGradients grad = zero_gradients(inputs, needs);
   RelAttentionGradients g{};
   g.out = strided(call.keep(grad_out.to(query.scalar_type())));
-  g.lse = grad_lse ? data(call.keep(grad_lse->to(lse.scalar_type()).contiguous())) : nullptr;
+  g.lse = grad_lse ? data(call.keep(grad_lse->to(row_max.scalar_type()).contiguous())) : nullptr;
   g.query = strided(grad.query);
   g.keys = {strided(grad.key), strided(grad.value)};
   g.memory = {strided(grad.memory_key), strided(grad.memory_value)};

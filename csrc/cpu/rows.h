@@ -35,6 +35,10 @@ struct RowBlock {
   // One block of rows, and what transposing it touches past the end
   static int64_t elements(const Sizes<T>& sizes) { return (BLOCK_M + 2 * LANES<T>)*sizes.padded_dim; }
 
+  void clear_row(int64_t r, int64_t padded_dim) const {
+    clear(padded_dim, content_query + r * padded_dim, position_query + r * padded_dim, segments.query + r * padded_dim);
+  }
+
   int64_t padded(int64_t register_rows) const { return round_up(count, register_rows); }
 };
 

@@ -93,5 +93,10 @@ static VisibleKeys<T> segments_and_mask(const RelAttention& p, const Sizes<T>& s
     score[own] = own_score;
     if (own_score > visible.max) visible.max = own_score;
   }
+  if (!is_finite(segments.different)) {  // added to -inf it may have undone what was hidden before
+    for (int64_t j = count; j < whole; ++j) score[j] = -static_cast<T>(INFINITY);
+    hide_by_dense_mask(p, b, block.h, row_index, first, count, score);
+    visible.max = maximum_of<T>(segments_and_ranks<T, false, false>(segments, ranks, whole, score));
+  }
   return visible;
 }

@@ -47,6 +47,7 @@ struct OnlineSoftmax {
 
   // `shared`: what all scores of the row have in addition
   T lse(int64_t r, T shared) const {
+    if (row_sum[r] == 0) return -static_cast<T>(INFINITY);  // whatever `shared` is
     return (row_max[r] + shared) * static_cast<T>(LN2) + static_cast<T>(log(row_sum[r]));
   }
 };
@@ -54,24 +55,30 @@ struct OnlineSoftmax {
 // What turns the scores of a row back into probabilities, and dP into dS
 template <typename T>
 struct SoftmaxRow {
-  T lse;       // of the row's scores without what they share, in powers of 2; -inf: fully masked
-  T grad_lse;  // 0 for fully masked rows
-  T delta;     // dO.O - grad_lse
+  T row_max, inverse;  // as OnlineSoftmax left them; 1 / row_sum, 0 for fully masked rows
+  T grad_lse;          // 0 for fully masked rows
+  T delta;             // dO.O - grad_lse
 
   SoftmaxRow() = default;
-  SoftmaxRow(const T* saved_lse, const void* saved_grad_lse, int64_t index, T shared, const T* out, const T* dO,
+  // `index`: of the row in (B, H, L); `out`: before it was rounded
+  SoftmaxRow(const RelAttention& p, const void* saved_grad_lse, int64_t index, const T* out, const T* dO,
              int64_t padded_dim) {
+    const T row_sum = static_cast<const T*>(p.row_sum)[index];
+    row_max = static_cast<const T*>(p.row_max)[index];
+    inverse = row_sum == 0 ? T(0) : 1 / row_sum;
+    grad_lse = saved_grad_lse != nullptr && row_sum != 0 ? static_cast<const T*>(saved_grad_lse)[index] : T(0);
     Vec<T> products{};
     for (int64_t d = 0; d < padded_dim; d += LANES<T>) products += load(dO + d) * load(out + d);
-    const bool sees_any = saved_lse[index] != -static_cast<T>(INFINITY);
-    lse = saved_lse[index] * static_cast<T>(LOG2E) - shared;
-    grad_lse = saved_grad_lse != nullptr && sees_any ? static_cast<const T*>(saved_grad_lse)[index] : T(0);
     delta = sum<T>(products) - grad_lse;
   }
 
+  bool is_fully_masked() const { return inverse == 0; }
+
   // Nothing of what a row does not see reaches its gradients, NaN and infinity included.
   INLINE_MEMBER IntVec<T> hidden(Vec<T> score) const { return score == -static_cast<T>(INFINITY); }
-  INLINE_MEMBER Vec<T> P(Vec<T> score) const { return select<T>(hidden(score), Vec<T>{}, exp2(score - lse)); }
+  INLINE_MEMBER Vec<T> P(Vec<T> score) const {
+    return select<T>(hidden(score), Vec<T>{}, exp2(score - row_max) * inverse);
+  }
   INLINE_MEMBER Vec<T> dS(Vec<T> score, Vec<T> P, Vec<T> dP) const {
     return select<T>(hidden(score), Vec<T>{}, P * (dP - delta));
   }

@@ -162,3 +162,8 @@ INLINE Vec<double> exp2(Vec<double> x) {
   for (double coefficient : inverse_factorial) y = y * t + coefficient;
   return (Vec<double>)((IntVec<double>)y + ((IntVec<double>)shifted << 52));
 }
+
+template <typename T>
+INLINE bool is_finite(T x) {
+  return x - x == 0;
+}

@@ -1,11 +1,11 @@
 // Backward in one pass: a block has BLOCK_N keys and visits every tile of BLOCK_M rows in which some row sees them.
 //
-//   P = exp(score - lse);  dV += P' dO;  dP = dO V';  dS = P (dP - delta) scale;  dK += dS' Q + colsum(dS) u
+//   P = exp(score - row_max) / row_sum;  dV += P' dO;  dP = dO V';  dS = P (dP - delta);  dK += dS' Q + colsum(dS) u
 //   dQ += dS K + band R;  dR += band' Q + colsum(band) v          where the band is dS shifted back: (i, j) -> (i, p)
 //
-// dK and dV stay in registers; dQ and dR are added in float32 to global memory, where blocks meet: atomically, or each
-// block into a copy of its own. M_TILES by GROUPS warps: of the scores each has 16 rows and 1 / GROUPS of the keys, of
-// the products 16 rows and 1 / GROUPS of the columns.
+// All but dV are scaled in the end. dK and dV stay in registers; dQ and dR are added in float32 to global memory, where
+// blocks meet: atomically, or each block into a copy of its own. M_TILES by GROUPS warps: of the scores each has 16
+// rows and 1 / GROUPS of the keys, of the products 16 rows and 1 / GROUPS of the columns.
 #pragma once
 
 #include "backward_products.cuh"
@@ -59,7 +59,7 @@ DEVICE Step load_step(const RelAttention& p, const KeyTile<S>& tile, const Backw
   return {first_row, last_position, window_shift, window, same_shifts};
 }
 
-// Scores of 16 rows and KEYS keys, less the log-sum-exp.
+// Scores of 16 rows and KEYS keys.
 template <typename S, int N>
 DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const BackwardMemory<S>& memory,
                             const WarpPart& of, const Step& step, const StepRows& rows, Visibility visibility,
@@ -90,8 +90,7 @@ DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const Back
 
   // segments, mask
   const RowLabels labels[2] = {rows.row[0], rows.row[1]};
-  add_segments(score, float(p.scale) * LOG2_E, memory.labels.segment + part_keys, labels, rows.same, rows.different,
-               lane.t);
+  add_segments(score, float(p.scale) * LOG2_E, memory.labels.segment + part_keys, labels, rows.different, lane.t);
   apply_mask(score, visibility, p, labels, tile.b, tile.h, step.first_row + 16 * of.m_tile + lane.g,
              tile.j0 + part_keys, memory.labels.rank + part_keys, lane.t);
 }
@@ -104,14 +103,19 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
   const RelAttention& p = call.p;
   const Lane& lane = of.lane;
   const int part_keys = of.part * S::KEYS, first_row = 16 * of.m_tile;
-  const float scale = float(p.scale), kept_scale = float(1 / (1 - p.dropout.p));
+  const float kept_scale = float(1 / (1 - p.dropout.p));
   const RowLabels labels[2] = {rows.row[0], rows.row[1]};
   const Philox philox = load_philox(p.dropout);
   uint32_t kept[2] = {~0u, ~0u};
   if (philox.threshold)
     for (int r = 0; r < 2; ++r)
       kept[r] = kept_columns<S::KEYS>(philox, tile.head, rows.row[r].index, tile.j0 + part_keys, lane.t);
-  float different_sum[2] = {0, 0};
+  float different_sum[2] = {0, 0}, kept_factor[2], delta[2];
+  for (int r = 0; r < 2; ++r) {  // read here, and not with the other row values: registers are scarce until now
+    const float* values = tile.row_values + rows.row[r].index;
+    kept_factor[r] = kept_scale * values[INVERSE * tile.all_rows];
+    delta[r] = values[DELTA * tile.all_rows];
+  }
   constexpr int SOME = N < 4 ? N : 4;  // eights of keys at a time: dP of all of them would not fit into the registers
 #pragma unroll
   for (int first = 0; first < N; first += SOME) {
@@ -120,20 +124,22 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
         dP, call.tf32, [&](int k) { return load_a(memory.grad_out, first_row, k, lane.id); },
         [&](int k, int n) { return load_b(memory.values, part_keys + 8 * first + n, k, lane.id); });
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
+    for (int r = 0; r < 2; ++r) {
 #pragma unroll
       for (int n = first; n < first + SOME; ++n) {
         float probability[2];
         for (int parity = 0; parity < 2; ++parity) {
           const int i = 2 * r + parity;
-          const float factor = kept[r] >> (2 * n + parity) & 1 ? kept_scale : 0.f;
-          probability[parity] = softmax_backward(score[n][i], dP[n - first][i], factor, rows.delta[r], scale);
+          const float factor = kept[r] >> (2 * n + parity) & 1 ? kept_factor[r] : 0.f;
+          score[n][i] -= rows.row_max[r];
+          probability[parity] = softmax_backward(score[n][i], dP[n - first][i], factor, delta[r]);
           if (is_different(memory.labels.segment + part_keys, labels, n, i, lane.t)) different_sum[r] += score[n][i];
         }
         const int m = first_row + lane.g + 8 * r, column = part_keys + 8 * n + 2 * lane.t;
         store_pair(memory.probability.at(m, column), probability[0], probability[1]);
         store_pair(memory.dS.at(m, column), score[n][2 * r], score[n][2 * r + 1]);
       }
+    }
   }
   for (int r = 0; r < 2; ++r) {
     different_sum[r] = quad_sum(different_sum[r]);
@@ -183,6 +189,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
         const Step step = load_step(p, tile, memory, first_row, last_position, window_shift, state);
         const StepRows rows = load_step_rows(p, tile, first_row + 16 * of.m_tile + lane.g, last_position, window_shift);
         wait_for_copies<0>();
+        if (window_shift == 0) clear_masked_rows(p, tile, memory, first_row);
         sync_block();
 
         float score[N][4];

@@ -81,22 +81,21 @@ struct KeyTile {
 struct StepRows {
   QueryRow row[2];
   int shift[2];
-  float delta[2], same[2], different[2];
+  float row_max[2], different[2];
 };
 
 template <typename S>
 DEVICE StepRows load_step_rows(const RelAttention& p, const KeyTile<S>& tile, int sorted_row, int last_position,
                                int window_shift) {
-  StepRows rows{{load_query_row(p, tile.b, sorted_row), load_query_row(p, tile.b, sorted_row + 8)}, {}, {}, {}, {}};
+  StepRows rows{{load_query_row(p, tile.b, sorted_row), load_query_row(p, tile.b, sorted_row + 8)}, {}, {}, {}};
   for (int r = 0; r < 2; ++r) {
     QueryRow& row = rows.row[r];
     rows.shift[r] = last_position - row.position - window_shift;
     row.inside = row.inside && rows.shift[r] >= 0 && rows.shift[r] < S::BLOCK_M;
     if (!row.inside) rows.shift[r] = -1;
     const float* values = tile.row_values + row.index;
-    rows.delta[r] = row.inside ? values[DELTA * tile.all_rows] : 0.f;
-    rows.same[r] = row.inside ? -values[LSE * tile.all_rows] : -INFINITY;  // exponentials are 0
-    rows.different[r] = rows.same[r] + values[DIFFERENT * tile.all_rows];
+    rows.row_max[r] = row.inside ? values[ROW_MAX * tile.all_rows] : INFINITY;  // exponentials are 0
+    rows.different[r] = values[DIFFERENT * tile.all_rows];
   }
   return rows;
 }
@@ -112,6 +111,19 @@ DEVICE void copy_sorted_rows(const RelAttention& p, const typename S::Rows& to, 
     const auto sorted = [&](int m) { return rows(row_index(p, b, smaller(m, int(p.length) - 1))); };
     copy_rows<S::THREADS, S::BLOCK_M>(to, 0, sorted, first_row, int(p.length), head_dim);
   }
+}
+
+// Zeros for fully masked rows among those that this thread has copied: zero times NaN would be NaN.
+template <typename S>
+DEVICE void clear_masked_rows(const RelAttention& p, const KeyTile<S>& tile, const BackwardMemory<S>& memory,
+                              int first_row) {
+  const float* const inverse = tile.row_values + INVERSE * tile.all_rows;
+  for_each_chunk<S::THREADS, S::BLOCK_M, typename S::T, S::HEAD_DIM>([&](int row, int column) {
+    const int sorted_row = smaller(first_row + row, int(p.length) - 1);
+    if (inverse[row_index(p, tile.b, sorted_row)] != 0) return;
+    *reinterpret_cast<Bytes16*>(memory.queries.at(row, column)) = {};
+    *reinterpret_cast<Bytes16*>(memory.grad_out.at(row, column)) = {};
+  });
 }
 
 // To a gradient in global memory.

@@ -134,7 +134,7 @@ DEVICE void add_segment_gradient(const Backward& a, const KeyTile<S>& tile, cons
   }
 }
 
-// Stores dK = dS' Q + colsum(dS) u, dV and colsum(dS) of 16 keys.
+// Stores dK = scale (dS' Q + colsum(dS) u), dV and colsum(dS) of 16 keys.
 template <typename S, int N>
 DEVICE void backward_epilogue(const Backward& a, const KeyTile<S>& tile, const WarpPart& of, const float (&dV)[N][4],
                               const float (&dK)[N][4], const float (&key_sum)[4]) {
@@ -142,6 +142,7 @@ DEVICE void backward_epilogue(const Backward& a, const KeyTile<S>& tile, const W
   const RelAttention& p = a.call.p;
   const Gradients& grad = a.gradients;
   const int keys = int(p.mem_len + p.key_len), head_dim = int(p.head_dim);
+  const float scale = float(p.scale);
   for (int r = 0; r < 2; ++r) {
     const int j = tile.j0 + 16 * of.m_tile + of.lane.g + 8 * r;
     if (j >= keys) continue;
@@ -154,7 +155,8 @@ DEVICE void backward_epilogue(const Backward& a, const KeyTile<S>& tile, const W
       if (d >= head_dim) continue;
       const T* u = static_cast<const T*>(p.content_bias) + tile.h * head_dim + d;
       const float u0 = p.content_bias ? to_float(u[0]) : 0.f, u1 = p.content_bias ? to_float(u[1]) : 0.f;
-      store_pair(to_key + d, dK[n][2 * r] + key_sum[2 * r] * u0, dK[n][2 * r + 1] + key_sum[2 * r] * u1);
+      store_pair(to_key + d, (dK[n][2 * r] + key_sum[2 * r] * u0) * scale,
+                 (dK[n][2 * r + 1] + key_sum[2 * r] * u1) * scale);
       store_pair(to_value + d, dV[n][2 * r], dV[n][2 * r + 1]);
     }
   }

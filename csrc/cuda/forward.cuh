@@ -78,29 +78,48 @@ DEVICE void hide_other_windows(const RelAttention& p, const ForwardTile<S>& tile
   }
 }
 
-// Scales and stores the output and the log-sum-exp.
+// Whether a row, of which a quad's exponentials sum to `sum`, sees keys and gives none of them any weight. All lanes of
+// a warp ask.
+template <typename S>
+DEVICE bool sees_without_weight(const RelAttention& p, const ForwardTile<S>& tile, float sum, int sorted_row) {
+  if (!ballot(sum == 0)) return false;
+  const QueryRow row = load_query_row(p, tile.b, sorted_row);
+  const bool sees = sum == 0 && row.inside && sees_any_key(p, row, tile.b, tile.h, tile.lane.t);
+  return ballot(sees) >> (tile.lane.id - tile.lane.t) & 15;
+}
+
+// Scales and stores the output, the log-sum-exp and what backward needs. `has_keys`: some row may see some key.
 template <typename S>
 DEVICE void forward_epilogue(const RelAttention& p, const ForwardTile<S>& tile,
                              const OnlineSoftmax<S::M_TILES>& softmax,
-                             const float (&out)[S::M_TILES][S::HEAD_DIM / 8][4], float* lse) {
+                             const float (&out)[S::M_TILES][S::HEAD_DIM / 8][4], bool has_keys, float* lse) {
   using T = typename S::T;
   const int t = tile.lane.t, head_dim = int(p.head_dim);
-  const auto out_rows = rows_of<T>(p.out, tile.b, tile.h);
+  const int64_t first_row = int64_t(tile.head) * p.length;
+  const auto out_rows = rows_of<T>(p.out, tile.b, tile.h), residual_rows = rows_of<T>(p.out_residual, tile.b, tile.h);
 #pragma unroll
   for (int m = 0; m < S::M_TILES; ++m)
     for (int r = 0; r < 2; ++r) {
-      const float sum = quad_sum(softmax.row_sum[m][r]);
+      float sum = quad_sum(softmax.row_sum[m][r]);
       const int sorted_row = tile.sorted_row(m) + 8 * r;
+      // a row that sees keys, all of whose scores are -inf, is NaN, as softmax has it
+      const bool is_nan = has_keys && sees_without_weight(p, tile, sum, sorted_row);
       if (sorted_row >= p.length) continue;
       const int index = row_index(p, tile.b, sorted_row);
-      const bool sees_any = sum != 0;  // NaN counts
-      const float factor = sees_any ? float(1 / (1 - p.dropout.p)) / sum : 0.f;
-      T* to = out_rows(index);
+      if (t == 0) {
+        const float log_sum = log2f(sum);
+        lse[index] = sum != 0 ? (softmax.row_max[m][r] + log_sum + lse[index]) * LN_2 : -INFINITY;
+      }
+      if (is_nan) sum = NAN;
+      const float weights = is_nan ? sum : softmax.template sum_of_weights<T>(m, r, sum);
+      const float factor = sum != 0 ? float(1 / (1 - p.dropout.p)) / weights : 0.f;
+      T *to = out_rows(index), *residual = p.out_residual.data ? residual_rows(index) : nullptr;
 #pragma unroll
       for (int d = 0; d < S::HEAD_DIM / 8; ++d)
         if (8 * d + 2 * t < head_dim)
-          store_pair(to + 8 * d + 2 * t, out[m][d][2 * r] * factor, out[m][d][2 * r + 1] * factor);
-      if (t == 0) lse[index] = sees_any ? (softmax.row_max[m][r] + log2f(sum) + lse[index]) * LN_2 : -INFINITY;
+          store_rounded(to, residual, 8 * d + 2 * t, out[m][d][2 * r] * factor, out[m][d][2 * r + 1] * factor);
+      if (t == 0) static_cast<float*>(p.row_max)[first_row + index] = softmax.row_max[m][r];
+      if (t == 0) static_cast<float*>(p.row_sum)[first_row + index] = sum;
     }
 }
 
@@ -131,6 +150,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
   OnlineSoftmax<M_TILES> softmax;
   float out[M_TILES][D / 8][4] = {};
   pipeline.start();
+  const bool has_keys = pipeline.has_tile();
   while (pipeline.has_tile()) {
     const int j0 = pipeline.load(), stage = pipeline.stage;
     const KeyLabels keys = memory.labels(stage);
@@ -158,18 +178,14 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
       if (p.dropout.threshold && (j0 % 64 == 0 || !pipeline.has_window)) draw_dropout(p, tile, j0, memory.kept());
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m) {
-        // segments, and less row_max
-        const float same[2] = {-softmax.row_max[m][0], -softmax.row_max[m][1]};
-        const float different[2] = {rows.different[m][0] + same[0], rows.different[m][1] + same[1]};
-        add_segments(score[m], scale, keys.segment, rows.labels[m], same, different, lane.t);
-
-        // mask
+        // segments, mask
+        add_segments(score[m], scale, keys.segment, rows.labels[m], rows.different[m], lane.t);
         hide_other_windows(p, tile, m, window_shift, score[m]);
         apply_mask(score[m], pipeline.visibility, p, rows.labels[m], tile.b, tile.h, tile.sorted_row(m), j0, keys.rank,
                    lane.t);
 
         // softmax, dropout
-        softmax.step(m, score[m], out[m]);
+        softmax.template step<T>(m, score[m], out[m]);
         if (p.dropout.threshold) drop(score[m], memory.kept()[m * S::THREADS] >> j0 % 64 / 4);
       }
 
@@ -181,7 +197,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
     pipeline.advance();
   }
   wait_for_copies<0>();
-  forward_epilogue(p, tile, softmax, out, lse);
+  forward_epilogue(p, tile, softmax, out, has_keys, lse);
 }
 
 template <typename T, int HEAD_DIM>

@@ -31,13 +31,15 @@ struct Workspace {
 
 // Per-row statistics of backward, stored as ROW_VALUES planes (B, H, L).
 enum RowValue {
-  DELTA,      // rowsum(dO * O), minus the gradient of the log-sum-exp
-  LSE,        // log-sum-exp without the score that segments give to every key, in units of log 2
+  ROW_MAX,    // in units of log 2, without what segments add to every key
+  INVERSE,    // 1 / row_sum; 0 in fully masked rows
+  DELTA,      // rowsum(dO * O), minus the gradient of the log-sum-exp, all times INVERSE
   DIFFERENT,  // score that a key of another segment has in addition, in units of log 2
   ROW_VALUES
 };
 
-// Where the gradients go. The caller adds up what is there once for each slot.
+// Where the gradients go. The caller adds up what is there once for each slot, and scales what is float32: dS is kept
+// without the scale, which would cost 16-bit numbers some of their range.
 struct Gradients {
   Tensor4 out;        // storage, of the output
   const float* lse;   // (B, H, L), of the log-sum-exp, or null

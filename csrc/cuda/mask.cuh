@@ -93,6 +93,21 @@ DEVICE uint32_t unmasked_columns(const RelAttention& p, const QueryRow& row, int
   return visible;
 }
 
+// Whether a row sees any of the keys t, t + 4, .., asked one by one.
+DEVICE bool sees_any_key(const RelAttention& p, const QueryRow& row, int b, int h, int t) {
+  const int keys = int(p.mem_len + p.key_len);
+  const int end = is_causal(p) ? smaller(keys, row.position + int(p.mem_len) + 1) : keys;
+  const int32_t* key_rank = p.rank_mask.key_rank ? p.rank_mask.key_rank + int64_t(b) * keys : nullptr;
+  const int64_t* stride = p.mask.stride;
+  const bool* mask = static_cast<const bool*>(p.mask.data);
+  if (mask) mask += b * stride[0] + h * stride[1] + row.index * stride[2];
+  for (int j = t; j < end; j += 4) {
+    const bool by_labels = key_rank == nullptr || sees_by_rank(row, key_rank[j]) || j == row.own_key;
+    if (by_labels && (mask == nullptr || mask[j * stride[3]])) return true;
+  }
+  return false;
+}
+
 // -inf for those scores of 8 N keys from j0 on, whose ranks are `key_rank`, that this lane's rows, sorted_row and
 // sorted_row + 8, do not see.
 template <int N>

@@ -1,4 +1,4 @@
-// The operator on CUDA tensors: tensors -> argument structs -> kernels, and the sums that backward leaves to torch.
+// The operator on CUDA tensors: tensors -> argument structs -> kernels.
 
 #include <ATen/Context.h>
 #include <torch/library.h>
@@ -10,6 +10,7 @@
 #include <string>
 
 #include "../call.h"
+#include "finish.h"
 #include "kernels.h"
 
 namespace xlnet_kernels::cuda {
@@ -88,7 +89,7 @@ struct DeviceCall {
 
 void check_ran(const std::string& error) { TORCH_CHECK(error.empty(), error); }
 
-// `padded`'s first `width` columns, (B, H, rows, D), laid out as projections want them
+// `padded`'s first columns, (B, H, rows, D), laid out as projections want them
 Tensor narrowed(const Tensor& padded, const Tensor& like) {
   if (padded.size(-1) == like.size(-1) && padded.scalar_type() == like.scalar_type()) return padded;
   Tensor result = empty_rows_first(like, like.scalar_type());
@@ -100,23 +101,22 @@ bool is_empty(const Inputs& in) {
   return in.query.numel() == 0 || in.key.size(2) + (in.memory_key ? in.memory_key->size(2) : 0) == 0;
 }
 
-std::tuple<Tensor, Tensor> rel_attention(INPUTS) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rel_attention(INPUTS, bool needs_backward) {
   const DeviceGuard guard(query.device());
   const Inputs inputs{INPUT_NAMES};
-  Tensor lse = at::empty({query.size(0), query.size(1), query.size(2)}, query.options().dtype(at::kFloat));
-  if (is_empty(inputs)) return {empty_rows_first(query, query.scalar_type()).zero_(), lse.fill_(-INFINITY)};
+  if (is_empty(inputs)) {
+    const Outputs outputs(query, needs_backward);
+    for (const Tensor& zeros : {outputs.out, outputs.out_residual, outputs.row_max, outputs.row_sum}) zeros.zero_();
+    outputs.lse.fill_(-INFINITY);
+    return outputs.list();
+  }
   DeviceCall device(inputs);
-  Call& call = device.call;
-  Tensor out = empty_rows_first(device.inputs.query, query.scalar_type());
-  call.p.out = strided(out);
-  call.p.lse = lse.data_ptr();
-  check_ran(cuda::forward(call, current_stream()));
-  return {narrowed(out, query), lse};
-}
-
-// (H, D): the sum over batch and rows of weights (B, H, rows) times rows (B, H, rows, D)
-Tensor weighted_sum(const Tensor& weights, const Tensor& rows) {
-  return at::matmul(weights.unsqueeze(2), rows.to(at::kFloat)).squeeze(2).sum(0);
+  Outputs outputs(device.inputs.query, needs_backward);
+  outputs.give_to(device.call.p);
+  check_ran(cuda::forward(device.call, current_stream()));
+  outputs.out = narrowed(outputs.out, query);
+  if (outputs.out_residual.numel() > 0) outputs.out_residual = narrowed(outputs.out_residual, query);
+  return outputs.list();
 }
 
 // Where nothing is attended to
@@ -141,48 +141,6 @@ int64_t slots_of(const DeviceCall& device) {
   return std::max<int64_t>(1, std::min({backward_items(call), at_once, SLOT_BYTES / bytes}));
 }
 
-// What the kernels leave to torch: sums over rows, in float32
-struct Sums {
-  Tensor query, rel_key, rel, different;  // (slots, ...), as Gradients has them
-  Tensor key;                             // (B, H, M + K)
-  Tensor grad_lse;                        // (B, H, L) or undefined
-};
-
-void add_segment_gradients(const Inputs& in, const Sums& sums, Tensor& rows, InputGradients& grad) {
-  const Tensor different = sums.different.sum(0);
-  // softmax's gradients add up to zero, but for what comes through the log-sum-exp
-  const Tensor same = sums.grad_lse.defined() ? sums.grad_lse * in.scale - different : -different;
-  const Tensor embed = in.segment_embed->to(at::kFloat);
-  const auto spread = [&](const Tensor& weights, int kind) { return weights.unsqueeze(-1) * embed[kind].unsqueeze(1); };
-  const Tensor segment_rows = spread(same, 0) + spread(different, 1);
-  rows = rows + segment_rows;
-  grad.segment_bias = segment_rows.sum(at::IntArrayRef{0, 2});
-  grad.segment_embed = at::stack({weighted_sum(same, in.query), weighted_sum(different, in.query)});
-  if (in.segment_bias) {
-    const Tensor totals = at::stack({same.sum(at::IntArrayRef{0, 2}), different.sum(at::IntArrayRef{0, 2})});
-    grad.segment_embed = grad.segment_embed + totals.unsqueeze(-1) * in.segment_bias->to(at::kFloat);
-  }
-}
-
-void finish(const Inputs& in, const Needs& needs, const Sums& sums, int64_t mem_len, InputGradients& grad) {
-  const auto columns = [&](const Tensor& t) { return t.narrow(-1, 0, in.query.size(-1)); };
-  Tensor rows = columns(sums.query.sum(0));
-  if (needs.rel_key) {
-    Tensor sum = columns(sums.rel_key.sum(0));
-    if (sums.rel.defined())
-      sum = sum.addcmul(sums.rel.sum(0).unsqueeze(-1), in.position_bias->to(at::kFloat).unsqueeze(1));
-    grad.rel_key = sum.to(in.rel_key.dtype()).contiguous();
-  }
-  if (needs.content_bias || needs.position_bias) {
-    grad.content_bias = weighted_sum(sums.key.narrow(-1, mem_len, in.key.size(2)), in.key);
-    if (mem_len) grad.content_bias = grad.content_bias + weighted_sum(sums.key.narrow(-1, 0, mem_len), *in.memory_key);
-    // rows' gradient is that of the content term and that of the position term
-    grad.position_bias = rows.sum(at::IntArrayRef{0, 2}) - grad.content_bias;
-  }
-  if (in.segment_embed) add_segment_gradients(in, sums, rows, grad);
-  grad.query = empty_rows_first(in.query, in.query.scalar_type()).copy_(rows);
-}
-
 InputGradients gradients(const Inputs& in, const OutputGradients& from, const Needs& needs) {
   from.check(in);
   DeviceCall device(in);
@@ -191,13 +149,16 @@ InputGradients gradients(const Inputs& in, const OutputGradients& from, const Ne
   const Inputs& aligned_in = device.inputs;
   const auto dtype = in.query.scalar_type();
   call.p.out = strided(device.keep(aligned(from.out)));
-  call.p.lse = device.keep(from.lse.contiguous()).data_ptr();
+  if (from.out_residual.numel() > 0) call.p.out_residual = strided(device.keep(aligned(from.out_residual)));
+  call.p.row_max = device.keep(from.row_max.contiguous()).data_ptr();
+  call.p.row_sum = device.keep(from.row_sum.contiguous()).data_ptr();
 
   Gradients g{};
   Sums sums;
+  sums.fully_masked = from.row_sum.eq(0);
   g.out = strided(device.keep(aligned(from.grad_out.to(dtype))));
-  if (from.grad_lse) {  // of rows that see something
-    sums.grad_lse = from.grad_lse->to(at::kFloat).masked_fill(from.lse.isneginf(), 0).contiguous();
+  if (from.grad_lse) {
+    sums.grad_lse = from.grad_lse->to(at::kFloat).masked_fill(sums.fully_masked, 0).contiguous();
     g.lse = sums.grad_lse.data_ptr<float>();
   }
   g.row_values = device.floats({ROW_VALUES, p.batch, p.heads, p.length});
@@ -242,19 +203,20 @@ InputGradients gradients(const Inputs& in, const OutputGradients& from, const Ne
     grad.memory_key = narrowed(grad_memory_key, *in.memory_key);
     grad.memory_value = narrowed(grad_memory_value, *in.memory_value);
   }
-  finish(in, needs, sums, p.mem_len, grad);
+  finish(in, needs, sums, grad);
   return grad;
 }
 
 std::vector<Tensor> rel_attention_backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
-                                           const Tensor& lse, NeedsInOrder needs_in_order, INPUTS) {
+                                           const Tensor& out_residual, const Tensor& row_max, const Tensor& row_sum,
+                                           NeedsInOrder needs_in_order, INPUTS) {
   const DeviceGuard guard(query.device());
   // Where autocast is on, it would round the products of `finish`.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Inputs inputs{INPUT_NAMES};
   const Needs needs = by_name(needs_in_order);
-  const InputGradients grad =
-      is_empty(inputs) ? zero_gradients(inputs) : gradients(inputs, {grad_out, grad_lse, out, lse}, needs);
+  const OutputGradients from{grad_out, grad_lse, out, out_residual, row_max, row_sum};
+  const InputGradients grad = is_empty(inputs) ? zero_gradients(inputs) : gradients(inputs, from, needs);
   return grad.list(inputs, needs);
 }
 

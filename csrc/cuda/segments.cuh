@@ -53,15 +53,16 @@ DEVICE bool is_different(const int32_t* key_segment, const RowLabels (&row)[2], 
   return key_segment[8 * n + 2 * t + i % 2] != row[i / 2].segment;
 }
 
-// Scales the scores of 8 N keys and adds to each its row's `same` or `different`.
+// Scales the scores of 8 N keys, and adds `different` where the key is of another segment. One rounding in all: a score
+// is the same number in both passes.
 template <int N>
 DEVICE void add_segments(float (&score)[N][4], float scale, const int32_t* key_segment, const RowLabels (&row)[2],
-                         const float (&same)[2], const float (&different)[2], int t) {
+                         const float (&different)[2], int t) {
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      score[n][i] = score[n][i] * scale + (is_different(key_segment, row, n, i, t) ? different[i / 2] : same[i / 2]);
+      score[n][i] = score[n][i] * scale + (is_different(key_segment, row, n, i, t) ? different[i / 2] : 0.f);
 }
 
 }  // namespace xlnet_kernels::cuda

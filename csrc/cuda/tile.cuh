@@ -173,6 +173,41 @@ DEVICE void store_pair(T* to, float first, float second) {
   }
 }
 
+template <typename T>
+DEVICE void unpack(uint32_t word, float (&values)[4 / sizeof(T)]) {
+  if constexpr (sizeof(T) == 2) {
+    values[0] = to_float(T{uint16_t(word)});
+    values[1] = to_float(T{uint16_t(word >> 16)});
+  } else {
+    values[0] = float_of(word);
+  }
+}
+
+// The bits of the largest finite number
+template <typename T>
+constexpr uint16_t LARGEST = 0x7bff;
+template <>
+constexpr uint16_t LARGEST<BFloat16> = 0x7f7f;
+
+// Where rounding to 16 bits gives infinity, what it took is counted from the largest finite number.
+template <typename T>
+DEVICE float clamp_to_finite(float x) {
+  const float largest = to_float(T{LARGEST<T>});
+  return x > largest ? largest : x < -largest ? -largest : x;
+}
+
+// Neighbours from `column` on, rounded to T, and what rounding takes from them unless `residual` is null.
+template <typename T>
+DEVICE void store_rounded(T* to, T* residual, int column, float first, float second) {
+  store_pair(to + column, first, second);
+  if constexpr (sizeof(T) == 2) {
+    if (residual == nullptr) return;
+    float rounded[2];
+    unpack<T>(pack<T>(first, second), rounded);
+    store_pair(residual + column, first - clamp_to_finite<T>(rounded[0]), second - clamp_to_finite<T>(rounded[1]));
+  }
+}
+
 // One element, rounded to T.
 template <typename T>
 DEVICE void store_one(T* to, float x) {
@@ -199,16 +234,6 @@ DEVICE Fragment ones() {
 struct alignas(16) Bytes16 {
   uint32_t word[4];
 };
-
-template <typename T>
-DEVICE void unpack(uint32_t word, float (&values)[4 / sizeof(T)]) {
-  if constexpr (sizeof(T) == 2) {
-    values[0] = to_float(T{uint16_t(word)});
-    values[1] = to_float(T{uint16_t(word >> 16)});
-  } else {
-    values[0] = float_of(word);
-  }
-}
 
 DEVICE float quad_sum(float x) {
   x += shuffle_xor(x, 1);

@@ -88,11 +88,11 @@ def test_what_triton_launches_and_returns(monkeypatch, problem, deterministic):
 
     def call(*args, **options):
         inputs = ops._flatten(*args, **options)
-        out, lse = launch.forward(*inputs)
-        assert [*map(facts, (out, lse))] == [*map(facts, ops._fake_forward(*inputs))]
+        out, lse, row_max, row_sum, out_residual = results = launch.forward(*inputs, True)
+        assert [*map(facts, results)] == [*map(facts, ops._fake_forward(*inputs, True))]
         there = [tensor is not None for tensor in inputs[: ops.DIFFERENTIABLE]]
         for needs, grad_lse in ((there, torch.ones_like(lse)), ([True] + [False] * (ops.DIFFERENTIABLE - 1), None)):
-            given = (torch.ones_like(out), grad_lse, out, lse, needs, *inputs)
+            given = (torch.ones_like(out), grad_lse, out, out_residual, row_max, row_sum, needs, *inputs)
             wanted = ops._fake_backward(*given)
             assert [*map(facts, launch.backward(*given))] == [*map(facts, wanted)]
         return out, lse

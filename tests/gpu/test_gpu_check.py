@@ -270,6 +270,6 @@ def test_the_benchmark_needs_no_rich(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "core L 32 x 1 forward xlnet_kernels reference: " in done.stdout
+    assert "xlnet_kernels reference" in done.stdout
     assert "transformers eager (L 32 forward): transformers is not installed" in done.stdout
     assert json.loads(output.read_text())["complete"]

@@ -156,8 +156,8 @@ def test_any_number_of_heads_fits_into_a_grid(monkeypatch):
         monkeypatch.setattr(launch, name, Kernel())
     x, rel_key = torch.zeros(2**16, 1, 1, 16), torch.zeros(2**16, 1, 2, 16)
     inputs = (x, x, x, rel_key, *[None] * 15, 1, 0.0, 1.0, False)
-    out, lse = launch.forward(*inputs)
-    launch.backward(x, None, out, lse, [True] * 10, *inputs)
+    out, _, row_max, row_sum, out_residual = launch.forward(*inputs, True)
+    launch.backward(x, None, out, out_residual, row_max, row_sum, [True] * 10, *inputs)
     assert len(grids) == 3 and all(size < 2**16 for grid in grids for size in grid[1:])  # CUDA's limit
 
 

@@ -109,17 +109,23 @@ class Output(NamedTuple):
 
     out: Pointer  # (B, L, H, D)
     lse: Pointer  # (B, H, L) float32
+    row_max: Pointer  # as lse: what exponentials were taken relative to, in units of log2, less the term `same`
+    row_sum: Pointer  # as lse: the sum of these exponentials; 0 in fully masked rows
+    out_residual: Pointer  # as out: what rounding took from it; or None
 
 
 class Backward(NamedTuple):
-    """What backward is given, and `delta` and `segment_scores`: the kernel of rows writes them for that of keys."""
+    """What backward is given, and `inverse` to `different`: the kernel of rows writes them for that of keys."""
 
     out: Pointer  # (B, L, H, D)
-    lse: Pointer  # (B, H, L) float32
+    out_residual: Pointer  # as out, or None
+    row_max: Pointer  # (B, H, L) float32
+    row_sum: Pointer  # (B, H, L) float32
     grad_out: Matrix  # (B, H, L, D)
     grad_lse: Pointer  # (B, H, L) float32 or None
-    delta: Pointer  # (B, H, L) float32: rowsum(dO * O) - dlse
-    segment_scores: Pointer  # (B, H, 2, L) float32: of keys in the same segment and in another; or None
+    inverse: Pointer  # (B, H, L) float32: 1 / row_sum, 0 in fully masked rows
+    delta: Pointer  # (B, H, L) float32: rowsum(dO * O) - dlse, times inverse
+    different: Pointer  # (B, H, L) float32 or None: the segment term, as in RowSegments
     rank_least: Pointer  # (B, padded L / BOUND) int32 or None: of query_rank, rows in the order of their positions
     floor_largest: Pointer  # as rank_least, of query_floor
 

@@ -1,6 +1,6 @@
 """The backward kernel that visits the rows of each tile of keys: gradients of key and value, the memory's too.
 
-It runs after backward_rows.py, which leaves delta = rowsum(dO * O) - dlse and both segment terms of each row.
+It runs after backward_rows.py, which leaves delta = rowsum(dO * O) - dlse and the segment term of each row.
 """
 
 from __future__ import annotations
@@ -14,34 +14,47 @@ from .chunks import (
     RowOperand,
     add_product,
     columns,
+    in_loop,
     keep_keys,
     keep_rows,
-    key_chunk,
+    load_keys,
     row_chunk,
     store_keys,
     zeros,
 )
 from .mask import RowMask, load_row_mask, rank_range, row_bounds, span_of_rows, visibility
-from .segments import add_segments, id_range, load_segment_scores
+from .segments import add_segments, id_range, load_different
 from .shift import are_narrow, load_tile, shift_blocks
-from .softmax import LOG2_E, softmax_backward
+from .softmax import LOG2_E, Statistics, hide_fully_masked, load_row_max, softmax_backward
 
 
 @triton.jit
 def _main_loop(
-    rows, tile_k, tile_v, head, span, j0, rel_key, segments, mask, positions, dropout, backward, size, META,
-    NARROW: tl.constexpr,
+    rows, keys, memory, head, span, j0, rel_key, segments, mask, positions, dropout, backward, size, META,
+    NARROW: tl.constexpr, HIDE: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile of keys in chunks (BLOCK_N, BLOCK_D), and colsum(dS) (BLOCK_N,)."""
+    """dK / scale and dV of a tile of keys in chunks (BLOCK_N, BLOCK_D), and colsum(dS) / scale (BLOCK_N,).
+    HIDE: fully masked rows are not loaded."""
     KEEP: tl.constexpr = META.KEEP
+    kept_k = keep_keys(memory.key, keys.key, head, j0, size, META, KEEP)
+    tile_k = KeyOperand(kept_k, keys.key, memory.key, head, j0)  # (BLOCK_N, D)
+    kept_v = keep_keys(memory.value, keys.value, head, j0, size, META, KEEP)
+    tile_v = KeyOperand(kept_v, keys.value, memory.value, head, j0)  # (BLOCK_N, D)
     acc_k = zeros(META.BLOCK_N, META)
     acc_v = zeros(META.BLOCK_N, META)
-    column_sum = tl.zeros((META.BLOCK_M // 16, 8, META.BLOCK_N), tl.float32)  # in parts, each of them in one thread
+    if KEEP:
+        column_sum = tl.zeros((META.BLOCK_N, 16), tl.float32)  # all columns are the same: 16 is the least of a product
+    else:
+        column_sum = tl.zeros((META.BLOCK_M // 16, 8, META.BLOCK_N), tl.float32)  # in parts, each of them in one thread
     id_least, id_largest = id_range(segments, head, j0, size, META)
     rank_least, rank_largest = rank_range(mask, head, j0, size, META)
     for n0 in range(span.begin, span.end, META.BLOCK_M):
         # position
         tile = load_tile(positions, head, n0 // META.BLOCK_M, size, META)
+        row = of_head_rows(head, size)
+        inverse = tl.load((backward.inverse + row) + tile.row, mask=tile.inside, other=0.0)
+        if HIDE:
+            tile = hide_fully_masked(tile, inverse)
         position_query = RowOperand((), rows.query, rows.position_bias, tile)  # (BLOCK_M, D)
         score = shift_blocks(position_query, rel_key, j0, 0, size, META, False, NARROW)  # (BLOCK_M, BLOCK_N)
 
@@ -53,13 +66,12 @@ def _main_loop(
         # segments
         term = 0.0
         if segments.key_ids is not None:
-            terms = load_segment_scores(segments, backward, tile, size)
+            terms = load_different(segments, backward, tile, size)
             score, term = add_segments(score, terms, segments, head, id_least, id_largest, j0, size, META)
 
         # dP
-        row = of_head_rows(head, size)
-        lse = tl.load((backward.lse + row) + tile.row, mask=tile.inside, other=float("inf"))  # no such row: P = 0
-        delta = tl.load((backward.delta + row) + tile.row, mask=tile.inside, other=0.0) * rows.scale
+        delta = tl.load((backward.delta + row) + tile.row, mask=tile.inside, other=0.0)
+        statistics = Statistics(load_row_max(backward, tile, size), inverse, delta)
         kept_grad = keep_rows(backward.grad_out, None, tile, META, KEEP)
         grad_rows = RowOperand(kept_grad, backward.grad_out, None, tile)  # (BLOCK_M, D)
         dP = tl.zeros((META.BLOCK_M, META.BLOCK_N), tl.float32)
@@ -70,14 +82,14 @@ def _main_loop(
         lowest_rank, highest_floor = row_bounds(backward, head, n0, size, META)
         row_mask = RowMask(rank, floor, own, lowest_rank, highest_floor)
         every, near = visibility(tile, row_mask, mask, rank_least, rank_largest, j0, size, META)
-        base = term * (rows.scale * LOG2_E) - lse * LOG2_E
         dropped, dS = softmax_backward(
-            score, base, dP, delta, rows.scale, dropout, tile, mask, row_mask, every, near, j0, size, META
-        )
+            score, term, dP, statistics, rows.scale * LOG2_E, dropout, tile, mask, row_mask, every, near, j0, size, META
+        )  # fmt: skip
 
         # dV, dK
         dropped = tl.trans(dropped.to(backward.grad_out.data.dtype.element_ty))  # (BLOCK_N, BLOCK_M)
-        narrowed = tl.trans(dS.to(rows.query.data.dtype.element_ty))
+        rounded = dS.to(rows.query.data.dtype.element_ty)
+        narrowed = tl.trans(rounded)
         sums_k = ()
         sums_v = ()
         for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
@@ -87,8 +99,27 @@ def _main_loop(
             sums_k = sums_k + (tl.dot(narrowed, chunk, acc=acc_k[c], input_precision=META.PRECISION),)
         acc_k = sums_k
         acc_v = sums_v
-        column_sum += tl.sum(tl.reshape(dS, (META.BLOCK_M // 16, 2, 8, META.BLOCK_N)), 1)
-    return acc_k, acc_v, tl.sum(tl.sum(column_sum, 0), 0)
+        # Rounded as dQ's dS: position_bias's gradient is the difference of sums of both.
+        if KEEP:
+            ones = tl.full((META.BLOCK_M, 16), 1.0, narrowed.dtype)
+            column_sum = tl.dot(narrowed, ones, acc=column_sum, input_precision=META.PRECISION)
+        else:
+            parts = tl.reshape(rounded.to(tl.float32), (META.BLOCK_M // 16, 2, 8, META.BLOCK_N))
+            column_sum += tl.sum(parts, 1)
+    if KEEP:
+        column_sum = tl.max(column_sum, 1)
+    else:
+        column_sum = tl.sum(tl.sum(column_sum, 0), 0)
+    return acc_k, acc_v, column_sum
+
+
+@triton.jit
+def _any_nan(chunks, META):
+    """Whether one of the chunks (BLOCK_N, BLOCK_D) holds NaN."""
+    found = tl.zeros((META.BLOCK_N, META.BLOCK_D), tl.int32)
+    for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
+        found |= (chunks[c] != chunks[c]).to(tl.int32)
+    return tl.max(tl.max(found, 1), 0) != 0
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -108,24 +139,27 @@ def keys_kernel(
 
     # load
     span = span_of_rows(positions, mask, head, j0, size, META)
-    kept_k = keep_keys(memory.key, keys.key, head, j0, size, META, META.KEEP)
-    tile_k = KeyOperand(kept_k, keys.key, memory.key, head, j0)  # (BLOCK_N, D)
-    kept_v = keep_keys(memory.value, keys.value, head, j0, size, META, META.KEEP)
-    tile_v = KeyOperand(kept_v, keys.value, memory.value, head, j0)  # (BLOCK_N, D)
-
     arguments = (
-        rows, tile_k, tile_v, head, span, j0, rel_key, segments, mask, positions, dropout, backward, size,
+        rows, keys, memory, head, span, j0, rel_key, segments, mask, positions, dropout, backward, size,
     )  # fmt: skip
     if are_narrow(positions, head, span, size, META):
-        acc_k, acc_v, column_sum = _main_loop(*arguments, META, True)
+        acc_k, acc_v, column_sum = _main_loop(*arguments, META, True, False)
     else:
-        acc_k, acc_v, column_sum = _main_loop(*arguments, META, False)
+        acc_k, acc_v, column_sum = _main_loop(*arguments, META, False, False)
+    j0 = in_loop(j0, span.end)  # what follows loads keys again: the main loop has no registers to spare
+    if _any_nan(acc_k, META) | _any_nan(acc_v, META):
+        # Perhaps of a fully masked row, times 0. Without these rows then: a test in the main loop would slow down all.
+        span = span_of_rows(positions, mask, head, j0, size, META)
+        acc_k, acc_v, column_sum = _main_loop(
+            rows, keys, memory, head, span, j0, rel_key, segments, mask, positions, dropout, backward, size,
+            META, False, True,
+        )  # fmt: skip
 
     # epilogue
-    store_keys(result.memory_key, result.key, head, j0, acc_k, size, META)
-    store_keys(result.memory_value, result.value, head, j0, acc_v, size, META)
+    store_keys(result.memory_key, result.key, head, j0, acc_k, rows.scale, size, META)
+    store_keys(result.memory_value, result.value, head, j0, acc_v, 1.0, size, META)
     sums = result.sums + (head.index.to(tl.int64) * tiles + number) * META.HEAD_DIM
     for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
         d = columns(c, META)
-        chunk = key_chunk(tile_k, c, 0, size, META, META.KEEP).to(tl.float32)  # (BLOCK_N, BLOCK_D)
-        tl.store(sums + d, tl.sum(column_sum[:, None] * chunk, 0), mask=d < META.HEAD_DIM)
+        chunk = load_keys(memory.key, keys.key, head, j0, c, size, META).to(tl.float32)  # (BLOCK_N, BLOCK_D)
+        tl.store(sums + d, tl.sum(column_sum[:, None] * chunk, 0) * rows.scale, mask=d < META.HEAD_DIM)

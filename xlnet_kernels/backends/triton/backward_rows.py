@@ -1,7 +1,8 @@
 """The backward kernel that visits the keys of each tile of rows: gradients of query, rel_key and the small parameters.
 
-The probabilities are recomputed from the log-sum-exp. With dP = dO V^T and delta = rowsum(dO * O) - dlse,
-dS = P * (dP - delta) * scale; the rest is products of dS with what the scores were made of.
+The probabilities are recomputed from row_max and row_sum. With dP = dO V^T and delta = rowsum(dO * O) - dlse,
+dS = P * (dP - delta) * scale; the rest is products of dS with what the scores were made of. O is the output before it
+was rounded: the rounding would be common to a row of dS, and would add up in sums over rows.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from .chunks import (
     key_chunk,
     load_rel_key,
     load_row_chunk,
-    load_rows,
     row_chunk,
     zeros,
 )
 from .mask import RowMask, load_row_mask, rank_range, span_of_keys, visibility
-from .segments import add_dS_different, add_segments, id_range, load_embedding, row_segments, store_segment_scores
+from .segments import add_dS_different, add_segments, id_range, load_embedding, row_segments, store_different
 from .shift import (
     block_of,
     blocks_of,
@@ -39,7 +39,16 @@ from .shift import (
     shift_in,
     shift_out,
 )
-from .softmax import LOG2_E, softmax_backward
+from .softmax import (
+    LOG2_E,
+    Statistics,
+    hide_fully_masked,
+    load_inverse,
+    load_out,
+    load_row_max,
+    softmax_backward,
+    store_statistics,
+)
 
 
 @triton.jit
@@ -83,11 +92,11 @@ def _add_band(grad_rel, grad_query, rel_key, start, end, band, position_query, s
 
 @triton.jit
 def _main_loop(
-    tile, content_query, position_query, grad_rows, terms, row_mask, span, lse, delta, grad_rel, keys, memory,
+    tile, content_query, position_query, grad_rows, terms, row_mask, span, statistics, grad_rel, keys, memory,
     rel_key, segments, mask, dropout, scale, size, META, RING: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a tile of rows less the segment term, in chunks (BLOCK_M, BLOCK_D), and rowsum(dS) over the keys of other
-    segments (BLOCK_M,)."""
+    """dQ / scale of a tile of rows less the segment term, in chunks (BLOCK_M, BLOCK_D), and rowsum(dS) / scale over the
+    keys of other segments (BLOCK_M,)."""
     KEEP: tl.constexpr = META.KEEP
     # grad_rel has room for whole blocks; but without a mask the compiler unrolls a loop over chunks
     MASKED: tl.constexpr = not META.KEEP
@@ -124,9 +133,8 @@ def _main_loop(
         if KEEP:  # without, scores that go through branches cost hundreds of spills
             rank_least, rank_largest = rank_range(mask, tile.head, j0, size, META)
             every, near = visibility(tile, row_mask, mask, rank_least, rank_largest, j0, size, META)
-        base = term * (scale * LOG2_E) - lse
         _, dS = softmax_backward(
-            score, base, dP, delta * scale, scale, dropout, tile, mask, row_mask, every, near, j0, size, META
+            score, term, dP, statistics, scale * LOG2_E, dropout, tile, mask, row_mask, every, near, j0, size, META
         )  # fmt: skip
 
         # dQ, the band of dS
@@ -167,33 +175,35 @@ def _main_loop(
 
 
 @triton.jit
-def _load_statistics(backward, grad_rows, out_row, scale, size, META):
-    """Of a tile's rows, all (BLOCK_M,): lse in units of log2, delta, rowsum(dS)."""
+def _delta(backward, grad_rows, out_row, size, META):
+    """Of a tile's rows, both (BLOCK_M,): delta and rowsum(dS) / scale."""
     tile = grad_rows.tile
     row = of_head_rows(tile.head, size) + tile.row
-    lse = tl.load(backward.lse + row, mask=tile.inside, other=float("inf")) * LOG2_E  # rows that do not exist: P = 0
     delta = tl.zeros((META.BLOCK_M,), tl.float32)
     for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
-        out = load_rows(backward.out, out_row, META.HEAD_DIM, tile.inside, c, META).to(tl.float32)
+        out = load_out(backward, out_row, tile, c, META)  # (BLOCK_M, BLOCK_D)
         delta += tl.sum(row_chunk(grad_rows, c, 0, META, META.KEEP).to(tl.float32) * out, 1)
     total = tl.zeros((META.BLOCK_M,), tl.float32)
     if backward.grad_lse is not None:
         grad_lse = tl.load(backward.grad_lse + row, mask=tile.inside, other=0.0)
         delta -= grad_lse
-        total = tl.where(lse == -float("inf"), 0.0, grad_lse) * scale
-    tl.store(backward.delta + row, delta, mask=tile.inside)
-    return lse, delta, total
+        total = grad_lse
+    return delta, total
 
 
 @triton.jit
-def _store_gradients(result, rows, segments, tile, sums_row, out_row, acc, dS_same, dS_different, size, META):
-    """dQ, its segment term added, and the sums over a tile's rows."""
+def _store_gradients(
+    result, rows, segments, tile, exists, sums_row, out_row, acc, dS_same, dS_different, size, META
+):  # fmt: skip
+    """dQ, its segment term added, of rows that exist, and the sums over a tile's rows; acc and dS are without scale."""
     D: tl.constexpr = META.HEAD_DIM
+    dS_same *= rows.scale
+    dS_different *= rows.scale
     for c in tl.static_range((D + META.BLOCK_D - 1) // META.BLOCK_D):
         d = columns(c, META)
-        total = acc[c]  # (BLOCK_M, BLOCK_D)
+        total = acc[c] * rows.scale  # (BLOCK_M, BLOCK_D)
         sums = result.sums + sums_row * 4 * D + d
-        tl.store(sums, tl.sum(acc[c], 0), mask=d < D)
+        tl.store(sums, tl.sum(total, 0), mask=d < D)
         if segments.key_ids is not None:
             biased = load_row_chunk(rows.query, segments.bias, tile, c, 0, META).to(tl.float32)
             term = dS_same[:, None] * load_embedding(segments, tile.head, 0, c, size, META)[None, :]
@@ -203,7 +213,7 @@ def _store_gradients(result, rows, segments, tile, sums_row, out_row, acc, dS_sa
             tl.store(sums + 3 * D, tl.sum(term, 0), mask=d < D)
             total += term
         pointer = result.query + out_row[:, None] * D + d[None, :]
-        tl.store(pointer, total.to(result.query.dtype.element_ty), mask=tile.inside[:, None] & (d < D)[None, :])
+        tl.store(pointer, total.to(result.query.dtype.element_ty), mask=exists[:, None] & (d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=[*SIZES, "items", "programs"])
@@ -232,6 +242,9 @@ def rows_kernel(
 
         # load
         tile = load_tile(positions, head, number, size, META)
+        exists = tile.inside
+        inverse = load_inverse(backward, tile, size)
+        tile = hide_fully_masked(tile, inverse)
         rank, floor, own = load_row_mask(mask, tile, size)
         row_mask = RowMask(rank, floor, own, tl.min(rank, 0), tl.max(floor, 0))
         span = span_of_keys(tile, row_mask, mask, size, META)
@@ -241,12 +254,15 @@ def rows_kernel(
         kept_position = keep_rows(rows.query, rows.position_bias, tile, META, META.KEEP)
         position_query = RowOperand(kept_position, rows.query, rows.position_bias, tile)  # (BLOCK_M, D)
         grad_rows = RowOperand(keep_rows(backward.grad_out, None, tile, META, META.KEEP), backward.grad_out, None, tile)
-        store_segment_scores(backward, terms, tile, size)
+        store_different(backward, terms, tile, size)
         out_row = (head.b * length + tile.row) * heads + head.h
-        lse, delta, dS_total = _load_statistics(backward, grad_rows, out_row, rows.scale, size, META)
+        delta, dS_total = _delta(backward, grad_rows, out_row, size, META)
+        delta *= inverse
+        store_statistics(backward, tile, exists, inverse, delta, size)
+        statistics = Statistics(load_row_max(backward, tile, size), inverse, delta)
 
         arguments = (
-            tile, content_query, position_query, grad_rows, terms, row_mask, span, lse, delta, grad_rel, keys,
+            tile, content_query, position_query, grad_rows, terms, row_mask, span, statistics, grad_rel, keys,
             memory, rel_key, segments, mask, dropout, rows.scale, size,
         )  # fmt: skip
         if is_narrow(positions, tile, META):
@@ -257,6 +273,8 @@ def rows_kernel(
         # epilogue
         sums_row = head.index.to(tl.int64) * tiles + number
         dS_same = dS_total - dS_different
-        _store_gradients(result, rows, segments, tile, sums_row, out_row, acc, dS_same, dS_different, size, META)
+        _store_gradients(
+            result, rows, segments, tile, exists, sums_row, out_row, acc, dS_same, dS_different, size, META
+        )  # fmt: skip
         if not META.ATOMIC:
             tl.debug_barrier()  # the next item's blocks are aligned otherwise: other threads add to the same elements

@@ -95,15 +95,15 @@ def load_keys(memory, current, head, j0, c, size, META):
 
 
 @triton.jit
-def store_keys(memory, current, head, j0, chunks, size, META):
-    """The transposed map of `load_keys`, of all chunks, into contiguous (B, M, H, D) and (B, K, H, D)."""
+def store_keys(memory, current, head, j0, chunks, scale, size, META):
+    """The transposed map of `load_keys`, of all chunks times `scale`, into contiguous (B, M, H, D) and (B, K, H, D)."""
     stride = size.heads * META.HEAD_DIM
     if memory is not None:
         memory += head.b * size.mem_len * size.heads * META.HEAD_DIM + head.h * META.HEAD_DIM
     current += head.b * (size.keys - size.mem_len) * size.heads * META.HEAD_DIM + head.h * META.HEAD_DIM
     for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
         pointer = key_pointers(memory, stride, current, stride, j0, c, size, META)
-        tl.store(pointer, chunks[c].to(current.dtype.element_ty), mask=key_mask(j0, c, size, META))
+        tl.store(pointer, (chunks[c] * scale).to(current.dtype.element_ty), mask=key_mask(j0, c, size, META))
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from .dropout import kept
 from .mask import RowMask, hide, load_row_mask, rank_range, span_of_keys, visibility
 from .segments import add_segments, id_range, row_segments
 from .shift import is_narrow, load_tile, open_ring, rel_product, shift_blocks, shift_in
-from .softmax import LOG2_E, normalise, online_softmax
+from .softmax import LOG2_E, fully_masked_or_nan, log_sum_exp, online_softmax, residual_of
 
 
 @triton.jit
@@ -19,11 +19,14 @@ def _main_loop(
     tile, content_query, position_query, terms, row_mask, span, keys, memory, rel_key, segments, mask, dropout,
     scale, size, META, RING: tl.constexpr,
 ):  # fmt: skip
-    """All keys that a tile of rows may see: (row_max, row_sum, the sum of values in chunks (BLOCK_M, BLOCK_D))."""
+    """All keys that a tile of rows may see: (row_max, row_sum, the sum of P as its product takes it, the sum of values
+    in chunks (BLOCK_M, BLOCK_D))."""
     KEEP: tl.constexpr = META.KEEP
     row_max = tl.full((META.BLOCK_M,), -float("inf"), tl.float32)
     row_sum = tl.zeros((META.BLOCK_M,), tl.float32)
     acc = zeros(META.BLOCK_M, META)
+    ROUNDED: tl.constexpr = keys.value.data.dtype.element_ty != tl.float32
+    rounded_sum = tl.zeros((META.BLOCK_M, 16), tl.float32)  # all columns are the same: 16 is the least of a product
     if RING:
         first, middle = open_ring(position_query, rel_key, tile.origin + span.begin, 0, size, META, KEEP)
     for j0 in range(span.begin, span.end, META.BLOCK_N):
@@ -54,19 +57,22 @@ def _main_loop(
 
         # softmax, dropout
         probability, row_max, row_sum, correction = online_softmax(score, term, row_max, row_sum, scale)
+        operand = probability.to(keys.value.data.dtype.element_ty)
+        if ROUNDED:  # normalised by its own sum, P weighs what values have in common right: delta depends on it
+            ones = tl.full((META.BLOCK_N, 16), 1.0, operand.dtype)
+            rounded_sum = tl.dot(operand, ones, acc=rounded_sum * correction[:, None])
         if dropout.state is not None:
-            probability = tl.where(kept(dropout, tile, j0, META), probability, 0.0)
+            operand = tl.where(kept(dropout, tile, j0, META), operand, 0.0)
 
         # values
         tile_v = KeyOperand((), keys.value, memory.value, tile.head, j0)
-        probability = probability.to(keys.value.data.dtype.element_ty)
         sums = ()
         for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
             values = key_chunk(tile_v, c, 0, size, META, False)  # (BLOCK_N, BLOCK_D)
             corrected = acc[c] * correction[:, None]
-            sums = sums + (tl.dot(probability, values, acc=corrected, input_precision=META.PRECISION),)
+            sums = sums + (tl.dot(operand, values, acc=corrected, input_precision=META.PRECISION),)
         acc = sums
-    return row_max, row_sum, acc
+    return row_max, row_sum, tl.max(rounded_sum, 1) if ROUNDED else row_sum, acc
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -74,7 +80,7 @@ def forward_kernel(
     rows, keys, memory, rel_key, segments, rank_mask, dense_mask, positions, dropout, output,
     heads, length, mem_len, key_len, rel_len, max_distance, threshold, META,
 ):  # fmt: skip
-    """out and lse. Program (tile, b * heads + h); arguments.py says what the tuples hold."""
+    """out, lse and what backward needs. Program (tile, b * heads + h); arguments.py says what the tuples hold."""
     size = Sizes(heads, length, mem_len, mem_len + key_len, rel_len, max_distance)
     mask = Mask(rank_mask, dense_mask)
     dropout = Dropout(dropout.state, dropout.kept_scale, threshold)
@@ -99,15 +105,24 @@ def forward_kernel(
         dropout, rows.scale * LOG2_E, size,
     )  # fmt: skip
     if is_narrow(positions, tile, META):
-        row_max, row_sum, acc = _main_loop(*arguments, META, True)
+        row_max, row_sum, rounded_sum, acc = _main_loop(*arguments, META, True)
     else:
-        row_max, row_sum, acc = _main_loop(*arguments, META, False)
+        row_max, row_sum, rounded_sum, acc = _main_loop(*arguments, META, False)
 
     # epilogue
-    factor, lse = normalise(row_max, row_sum, dropout.kept_scale)
-    out_row = output.out + ((head.b * length + tile.row) * heads + head.h)[:, None] * META.HEAD_DIM
+    row = of_head_rows(head, size) + tile.row
+    tl.store(output.lse + row, log_sum_exp(row_max, row_sum, terms.same * (rows.scale * LOG2_E)), mask=tile.inside)
+    number = in_loop(tiles - 1 - turn, span.end)
+    row_sum = fully_masked_or_nan(row_sum, positions, mask, head, number, span, size, META)
+    tl.store(output.row_max + row, row_max, mask=tile.inside)
+    tl.store(output.row_sum + row, row_sum, mask=tile.inside)
+    factor = tl.where(row_sum != 0, dropout.kept_scale / tl.where(row_sum == row_sum, rounded_sum, row_sum), 0.0)
+    out_row = ((head.b * length + tile.row) * heads + head.h)[:, None] * META.HEAD_DIM
     for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
         d = columns(c, META)
-        chunk = (acc[c] * factor[:, None]).to(output.out.dtype.element_ty)  # (BLOCK_M, BLOCK_D)
-        tl.store(out_row + d[None, :], chunk, mask=tile.inside[:, None] & (d < META.HEAD_DIM)[None, :])
-    tl.store(output.lse + of_head_rows(head, size) + tile.row, lse, mask=tile.inside)
+        stored = tile.inside[:, None] & (d < META.HEAD_DIM)[None, :]
+        chunk = acc[c] * factor[:, None]  # (BLOCK_M, BLOCK_D)
+        rounded = chunk.to(output.out.dtype.element_ty)
+        tl.store(output.out + (out_row + d[None, :]), rounded, mask=stored)
+        if output.out_residual is not None:
+            tl.store(output.out_residual + (out_row + d[None, :]), residual_of(chunk, rounded), mask=stored)

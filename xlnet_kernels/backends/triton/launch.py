@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,21 +27,38 @@ _TINY = torch.finfo(torch.float32).tiny  # instead of a scale of 0, as 0 times m
 _SLOT_BYTES = 2**30  # what the deterministic gradient of rel_key may take
 
 
-def forward(*inputs) -> tuple[Tensor, Tensor]:
+def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The operator `rel_attention_triton`."""
+    *inputs, needs_backward = inputs
     query = inputs[0]
-    out, lse = rows_first(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    out = rows_first(query)
+    lse, row_max, row_sum = (query.new_empty(query.shape[:3], dtype=torch.float32) for _ in range(3))
+    has_residual = needs_backward and query.dtype.itemsize == 2
+    out_residual = rows_first(query) if has_residual else query.new_empty(0)
+    results = out, lse, row_max, row_sum, out_residual
     call = Call(inputs)
     if call.is_empty:
-        return out.zero_(), lse.fill_(-torch.inf)
+        for result in results:
+            result.zero_()
+        lse.fill_(-torch.inf)
+        return results
     config = call.config("forward")
     programs = _tiles(call.length, config.BLOCK_M) * call.batch * call.heads
-    call.launch(forward_kernel, programs, config, output=args.Output(out, lse))
-    return out, lse
+    call.launch(
+        forward_kernel, programs, config, output=args.Output(*results[:4], out_residual if has_residual else None)
+    )
+    return results
 
 
 def backward(
-    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, needs: list[bool], *inputs
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    out_residual: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    needs: list[bool],
+    *inputs,
 ) -> list[Tensor]:
     """The operator `rel_attention_triton_backward`."""
     call = Call(inputs)
@@ -65,7 +83,7 @@ def backward(
             if grad is not None:
                 grad.zero_()
     else:
-        given = call.given_to_backward(grad_out, grad_lse, out, lse)
+        given = call.given_to_backward(grad_out, grad_lse, out, out_residual, row_max, row_sum)
         call.launch(
             rows_kernel, programs * groups, rows_config, backward=given, items=items, programs=programs,
             result=args.RowGradients(grads["query"], grad_rel, sums),
@@ -77,7 +95,7 @@ def backward(
     rows_sum, same, different, segment_term = sums.sum((0, 2)).unbind(1)
     content = key_sums.sum((0, 2))
     grads |= {
-        "rel_key": grad_rel[:, :, : call.rel_len].sum(0).view(rel_key.shape),
+        "rel_key": grad_rel[:, :, : call.rel_len].sum(0).mul_(call.scale).view(rel_key.shape),
         "content_bias": content,
         "position_bias": rows_sum - content,  # dQ = dQ of the content term + dQ of the position term
         "segment_embed": torch.stack([same, different]),
@@ -97,12 +115,13 @@ def backward(
 class Call:
     """One call of the operator: its `tensors` as given, its `arguments` as every kernel takes them."""
 
-    def __init__(self, inputs: tuple) -> None:
+    def __init__(self, inputs: Sequence) -> None:
         self.tensors = t = dict(zip(INPUT_NAMES, inputs, strict=False))
         max_distance, dropout_p, scale = inputs[len(INPUT_NAMES) : -1]
         self.negated = _LINEAR if scale < 0 else ()  # the kernels want a positive scale
         for name in self.negated:
             t[name] = None if t[name] is None else -t[name]
+        self.scale = abs(scale) or _TINY
         query, key, rel_key, memory_key = t["query"], t["key"], t["rel_key"], t["memory_key"]
         self.batch, self.heads, self.length, self.head_dim = query.shape
         self.mem_len = 0 if memory_key is None else memory_key.shape[2]
@@ -118,7 +137,7 @@ class Call:
         memory = args.Keys(_matrix(memory_key), _matrix(t["memory_value"])) if self.mem_len else args.Keys()
         bits = threshold(dropout_p)
         self.arguments: dict[str, Any] = {
-            "rows": args.Rows(_matrix(query), *biases, abs(scale) or _TINY),
+            "rows": args.Rows(_matrix(query), *biases, self.scale),
             "keys": args.Keys(_matrix(key), _matrix(t["value"])),
             "memory": memory,
             "rel_key": _matrix(rel_key),
@@ -168,7 +187,15 @@ class Call:
         values = _padded(values.int(), beyond)
         return values, *_by_bound(values).aminmax(dim=2)
 
-    def given_to_backward(self, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> args.Backward:
+    def given_to_backward(
+        self,
+        grad_out: Tensor,
+        grad_lse: Tensor | None,
+        out: Tensor,
+        out_residual: Tensor,
+        row_max: Tensor,
+        row_sum: Tensor,
+    ) -> args.Backward:
         """With the least rank and the largest floor of every BOUND rows, in the order of their positions."""
         bounds: list[Tensor | None] = []
         mask, row = self.arguments["rank_mask"], self.arguments["positions"].row
@@ -177,12 +204,12 @@ class Call:
                 values = values if row is None else values.gather(1, row.long())
                 values = reduce(_by_bound(_padded(values, LOWEST)), 2)
             bounds.append(values)
-        lse, scores = lse.contiguous(), None
-        if self.tensors["key_ids"] is not None:
-            scores = lse.new_empty(*lse.shape[:2], 2, self.length)
+        row_max, row_sum = row_max.contiguous(), row_sum.contiguous()
+        different = None if self.tensors["key_ids"] is None else torch.empty_like(row_max)
+        residual = out_residual.transpose(1, 2).contiguous() if out_residual.numel() else None
         return args.Backward(
-            out.transpose(1, 2).contiguous(), lse, _matrix(grad_out), _dense(grad_lse), torch.empty_like(lse), scores,
-            *bounds,
+            out.transpose(1, 2).contiguous(), residual, row_max, row_sum, _matrix(grad_out), _dense(grad_lse),
+            torch.empty_like(row_max), torch.empty_like(row_max), different, *bounds,
         )  # fmt: skip
 
     def config(self, kernel: str) -> tuning.Config:

@@ -47,11 +47,13 @@ def range_of(least, largest, start, first, COUNT: tl.constexpr):
     if least is None:
         return 0, 0
     else:
-        at = start + first // BOUND
+        least += start
+        largest += start
+        at = first // BOUND
         low, high = tl.load(least + at), tl.load(largest + at)
         for i in tl.static_range(1, COUNT // BOUND):
-            low = tl.minimum(low, tl.load(least + at + i))
-            high = tl.maximum(high, tl.load(largest + at + i))
+            low = tl.minimum(low, tl.load(least + (at + i)))
+            high = tl.maximum(high, tl.load(largest + (at + i)))
         return low, high
 
 
@@ -134,6 +136,15 @@ def hide(score, tile, row_mask, mask, every, near, j0, size, META):
         else:
             score = tl.where(visible(tile, row_mask, mask, j0, size, META, False), score, -float("inf"))
     return score
+
+
+@triton.jit
+def sees_any_key(tile, row_mask, mask, span, size, META):
+    """(BLOCK_M,) whether each row of a tile sees a key."""
+    found = tl.zeros((META.BLOCK_M,), tl.int32)
+    for j0 in range(span.begin, span.end, META.BLOCK_N):
+        found |= tl.max(visible(tile, row_mask, mask, j0, size, META, True).to(tl.int32), 1)
+    return found != 0
 
 
 @triton.jit

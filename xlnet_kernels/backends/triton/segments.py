@@ -16,8 +16,8 @@ class RowSegments(NamedTuple):
     """Of a tile's rows."""
 
     ids: Any  # (BLOCK_M,) int32
-    same: Any  # (BLOCK_M,) float32: the term of a key in the same segment
-    different: Any  # (BLOCK_M,) float32: of one in another
+    same: Any  # (BLOCK_M,) float32: the term of a key in the same segment, which softmax does not see
+    different: Any  # (BLOCK_M,) float32: what a key in another segment has in addition
 
 
 @triton.jit
@@ -44,28 +44,23 @@ def row_segments(rows, segments, tile, size, META):
             both = tl.dot(biased, tl.trans(embed), acc=both, input_precision=META.PRECISION)
         same = tl.sum(tl.where((kind == 0)[None, :], both, 0.0), 1)
         different = tl.sum(tl.where((kind == 1)[None, :], both, 0.0), 1)
-    return RowSegments(ids, same, different)
+    return RowSegments(ids, same, different - same)
 
 
 @triton.jit
-def store_segment_scores(backward, terms, tile, size):
-    """Keeps both terms of a tile's rows for the kernel of keys."""
-    if backward.segment_scores is not None:
-        start = of_head_rows(tile.head, size)
-        row = start + tile.row
-        tl.store(backward.segment_scores + (row + start), terms.same, mask=tile.inside)
-        start += size.length
-        tl.store(backward.segment_scores + (row + start), terms.different, mask=tile.inside)
+def store_different(backward, terms, tile, size):
+    """Keeps the term of a tile's rows for the kernel of keys."""
+    if backward.different is not None:
+        row = of_head_rows(tile.head, size) + tile.row
+        tl.store(backward.different + row, terms.different, mask=tile.inside)
 
 
 @triton.jit
-def load_segment_scores(segments, backward, tile, size):
-    """What `row_segments` gave for these rows."""
+def load_different(segments, backward, tile, size):
+    """What `row_segments` gave for these rows, but for `same`."""
     ids = load_or(segments.query_ids, of_rows(tile.head, size), tile.row, tile.inside, 0)
-    base = backward.segment_scores + 2 * of_head_rows(tile.head, size)
-    same = tl.load(base + tile.row, mask=tile.inside, other=0.0)
-    different = tl.load(base + (size.length + tile.row), mask=tile.inside, other=0.0)
-    return RowSegments(ids, same, different)
+    base = backward.different + of_head_rows(tile.head, size)
+    return RowSegments(ids, None, tl.load(base + tile.row, mask=tile.inside, other=0.0))
 
 
 @triton.jit
@@ -84,15 +79,15 @@ def is_same_segment(ids, segments, head, j0, size, META):
 
 @triton.jit
 def add_segments(score, terms, segments, head, id_least, id_largest, j0, size, META):
-    """Scores (BLOCK_M, BLOCK_N) plus the segment term, in two parts. Where all keys of the tile are of one segment,
-    id_least to id_largest, it is the second part (BLOCK_M,), the same for all keys of a row."""
+    """Scores (BLOCK_M, BLOCK_N) plus the segment term less `same`, in two parts. Where all keys of the tile are of one
+    segment, id_least to id_largest, it is the second part (BLOCK_M,), the same for all keys of a row."""
     term = tl.zeros((META.BLOCK_M,), tl.float32)
     if segments.key_ids is not None:
         one = id_least == id_largest
-        term = tl.where(one, tl.where(terms.ids == id_least, terms.same, terms.different), 0.0)
+        term = tl.where(one & (terms.ids != id_least), terms.different, 0.0)
         if not one:
             same = is_same_segment(terms.ids, segments, head, j0, size, META)
-            score += tl.where(same, terms.same[:, None], terms.different[:, None])
+            score += tl.where(same, 0.0, terms.different[:, None])
     return score, term
 
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from .arguments import of_head_rows
+from .chunks import load_rows
 from .dropout import kept
-from .mask import visible
+from .mask import RowMask, load_row_mask, sees_any_key, visible
+from .shift import RowTile, load_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class Statistics(NamedTuple):
+    """Of a tile's rows, as forward left them; P = exp2(scaled score - row_max) * inverse."""
+
+    row_max: Any  # (BLOCK_M,); infinity in rows that do not exist
+    inverse: Any  # (BLOCK_M,): 1 / row_sum, 0 in fully masked rows
+    delta: Any  # (BLOCK_M,): rowsum(dO * O) - dlse, times inverse
 
 
 @triton.jit
@@ -18,32 +31,101 @@ def online_softmax(score, term, row_max, row_sum, scale):
     The scores are score + term (BLOCK_M,), times scale.
     """
     larger = tl.maximum(row_max, (tl.max(score, 1) + term) * scale)
-    pivot = tl.where(larger == -float("inf"), 0.0, larger)  # -inf - -inf would give NaN
-    probability = tl.exp2(score * scale + (term * scale - pivot)[:, None])
-    correction = tl.exp2(row_max - pivot)
+    unseen = larger == -float("inf")  # -inf - -inf would give NaN, and the term of a row that sees nothing may be NaN
+    probability = tl.exp2(score * scale + tl.where(unseen, 0.0, term * scale - larger)[:, None])
+    correction = tl.exp2(row_max - tl.where(unseen, 0.0, larger))
     return probability, larger, row_sum * correction + tl.sum(probability, 1), correction
 
 
 @triton.jit
-def normalise(row_max, row_sum, kept_scale):
-    """(what the sum of values is multiplied with, lse), both (BLOCK_M,); fully masked rows: 0 and minus infinity."""
-    sees_any = row_sum != 0  # NaN counts
-    factor = tl.where(sees_any, kept_scale / tl.where(sees_any, row_sum, 1.0), 0.0)
-    return factor, tl.where(sees_any, (row_max + tl.log2(row_sum)) / LOG2_E, -float("inf"))
+def log_sum_exp(row_max, row_sum, same):
+    """(BLOCK_M,); minus infinity where no score is larger. `same` is the segment term that row_max leaves out."""
+    return tl.where(row_sum != 0, (row_max + same + tl.log2(row_sum)) / LOG2_E, -float("inf"))
 
 
 @triton.jit
-def softmax_backward(score, base, dP, delta, scale, dropout, tile, mask, row_mask, every, near, j0, size, META):
-    """(P with dropout, dS) of one tile, both (BLOCK_M, BLOCK_N).
+def fully_masked_or_nan(row_sum, positions, mask, head, number, span, size, META):
+    """row_sum (BLOCK_M,) of a tile's rows, 0 in fully masked ones alone: NaN where all visible scores are minus
+    infinity."""
+    if tl.min(row_sum, 0) == 0:
+        tile = load_tile(positions, head, number, size, META)  # again: the main loop has no registers to keep it in
+        rank, floor, own = load_row_mask(mask, tile, size)
+        row_mask = RowMask(rank, floor, own, 0, 0)
+        seen = sees_any_key(tile, row_mask, mask, span, size, META)
+        row_sum = tl.where((row_sum == 0) & seen, float("nan"), row_sum)
+    return row_sum
 
-    `base` (BLOCK_M,) is what is added to scaled scores, and `delta` (BLOCK_M,) is scaled too; every, near: as mask.py's
-    `visibility` says.
+
+@triton.jit
+def largest_of(DTYPE: tl.constexpr):
+    """The largest finite number of a 16-bit dtype: where rounding gives infinity, the residual is counted from it."""
+    return 65504.0 if DTYPE == tl.float16 else 3.3895313892515355e38
+
+
+@triton.jit
+def residual_of(chunk, rounded):
+    """What rounding to 16 bits took from a chunk of the output."""
+    largest = largest_of(rounded.dtype)
+    return (chunk - tl.clamp(rounded.to(tl.float32), -largest, largest)).to(rounded.dtype)
+
+
+@triton.jit
+def load_out(backward, out_row, tile, c, META):
+    """Chunk c (BLOCK_M, BLOCK_D) of the output before it was rounded, in float32."""
+    out = load_rows(backward.out, out_row, META.HEAD_DIM, tile.inside, c, META)
+    if backward.out_residual is None:
+        return out.to(tl.float32)
+    else:
+        largest = largest_of(out.dtype)
+        residual = load_rows(backward.out_residual, out_row, META.HEAD_DIM, tile.inside, c, META)
+        return tl.clamp(out.to(tl.float32), -largest, largest) + residual.to(tl.float32)
+
+
+@triton.jit
+def load_inverse(backward, tile, size):
+    """1 / row_sum (BLOCK_M,), 0 in fully masked rows and in those that do not exist."""
+    row_sum = tl.load((backward.row_sum + of_head_rows(tile.head, size)) + tile.row, mask=tile.inside, other=0.0)
+    return tl.where(row_sum != 0, 1 / row_sum, 0.0)
+
+
+@triton.jit
+def hide_fully_masked(tile, inverse):
+    """The tile with its fully masked rows outside, so that nothing is loaded of them: 0 times NaN is NaN."""
+    return RowTile(
+        tile.head, tile.row, tile.position, inverse != 0, tile.first, tile.last, tile.shift, tile.origin
+    )  # fmt: skip
+
+
+@triton.jit
+def load_row_max(backward, tile, size):
+    """(BLOCK_M,); infinity outside of the tile, so that P is 0."""
+    return tl.load((backward.row_max + of_head_rows(tile.head, size)) + tile.row, mask=tile.inside, other=float("inf"))
+
+
+@triton.jit
+def store_statistics(backward, tile, exists, inverse, delta, size):
+    """Keeps what the kernel of keys need not compute again."""
+    row = of_head_rows(tile.head, size) + tile.row
+    tl.store(backward.inverse + row, inverse, mask=exists)
+    tl.store(backward.delta + row, delta, mask=exists)
+
+
+@triton.jit
+def softmax_backward(
+    score, term, dP, statistics, scale, dropout, tile, mask, row_mask, every, near, j0, size, META
+):  # fmt: skip
+    """(P with dropout, dS / scale) of one tile, both (BLOCK_M, BLOCK_N).
+
+    The scores are those of `online_softmax`; every, near: as mask.py's `visibility` says. 16 bits have no room for dS
+    times scale: whoever sums it multiplies the sum.
     """
     if dropout.state is not None:
         keep = kept(dropout, tile, j0, META)
         dP = tl.where(keep, dP * dropout.kept_scale, 0.0)
-    probability = tl.exp2(score * (scale * LOG2_E) + base[:, None])
-    dS = probability * (dP * scale - delta[:, None])
+    # First of all row_max, of which row_sum knows how it was rounded: both together would be rounded otherwise.
+    exponential = tl.exp2(score * scale + (term * scale - statistics.row_max)[:, None])
+    dS = exponential * (dP * statistics.inverse[:, None] - statistics.delta[:, None])
+    probability = exponential * statistics.inverse[:, None]
     # Both are hidden: delta of a row that sees a NaN is NaN, also where the row sees nothing.
     if not every and near:
         seen = visible(tile, row_mask, mask, j0, size, META, True)

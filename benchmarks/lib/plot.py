@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from .precision import delta_name
 from .report import DIRECTION_NAMES
 
 if TYPE_CHECKING:
@@ -41,6 +43,14 @@ BARS = {
     "transformers eager": "#3b82c4",
     "transformers compiled": "#8fb8de",
 }
+TRAINING = {
+    "float32": {"color": INK, "linewidth": 3},
+    "float32, weights rounded once": {"color": INK, "linestyle": ":"},
+    "autocast, delta from the rounded output": {"color": "#3b82c4", "linestyle": "--"},
+    "autocast": {"color": "#d9480f"},
+    "bfloat16 weights, delta from the rounded output": {"color": "#2f9e6e", "linestyle": "--"},
+    "bfloat16 weights": {"color": "#e8890c"},
+}
 
 
 def plot(results: dict, path: Path) -> None:
@@ -58,7 +68,7 @@ def plot(results: dict, path: Path) -> None:
     if benchmark not in PICTURES:
         raise ValueError(f"there is no picture for {benchmark}.py")
     draw, section, bottom = PICTURES[benchmark]
-    rows = [row for row in results["rows"] if row["section"] == section and "median_ms" in row]
+    rows = [row for row in results["rows"] if row["section"] == section and ("median_ms" in row or "losses" in row)]
     if not rows:
         raise ValueError("there is nothing to plot: no implementation has times")
     style = {"text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK}
@@ -154,12 +164,35 @@ def _bars(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
     return figure, grid[0][0]
 
 
+def _training(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
+    """Held-out losses of training runs, their distance from float32's, and errors of the position bias's gradient."""
+    figure, (losses, differences, errors) = plt.subplots(1, 3, figsize=(14, 5))
+    base = dict(rows[0]["held_out"])
+    for row in rows:
+        line = {"label": row["implementation"], **TRAINING.get(row["implementation"], {"color": INK})}
+        losses.plot(*zip(*row["held_out"], strict=True), **line)
+        differences.plot(base.keys(), [loss - base[step] for step, loss in row["held_out"]], **line)
+        if row["errors"]:
+            delta = delta_name(row["implementation"])
+            found = [(probe["step"], statistics.fmean(probe["attention"][delta])) for probe in row["errors"]]
+            errors.plot(*zip(*found, strict=True), marker="o", **line)
+    errors.set_yscale("log")
+    losses.set_title("held-out loss, nats per token", color=INK)
+    differences.set_title("the same, less float32's", color=INK)
+    errors.set_title("relative error of the position bias's gradient,\nattention alone, mean of the layers", color=INK)
+    for axes in (losses, differences, errors):
+        axes.set_xlabel("step")
+        axes.grid(True, color=INK, alpha=0.25, linewidth=0.6)
+    return figure, losses
+
+
 # per benchmark: how to draw, which section, and the inches that the legend takes
 PICTURES = {
     "attn": (_over_length, "core", 0.77),
     "model": (_bars, "model", 0.7),
     "recurrence": (_tokens_per_second, "recurrence", 0.32),
     "speech": (_over_length, "speech", 0.5),
+    "precision": (_training, "training", 0.5),
 }
 
 
@@ -199,6 +232,7 @@ def _title(results: dict) -> str:
     about = {
         "model": "Whole XLNet, {layers} layers, {d_model} wide, {heads} heads, {dtype}",
         "recurrence": "Transformer-XL evaluation, {layers} layers, {d_model} wide, {heads} heads, {dtype}",
+        "precision": "Training of an XLNet, {objective}, {layers} layers, {d_model} wide, {seq_len} tokens + {mem_len}",
         "speech": "Attention of Parakeet, {d_model} wide, {heads} heads, {dtype}",
     }.get(results.get("benchmark"), "Transformer-XL attention, {heads} heads of {head_dim}, {dtype}")
     return f"{about.format(**settings)}\n{where}, torch {facts['torch']}"

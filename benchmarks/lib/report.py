@@ -9,6 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from . import precision
+
 try:
     from rich import box
     from rich.console import Console
@@ -248,6 +250,8 @@ def _wrong(row: dict) -> str:
 
 def markdown(results: dict) -> str:
     """The tables and notes of a run as Markdown."""
+    if results.get("benchmark") == "precision":
+        return precision.markdown(results)
     if "triton" in results:
         return _compiled_by_triton(results)
     if "torch_cuda" in results:

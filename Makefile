@@ -6,6 +6,11 @@
 #   make test TORCH="torch==2.8.0"            another torch
 #   make test PYTHON=python3.12               another interpreter
 #
+# `make test-machine` runs the GPU kernels as their compilers left them, on the host (tests/machine), and takes hours;
+# `make test` has a sample of it.
+#
+# `make gpu-counts` counts what the GPU kernels execute, beside plain flash attention, on the same machine.
+#
 # `make bench-suite` keeps the operator's time in multiples of plain SDPA's; with COMPARE=1 it compares with what was kept
 # instead, and fails where something has become slower.
 #
@@ -22,12 +27,19 @@ RUN := $(VENV)/bin/python
 # Folders as well as files, so that a removed file counts as a change. Python sources are used in place.
 SOURCES := $(wildcard csrc csrc/* csrc/*/* build_backend/*.py) setup.py pyproject.toml xlnet_kernels/_version.py
 
-.PHONY: test bench bench-suite gpu-check clean FORCE
+.PHONY: test test-machine gpu-counts bench bench-suite gpu-check clean FORCE
 
 test: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	OMP_WAIT_POLICY=PASSIVE $(RUN) -u -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-machine: $(VENV)/installed
+	for architecture in 80 90; do XLNET_KERNELS_MACHINE=$$architecture OMP_WAIT_POLICY=PASSIVE $(RUN) -u -m pytest -n auto \
+	  tests/machine tests/operator/test_operator.py tests/operator/test_dropout.py tests/triton/test_backend.py $(ARGS) || exit 1; done
+
+gpu-counts: $(VENV)/installed
+	$(RUN) -u tests/machine/gpu_counts.py --verbose --output $(OUT)/gpu-counts.json $(ARGS)
 
 bench: $(VENV)/installed
 	$(RUN) -u benchmarks/attn.py $(ARGS)

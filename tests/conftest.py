@@ -9,8 +9,17 @@ import torch
 
 # Read when cuBLAS is first used; without it torch refuses matrix products in its deterministic mode.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-if not torch.cuda.is_available():  # the Triton kernels run in Triton's interpreter; it reads this when it is imported
+MACHINE = os.environ.get("XLNET_KERNELS_MACHINE")  # an architecture, such as 80: GPU kernels run on tests/machine
+if MACHINE:
+    os.environ["TRITON_INTERPRET"] = "0"
+elif not torch.cuda.is_available():  # the Triton kernels run in Triton's interpreter; it reads this when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if MACHINE:
+    from tests.machine import package
+
+    _serving = package.serving(int(MACHINE))
+    _serving.__enter__()  # before cases.py asks which backends are ready; until the process ends
 
 from tests import ROOT  # noqa: E402
 from tests.cases import BACKENDS  # noqa: E402

@@ -252,6 +252,8 @@ def markdown(results: dict) -> str:
     """The tables and notes of a run as Markdown."""
     if results.get("benchmark") == "precision":
         return precision.markdown(results)
+    if "calibration" in results:
+        return _counted(results)
     if "triton" in results:
         return _compiled_by_triton(results)
     if "torch_cuda" in results:
@@ -305,6 +307,26 @@ def _compiled_by_nvcc(results: dict) -> str:
         cells = [f"{rows[name]['registers']}, {rows[name]['spilled']}" for name in names]
         found.append(f"| {kernel} | {dtype}, {width} | {threads} | {' | '.join(cells)} |")
     return "\n".join(found) + "\n"
+
+
+def _counted(results: dict) -> str:
+    """What tests/machine/gpu_counts.py counted, a line for each kernel, direction and case."""
+    by_case: dict[tuple, dict] = {}
+    for row in results["rows"]:
+        rows = by_case.setdefault((row["direction"], row["head_dim"], row["case"], row["kernel"]), {})
+        rows[row["architecture"], row["length"]] = row
+    columns = sorted({(row["architecture"], row["length"]) for row in results["rows"]})
+    names = " | ".join(f"sm_{architecture}, L {length}" for architecture, length in columns)
+    found = [f"| direction, D | case | kernel | {names} |", f"|---|---|---|{'---|' * len(columns)}"]
+    for (direction, head_dim, case, kernel), rows in sorted(by_case.items()):
+        cells = [f"{rows[c]['bound_cycles']:.0f} {rows[c]['bound_by']}, {rows[c]['ratio']:.1f}x" for c in columns]
+        found.append(f"| {direction}, {head_dim} | {case} | {kernel} | {' | '.join(cells)} |")
+    found += ["", "| plain kernel | by its bound | measured | quotient | source |", "|---|---|---|---|---|"]
+    for row in results["calibration"]:
+        kernel = f"{row['direction']}, D {row['head_dim']}, L {row['length']}, sm_{row['architecture']}"
+        speeds = f"{row['bound_teraflops']} TFLOP/s | {row['published_teraflops']} | {row['quotient']:.2f}"
+        found.append(f"| {kernel} | {speeds} | {row['source']} |")
+    return "\n".join(found) + f"\n\nTriton {results['triton']}.\n"
 
 
 def put(page: Path, name: str, text: str) -> None:

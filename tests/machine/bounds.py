@@ -1,0 +1,80 @@
+"""From what a launch counted to the cycles that each resource of a multiprocessor needs at least.
+
+Rates per cycle and multiprocessor. Sources: [guide] CUDA C++ programming guide, table "Throughput of native arithmetic
+instructions", columns 8.0 and 9.0; [A100] NVIDIA A100 whitepaper (2020); [H100] NVIDIA H100 whitepaper (2022).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.machine.machine import Counts
+
+PAIRS = 1024  # what bounds are given for
+SCHEDULERS = 4  # of a multiprocessor, each issues one instruction of a warp a cycle [A100, H100]
+WARP = 32
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    multiprocessors: int
+    clock: float  # GHz, boost
+    tensor: int  # multiply-adds of 16-bit numbers, dense [A100, H100]
+    floats: int  # additions, multiplications, multiply-adds of float32 [guide]
+    logic: int  # selections, comparisons, logic: the pipe beside that of float32 [guide]
+    special: int  # exp2, log2, reciprocals [guide]
+    shuffles: int  # lanes [guide]
+    shared: int  # passes through shared memory's 32 banks [guide]
+    sectors: (
+        float  # of 32 bytes from the level-2 cache: 5120 bytes a cycle for all of A100 [A100]; H100 taken as the same
+    )
+    atomics: float  # sectors: one a cycle in each 64-byte-wide slice of that cache (assumed, NVIDIA gives no figure)
+
+
+GPUS = {
+    80: Gpu("A100", 108, 1.41, 1024, 64, 64, 16, 32, 1, 5120 / 32 / 108, 80 / 108),
+    90: Gpu("H100", 132, 1.83, 2048, 128, 64, 16, 32, 1, 5120 / 32 / 132, 80 / 132),
+}
+
+
+ASSUMED = "atomics, at an assumed rate"  # shown, but bounds nothing
+
+# Measured speeds of Triton's tutorial kernel (06-fused-attention), float16, not causal: architecture, direction,
+# head_dim, length, TFLOP/s, source. Pull request 1917 does not name its GPU; that tutorial was timed on an A100 then.
+PUBLISHED = [
+    (80, "forward", 64, 2048, 136.6, "github.com/triton-lang/triton/pull/1917"),
+    (80, "backward", 64, 2048, 84.2, "github.com/triton-lang/triton/pull/1917"),
+    (90, "forward", 128, 512, 328.9, "github.com/pytorch/benchmark/pull/2391"),
+    (90, "forward", 128, 2048, 433.7, "github.com/pytorch/benchmark/pull/2391"),
+    (90, "forward", 128, 2048, 427.8, "github.com/facebookexperimental/triton/pull/205"),
+]
+
+
+def cycles(counts: Counts, gpu: Gpu, machine_instructions: float) -> dict[str, float]:
+    """By resource. `machine_instructions`: how many there are for one of PTX.
+
+    Integer arithmetic is bound by issue alone: machine code spreads it over two pipes and merges up to three of PTX's.
+    """
+    by_class = counts.instructions
+    return {
+        "issue": counts.issued * machine_instructions / SCHEDULERS,
+        "tensor cores": counts.tensor_cycles / SCHEDULERS,
+        "float32": by_class.get("float", 0) * WARP / gpu.floats,
+        "selections": by_class.get("selection", 0) * WARP / gpu.logic,
+        "exponentials": counts.special_operations / gpu.special,
+        "shuffles": by_class.get("shuffle", 0) * WARP / gpu.shuffles,
+        "shared memory": counts.shared_wavefronts / gpu.shared,
+        "level-2 cache": (counts.global_sectors_read + counts.global_sectors_written) / gpu.sectors,
+        ASSUMED: counts.atomic_sectors / gpu.atomics,
+    }
+
+
+def limit(gpu: Gpu, head_dim: int, products: int) -> float:
+    """Cycles for PAIRS pairs that no kernel of plain attention can do without: products, or exponentials if more."""
+    return max(products * head_dim * PAIRS / gpu.tensor, PAIRS / gpu.special)
+
+
+def teraflops(gpu: Gpu, cycles_of_pairs: float, head_dim: int, products: int) -> float:
+    """The speed that a time of `cycles_of_pairs` for PAIRS pairs means, for all of a GPU."""
+    return 2 * products * head_dim * PAIRS / cycles_of_pairs * gpu.multiprocessors * gpu.clock / 1000

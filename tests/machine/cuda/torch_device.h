@@ -1,0 +1,24 @@
+// What csrc/cuda/register.cpp needs to know of the device, where launches go to the machine (runtime.cpp).
+#pragma once
+
+#define XLNET_KERNELS_DISPATCH_KEY CPU
+#define XLNET_KERNELS_OPERATOR "rel_attention_machine"
+
+struct CUstream_st;
+
+namespace xlnet_kernels::cuda {
+
+using Stream = CUstream_st*;
+
+struct DeviceGuard {
+  template <typename Device>
+  explicit DeviceGuard(const Device&) {}
+};
+
+inline bool tf32 = false;  // set through machine_allow_tf32
+
+inline Stream current_stream() { return nullptr; }
+inline int processors() { return 3; }  // with few heads, several slots at work on one rel_key
+inline bool allows_tf32() { return tf32; }
+
+}  // namespace xlnet_kernels::cuda

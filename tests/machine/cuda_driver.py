@@ -1,0 +1,220 @@
+"""The CUDA backend on the machine: its host code as it is, what nvcc compiles of its kernels executed on the CPU.
+
+The host code is linked with a stand-in for the CUDA runtime (cuda/runtime.cpp), which gives launches back to Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import re
+import shutil
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tests.cuda import simt_build
+from tests.machine.machine import Counts, Fault, Module
+from tests.machine.triton_driver import SHARED_MEMORY, Launch, Record
+from xlnet_kernels import ops
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parent.parent / "csrc"
+NVCC = shutil.which("nvcc")
+FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler", "-fPIC", f"-I{CSRC}", f"-I{CSRC / 'cuda'}"]
+# The architecture that kernels are compiled for: setup.py's where it has features of its own.
+COMPILED_FOR = {80: "80", 90: "90a"}
+_OPERATOR = "rel_attention_machine"  # as in cuda/torch_device.h
+_CALLBACK = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.POINTER(ctypes.c_uint * 3),
+    ctypes.POINTER(ctypes.c_uint * 3),
+    ctypes.c_uint64,
+    ctypes.POINTER(ctypes.c_void_p),
+)
+
+_kernels = ops.define(_OPERATOR)  # what register.cpp implements
+rel_attention = ops.define(f"{_OPERATOR}_call")  # the same, with its inputs known to the machine
+
+
+def unavailable() -> str | None:
+    """Why it cannot be used, or None."""
+    if NVCC is None:
+        return "no nvcc: set PATH to where CUDA's compiler is"
+    return simt_build.NO_COMPILER if simt_build.COMPILER is None else None
+
+
+class Device:
+    """Where launches go: the record in use, and what failed."""
+
+    record: Record | None = None
+    fault: Exception | None = None
+    inputs: dict[str, torch.Tensor] = {}
+
+
+def _nvcc(source: Path, *options: str) -> None:
+    done = subprocess.run([NVCC, *FLAGS, *options, str(source)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
+
+
+@functools.cache
+def _folder() -> Path:
+    """For what is compiled of these very sources."""
+    found = hashlib.sha256(repr((FLAGS, subprocess.check_output([NVCC, "--version"]))).encode())
+    for path in sorted(CSRC.glob("**/*")):
+        if path.suffix in (".h", ".cuh", ".cu"):
+            found.update(path.read_bytes())
+    folder = Path(tempfile.gettempdir()) / f"xlnet-kernels-machine-nvcc-{found.hexdigest()[:16]}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _sources() -> list[Path]:
+    return sorted((CSRC / "cuda").rglob("*.cu"))
+
+
+@functools.cache
+def kernels(architecture: int) -> dict[str, tuple[str, Module, list[tuple[int, int]]]]:
+    """By a kernel's name: the PTX it is in, that as a module, and (bytes, alignment) of its parameters."""
+    found = {}
+    for source in _sources():
+        path = _folder() / f"{source.stem}.{architecture}.ptx"
+        with simt_build._locked(path.with_suffix(".lock")):
+            if not path.exists():
+                with simt_build._complete(path) as partial:
+                    _nvcc(source, "-ptx", f"-arch=compute_{COMPILED_FOR[architecture]}", "-o", str(partial))
+        ptx = path.read_text()
+        module = Module(ptx, architecture)
+        for name, parameters in re.findall(r"^(?:\.\w+ )*\.entry (\w+)\((.*?)\)", ptx, re.M | re.S):
+            found[name] = ptx, module, [_layout(line) for line in parameters.split(",") if line.strip()]
+    return found
+
+
+def _layout(parameter: str) -> tuple[int, int]:
+    """Of `.param .align 8 .b8 name[576]` or `.param .u64 name`: bytes and alignment."""
+    size = int(re.search(r"\.[busf](\d+) ", parameter)[1]) // 8
+    count, align = re.search(r"\[(\d+)\]", parameter), re.search(r"\.align (\d+)", parameter)
+    return size * int(count[1] if count else 1), int(align[1]) if align else size
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The host code, its operator known to torch."""
+    objects = []
+    for source in _sources():
+        path = _folder() / f"{source.stem}.o"
+        with simt_build._locked(path.with_suffix(".lock")):
+            if not path.exists():
+                with simt_build._complete(path) as partial:
+                    # device code is there for registration only: the oldest, unoptimised
+                    _nvcc(
+                        source, "-Xcicc", "-O0", "-gencode", "arch=compute_80,code=compute_80", "-c", "-o", str(partial)
+                    )
+        objects.append(path)
+    sources = [HERE / "cuda/runtime.cpp", *sorted((CSRC / "cuda").glob("*.cpp")), *sorted(CSRC.glob("call*.cpp"))]
+    path = _link(sources, objects)
+    torch.ops.load_library(str(path))
+    found = ctypes.CDLL(str(path))
+    found.machine_find.restype = ctypes.c_bool
+    found.machine_on_launch(_launch)
+    return found
+
+
+def _link(sources: list[Path], objects: list[Path]) -> Path:
+    from torch.utils import cpp_extension
+
+    flags = ["-std=c++20", "-O1", "-g0", "-fPIC", f"-I{HERE / 'cuda'}", f"-I{CSRC}"]
+    flags += [flag for folder in cpp_extension.include_paths() for flag in ("-isystem", folder)]
+    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", f'-DTORCH="{torch.__version__}"']
+    objects = [*objects, *(simt_build._compile(source, flags, _folder()) for source in sources)]
+    key = hashlib.sha256(b"".join(path.read_bytes() for path in objects)).hexdigest()[:16]
+    result = _folder() / f"{_OPERATOR}-{key}.so"
+    folder = cpp_extension.TORCH_LIB_PATH
+    libraries = [f"-L{folder}", "-lc10", "-ltorch_cpu", "-ltorch", f"-Wl,-rpath,{folder}", "-Wl,-Bsymbolic"]
+    with simt_build._locked(result.with_suffix(".lock")):
+        if not result.exists():
+            with simt_build._complete(result) as partial:
+                simt_build._run([simt_build.COMPILER, "-shared", "-o", partial, *objects, *libraries])
+    return result
+
+
+@_CALLBACK
+def _launch(name, grid, block, shared, arguments) -> int:
+    """One launch of nvcc's host code."""
+    try:
+        record = Device.record
+        ptx, module, layout = kernels(record.architecture)[name.decode()]
+        parameters = bytearray()
+        for number, (size, align) in enumerate(layout):
+            parameters += bytes(-len(parameters) % align) + ctypes.string_at(arguments[number], size)
+        counts: Counts = module.launch(
+            name.decode(),
+            tuple(grid.contents),
+            tuple(block.contents),
+            bytes(parameters),
+            shared,
+            _regions(parameters),
+            seed=record.seed + len(record.launches),
+            round_to_nearest=record.round_to_nearest,
+            check=record.check,
+        )
+        ran = Launch(name.decode(), tuple(grid.contents), block.contents[0], shared, ptx, b"", counts)
+        record.launches.append(ran)
+        return 0
+    except Exception as error:
+        Device.fault = error
+        return 719  # cudaErrorLaunchFailure
+
+
+def _regions(parameters: bytes) -> list[tuple[int, int, bool, str]]:
+    """The tensors that some word of the parameters points into."""
+    found: dict[int, tuple[int, int, bool, str]] = {}
+    storages = {name: tensor.untyped_storage() for name, tensor in Device.inputs.items()}
+    place = (ctypes.c_uint64 * 2)()
+    for (word,) in struct.iter_unpack("Q", parameters[: len(parameters) // 8 * 8]):
+        for name, storage in storages.items():
+            if 0 <= word - storage.data_ptr() < storage.nbytes():
+                found[storage.data_ptr()] = storage.data_ptr(), storage.nbytes(), True, name
+                break
+        else:
+            if word and library().machine_find(ctypes.c_uint64(word), place):
+                found[place[0]] = place[0], place[1], True, f"tensor of {place[1]} bytes"
+    return list(found.values())
+
+
+def _call(operator: str):
+    """An implementation of the outer operator: runs the inner one with its inputs known."""
+
+    def run(*inputs):
+        inner = getattr(torch.ops.xlnet_kernels, operator)
+        names = [argument.name for argument in inner.default._schema.arguments]
+        given = zip(names, inputs, strict=True)
+        Device.inputs = {name: value for name, value in given if isinstance(value, torch.Tensor)}
+        Device.fault = None
+        host = library()
+        host.machine_device(Device.record.architecture, SHARED_MEMORY[Device.record.architecture])
+        host.machine_allow_tf32(int(torch.backends.cuda.matmul.allow_tf32))
+        host.machine_know()
+        try:
+            return inner(*inputs)
+        except RuntimeError as error:
+            if Device.fault is not None:
+                raise Device.fault from error
+            raise
+        finally:
+            host.machine_forget()
+            Device.inputs = {}
+
+    return run
+
+
+for _suffix in ("", "_backward"):
+    torch.library.impl(f"xlnet_kernels::{_OPERATOR}_call{_suffix}", "cpu", _call(_OPERATOR + _suffix))
+
+__all__ = ["Device", "Fault", "kernels", "library", "rel_attention", "unavailable"]

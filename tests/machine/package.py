@@ -1,0 +1,55 @@
+"""Makes the package's GPU backends serve CPU tensors, executed by the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from tests.machine import cuda_driver
+from tests.machine.triton_driver import Record, on_machine
+from xlnet_kernels.backends import cuda as cuda_backend
+from xlnet_kernels.backends import triton as triton_backend
+
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@functools.cache
+def _register() -> None:
+    """The Triton operators for CPU tensors as well; the package registers them for one device type only."""
+    from xlnet_kernels.backends.triton import launch
+
+    torch.library.impl("xlnet_kernels::rel_attention_triton", "cpu", launch.forward)
+    torch.library.impl("xlnet_kernels::rel_attention_triton_backward", "cpu", launch.backward)
+
+
+@contextlib.contextmanager
+def serving(architecture: int, **how) -> Iterator[Record]:
+    """Within it backend="triton" and "cuda" take tensors of the CPU, as on a GPU of `architecture`.
+
+    `how`: see on_machine.
+    """
+    _register()
+    changes = {
+        (triton_backend, "DEVICE"): "cpu",
+        (triton_backend, "DTYPES"): TRITON_DTYPES,
+        (triton_backend, "_unavailable"): lambda: None,
+        (cuda_backend, "DEVICE"): "cpu",
+        (cuda_backend, "_unavailable"): cuda_driver.unavailable,
+        (cuda_backend, "max_width"): lambda dtype: 128,
+        (cuda_backend, "rel_attention"): cuda_driver.rel_attention,
+        (torch.cuda, "get_device_capability"): lambda device=None: divmod(architecture, 10),
+    }
+    before = {place: getattr(*place) for place in changes}
+    try:
+        for (module, name), value in changes.items():
+            setattr(module, name, value)
+        with on_machine(architecture, **how) as record:
+            cuda_driver.Device.record, outer = record, cuda_driver.Device.record
+            yield record
+    finally:
+        cuda_driver.Device.record = outer
+        for (module, name), value in before.items():
+            setattr(module, name, value)

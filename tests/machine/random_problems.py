@@ -1,0 +1,63 @@
+"""Random problems on the machine, forward and all gradients, against the reference.
+
+    python tests/machine/random_problems.py 2000 --seed 1 --backend triton
+
+prints one line for each that is wrong or breaks a rule of the GPU, with what repeats it, and a line of totals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "0"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch  # noqa: E402
+
+from tests.machine import features  # noqa: E402
+from tests.machine.machine import Fault  # noqa: E402
+from tests.machine.package import serving  # noqa: E402
+
+SAME = 20  # problems of one combination, as compiling takes longer than running
+
+
+def run(backend: str, seed: int, first: int, count: int, rows: int) -> int:
+    """Problems `first` .. `first + count`; how many failed."""
+    failed, started = 0, time.time()
+    for number in range(first, first + count):
+        given = features.drawn(random.Random(f"{seed} {number // SAME}")).serves(backend)
+        own = seed * 2**20 + number
+        torch.manual_seed(own)
+        try:
+            with serving(given.architecture, seed=own):
+                given.check(backend, given.problem(own, rows))
+        except (AssertionError, Fault) as error:
+            failed += 1
+            print(f"problem {number} ({given}): {type(error).__name__}: {error}", flush=True)
+        except Exception as error:  # what the machine or a compiler cannot do is reported, and is a failure too
+            failed += 1
+            print(f"problem {number} ({given}): {type(error).__name__}: {str(error)[:300]}", flush=True)
+        if (number - first + 1) % 50 == 0:
+            print(f"{number - first + 1} problems, {failed} failed, {time.time() - started:.0f} s", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first problem, to repeat one")
+    parser.add_argument("--rows", type=int, default=150, help="most rows of a problem")
+    parser.add_argument("--backend", choices=["triton", "cuda"], default="triton")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    failed = run(options.backend, options.seed, options.first, options.count, options.rows)
+    print(f"{options.count} problems for {options.backend}, seed {options.seed}: {failed} wrong or faulty")
+    sys.exit(failed > 0)

@@ -1,0 +1,272 @@
+"""Each rule that the machine checks, proved by a kernel that breaks it and by one that does not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.cuda import simt_build
+from tests.machine import machine
+from tests.machine.snippets import at, run
+
+pytestmark = pytest.mark.skipif(simt_build.COMPILER is None, reason=simt_build.NO_COMPILER)
+
+
+def zeros(count: int = 64, dtype: type = np.uint32) -> np.ndarray:
+    return np.zeros(count, dtype)
+
+
+def fault(body: str, *arrays: np.ndarray, kind: str, **options: object) -> machine.Fault:
+    with pytest.raises(machine.Fault) as error:
+        run(body, *arrays, **options)
+    assert error.value.kind in kind.split(" or "), error.value
+    return error.value
+
+
+def test_bounds():
+    a = zeros(64)
+    inside = at(0, 4) + "st.global.b32 [%d100], %r0;"
+    run(inside, a, block=64)
+    assert (a == np.arange(64)).all()
+    found = fault(inside, a, kind="bounds", block=96)
+    assert (found.warp, found.lane, found.block, found.kernel) == (2, 0, (0, 0, 0), "k")
+    assert found.ptx_line > 0 and "p0" in found.message
+    fault(at(0, 4) + "ld.global.b32 %r1, [%d100+-4];", a, kind="bounds")
+    fault(at(0, 4) + "red.global.add.u32 [%d100+256], %r0;", a, kind="bounds")
+    fault("mov.u64 %d1, 0;\nld.global.b32 %r1, [%d1];", a, kind="bounds")
+    fault(inside, a, kind="bounds", read_only=(0,))
+    fault(at(0, 16) + "mov.u32 %r1, 0;\ncp.async.cg.shared.global [%r1], [%d100], 16;", a, kind="bounds", shared=512)
+
+
+def test_a_predicate_keeps_lanes_from_memory():
+    a = zeros(20)
+    run(at(0, 4) + "setp.lt.u32 %p1, %r0, 20;\n@%p1 st.global.b32 [%d100], %r0;", a)
+    assert (a == np.arange(20)).all()
+
+
+def test_alignment():
+    fault(at(0, 4) + "ld.global.v2.b32 {%r1, %r2}, [%d100];", zeros(), kind="alignment")
+    fault("mul.lo.u32 %r1, %r0, 2;\nst.shared.b32 [%r1], %r0;", kind="alignment", shared=256)
+
+
+def test_shared_size():
+    store = "shl.b32 %r1, %r0, 2;\nst.shared.b32 [%r1], %r0;"
+    run(store, shared=128)
+    run(store, dynamic=128)
+    assert fault(store, dynamic=124, kind="shared").lane == 31
+
+
+def test_uninitialized():
+    out = zeros()
+    fault("shl.b32 %r1, %r0, 2;\nld.shared.b32 %r2, [%r1];", kind="uninitialized", shared=128)
+    store = "\n" + at(0, 4) + "st.global.b32 [%d100], %r2;"
+    fault("add.u32 %r2, %r3, 1;" + store, out, kind="uninitialized")
+    found = fault("setp.lt.u32 %p1, %r0, 7;\n@%p1 mov.u32 %r2, 1;" + store, out, kind="uninitialized")
+    assert found.lane == 7
+    run("setp.lt.u32 %p1, %r0, 7;\n@%p1 mov.u32 %r2, 1;\n@!%p1 mov.u32 %r2, 2;" + store, out)
+    run("add.u32 %r2, %r3, 1;" + store, out, check=False)
+
+
+def test_divergence():
+    part = "setp.lt.u32 %p1, %r0, 16;\n@%p1 bra SKIP;\n{}\nSKIP:\n"
+    run(part.format("shfl.sync.bfly.b32 %r1, %r0, 1, 31, 0xffff0000;"))
+    fault(part.format("shfl.sync.bfly.b32 %r1, %r0, 1, 31, -1;"), kind="divergence")
+    fault(part.format("vote.sync.any.pred %p2, %p1, 0x0000ffff;"), kind="divergence")
+    fault(part.format("redux.sync.add.u32 %r1, %r0, -1;"), kind="divergence")
+    fault(part.format("bar.warp.sync -1;"), kind="divergence")
+    fault(part.format("bar.sync 0;"), kind="divergence")
+    numbers = "mov.b32 %r1, 0;\nmov.b32 %r2, 0;\nmov.b32 %r3, 0;\nmov.b32 %r4, 0;\n"
+    product = "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%r1,%r2,%r3,%r4}, {%r1,%r2}, {%r3}, {%r1,%r2,%r3,%r4};"
+    run(numbers + product)
+    fault(numbers + part.format(product), kind="divergence")
+
+
+def test_deadlock():
+    first_warp_only = "setp.gt.u32 %p1, %r0, 31;\n@%p1 bra SKIP;\nbar.sync {};\nSKIP:\n"
+    run(first_warp_only.format("0"), block=64)  # the others have ended: no one to wait for
+    fault(first_warp_only.format("1") + "bar.sync 0;", block=64, kind="deadlock")
+    fault(first_warp_only.format("0, 64"), block=64, kind="deadlock")
+    wait = "WAIT:\nmbarrier.try_wait.parity.shared.b64 %p1, [tile], 0;\n@!%p1 bra WAIT;\n"
+    start = "setp.eq.u32 %p2, %r0, 0;\n@%p2 mbarrier.init.shared.b64 [tile], {};\nbar.sync 0;\n"
+    run(start.format(32) + "mbarrier.arrive.shared.b64 _, [tile];\n" + wait, shared=8, architecture=90)
+    fault(
+        start.format(33) + "mbarrier.arrive.shared.b64 _, [tile];\n" + wait, shared=8, architecture=90, kind="deadlock"
+    )
+
+
+EXCHANGE = """
+shl.b32 %r1, %r0, 2;
+st.shared.b32 [%r1], %r0;
+{}
+xor.b32 %r2, %r1, 128;
+ld.shared.b32 %r3, [%r2];
+{}
+st.shared.b32 [%r1], %r3;
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_race(seed):
+    run(EXCHANGE.format("bar.sync 0;", "bar.sync 0;"), block=64, shared=256, seed=seed)
+    fault(EXCHANGE.format("bar.sync 0;", ""), block=64, shared=256, seed=seed, kind="race")
+    fault(EXCHANGE.format("", "bar.sync 0;"), block=64, shared=256, seed=seed, kind="race or uninitialized")
+
+
+def test_warps_may_write_the_same():
+    store = "mov.u32 %r1, 0;\nmov.u32 %r2, {};\nst.shared.b32 [%r1], %r2;"
+    run(store.format(7), block=64, shared=128)
+    fault(store.format("%warpid"), block=64, shared=128, kind="race")
+
+
+def test_named_barriers_order_their_warps_alone():
+    body = """
+    mov.u32 %r9, %warpid;
+    shl.b32 %r1, %r9, 2;
+    setp.eq.u32 %p1, %r9, 0;
+    @%p1 st.shared.b32 [0], %r9;
+    setp.lt.u32 %p2, %r9, 2;
+    @%p2 bar.sync 1, 64;
+    setp.eq.u32 %p3, %r9, {};
+    @%p3 ld.shared.b32 %r3, [0];
+    bar.sync 0;
+    """
+    run(body.format(1), block=96, shared=128)
+    fault(body.format(2), block=96, shared=128, kind="race or uninitialized", seed=3)
+
+
+COPY = """
+shl.b32 %r1, %r0, 4;
+mul.wide.u32 %d100, %r0, 16;
+add.u64 %d100, %d100, %d0;
+cp.async.cg.shared.global [%r1], [%d100], 16;
+cp.async.commit_group;
+{}
+ld.shared.b32 %r2, [%r1];
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_asynchronous_copies(seed):
+    a = zeros(32 * 4)
+    run(COPY.format("cp.async.wait_group 0;"), a, shared=512, seed=seed)
+    fault(COPY.format(""), a, shared=512, seed=seed, kind="asynchronous")
+    fault(COPY.format("cp.async.wait_group 1;"), a, shared=512, seed=seed, kind="asynchronous")
+    fault(COPY.format("st.shared.b32 [%r1], %r0;"), a, shared=512, seed=seed, kind="asynchronous")
+    others = COPY.format("cp.async.wait_group 0;\n{}\nxor.b32 %r1, %r1, 512;")
+    b = zeros(64 * 4)
+    run(others.format("bar.sync 0;"), b, shared=1024, block=64, seed=seed)
+    fault(others.format(""), b, shared=1024, block=64, seed=seed, kind="race or uninitialized or asynchronous")
+
+
+def wgmma(
+    between: str = "", before: str = "wgmma.fence.sync.aligned;", proxy: str = "fence.proxy.async;", after: str = ""
+) -> str:
+    """Zeros in shared memory, one product of them."""
+    sums = ", ".join(f"%r{10 + i}" for i in range(4))
+    return f"""
+    shl.b32 %r1, %r0, 4;
+    mov.b32 %r2, 0;
+    st.shared.v4.b32 [%r1], {{%r2, %r2, %r2, %r2}};
+    st.shared.v4.b32 [%r1+2048], {{%r2, %r2, %r2, %r2}};
+    {proxy}
+    bar.sync 0;
+    mov.b64 %d1, 0x0000000800080000;
+    {before}
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {{{sums}}}, %d1, %d1, 0, 1, 1, 0, 0;
+    wgmma.commit_group.sync.aligned;
+    {between}
+    wgmma.wait_group.sync.aligned 0;
+    {after}
+    add.f32 %r3, %r10, %r11;
+    """
+
+
+def test_wgmma_in_flight():
+    options = {"block": 128, "shared": 4096, "architecture": 90}
+    run(wgmma(), **options)
+    run(wgmma(between="mov.b32 %r20, %r10;", after="add.f32 %r21, %r20, %r20;"), **options)
+    fault(wgmma(between="add.f32 %r20, %r10, %r10;"), kind="in_flight", **options)
+    fault(wgmma(between="mov.b32 %r10, 0;"), kind="in_flight", **options)
+    fault(wgmma(between="st.shared.b32 [%r1], %r2;"), kind="in_flight or race", **options)
+    fault(wgmma(before=""), kind="in_flight", **options)
+    fault(wgmma(proxy=""), kind="proxy", **options)
+    run(
+        wgmma(after="st.shared.b32 [%r1], %r2;").replace(
+            "wait_group.sync.aligned 0;", "wait_group.sync.aligned 0;\nbar.sync 0;"
+        ),
+        **options,
+    )
+
+
+def test_limits():
+    run("", dynamic=163 * 1024)
+    fault("", dynamic=163 * 1024 + 1, kind="limit")
+    run("", dynamic=227 * 1024, architecture=90)
+    fault("", dynamic=227 * 1024 + 1, architecture=90, kind="limit")
+    fault("", block=1025, kind="limit")
+    fault("", block=64, directives=".reqntid 32", kind="limit")
+    fault("", block=64, directives=".maxntid 32", kind="limit")
+    fault("", block=512, directives=".maxnreg 255", kind="limit")
+    with pytest.raises(machine.MachineError, match="bytes"):
+        machine.Module(".version 8.0\n.target sm_80\n.entry k(.param .u32 n) { ret; }", 80).launch(
+            "k", (1,), (32,), b"", 0, []
+        )
+
+
+def test_traps_and_assertions():
+    fault("setp.eq.u32 %p1, %r0, 3;\n@%p1 trap;", kind="trap")
+    assert fault("setp.eq.u32 %p1, %r0, 3;\n@%p1 trap;", kind="trap").lane == 3
+
+
+def test_faults_name_the_source():
+    body = ".loc 1 42 7\nmov.u64 %d1, 0;\nld.global.b32 %r1, [%d1];"
+    found = fault(body, kind="bounds", declarations='.file 1 "kernel.py"')
+    assert (found.source_file, found.source_line) == ("kernel.py", 42)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stores_are_seen_by_their_own_thread(seed):
+    a, b = zeros(), zeros()
+    run(
+        at(0, 4) + at(1, 4, "%d101") + """
+        st.global.b32 [%d100], %r0;
+        red.global.add.u32 [%d100], %r0;
+        ld.global.b32 %r1, [%d100];
+        st.global.b32 [%d101], %r1;
+        """, a, b, block=64, seed=seed,
+    )  # fmt: skip
+    assert (b == 2 * np.arange(64)).all()
+
+
+def test_a_store_without_a_fence_may_be_seen_late():
+    """Another warp polls a flag and answers: with the fence it sees the number, without it may not."""
+    body = """
+    mov.u32 %r9, %warpid;
+    setp.ne.u32 %p1, %r9, 0;
+    @%p1 bra POLL;
+    st.global.b32 [%d0], 7;
+    {}
+    {}.add.u32 %r1, [%d0+128], 1;
+    ANSWER:
+    atom.global.add.u32 %r1, [%d0+192], 0;
+    setp.eq.u32 %p2, %r1, 0;
+    @%p2 bra ANSWER;
+    bra DONE;
+    POLL:
+    atom.global.add.u32 %r1, [%d0+128], 0;
+    setp.eq.u32 %p2, %r1, 0;
+    @%p2 bra POLL;
+    ld.global.b32 %r2, [%d0];
+    st.global.b32 [%d0+64], %r2;
+    atom.global.add.u32 %r1, [%d0+192], 1;
+    DONE:
+    """
+
+    def seen(fence: str, seed: int, signal: str = "atom.global") -> int:
+        a = zeros()
+        run(body.format(fence, signal), a, block=64, seed=seed)
+        return int(a[16])
+
+    assert all(seen("membar.gl;", seed) == 7 for seed in range(8))
+    assert all(seen("", seed, "atom.global.gpu.acq_rel") == 7 for seed in range(8))
+    assert 0 in {seen("", seed) for seed in range(8)}

@@ -57,9 +57,9 @@ class Problem:
             device = MODULES[backend].DEVICE or "cpu"
             if self.dtype not in (MODULES[backend].DTYPES or (self.dtype,)):
                 pytest.skip(f"{backend} does not serve {self.dtype} here")
-            most = MODULES[backend].max_width(self.dtype)
+            most = MODULES[backend].max_head_dim(self.dtype)
             if most is not None and self.leaves["query"].shape[-1] > most:
-                pytest.skip(f"{backend} serves head widths up to {most}")
+                pytest.skip(f"{backend} serves head_dim up to {most}")
         return tuple(result.cpu() for result in self.run(backend, device, **options))
 
     def run(self, backend: str | None, device: str, **options):

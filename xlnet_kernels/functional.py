@@ -119,7 +119,7 @@ def rel_attention(
     if query.dtype not in _DTYPES:
         raise ValueError(f"query must be float16, bfloat16, float32 or float64, got {query.dtype}")
     if width == 0:
-        raise ValueError(f"query must have a head width D of at least 1, got shape {tuple(query.shape)}")
+        raise ValueError(f"query must have a head_dim D of at least 1, got shape {tuple(query.shape)}")
     key_len = _check_rank("key", key, 4)[2]
     _check("key", key, query, (batch, heads, key_len, width))
     _check("value", value, query, (batch, heads, key_len, width))

@@ -63,9 +63,7 @@ def define(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
             if grad_lse is None:
                 return (*[None] * DIFFERENTIABLE, *rest)
             grad_out = torch.zeros_like(out)
-        gradients = backward_op(
-            grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *tensors, *ctx.numbers
-        )
+        gradients = backward_op(grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *tensors, *ctx.numbers)
         return (*[gradient if need else None for gradient, need in zip(gradients, needs, strict=True)], *rest)
 
     torch.library.register_fake(forward, _fake_forward)

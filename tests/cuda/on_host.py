@@ -27,7 +27,7 @@ _operator = ops.define("rel_attention_simt")
 _seeds = itertools.count()
 
 
-def max_width(dtype: torch.dtype) -> int:
+def max_head_dim(dtype: torch.dtype) -> int:
     return max(sizes["head_dim"] for sizes in _extension.module.cuda_kernels())
 
 

@@ -68,10 +68,10 @@ def test_wide_heads_need_much_shared_memory(monkeypatch, kilobytes, widths):
     module = SimpleNamespace(cuda_kernels=_extension.module.cuda_kernels, cuda_shared_memory=limits.get)
     monkeypatch.setattr(_extension, "module", module)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace())
-    cuda._max_width.cache_clear()
+    cuda._max_head_dim.cache_clear()
     try:
         for device, wanted in ((0, (0, 0)), (1, widths)):
             monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
-            assert tuple(cuda.max_width(dtype) for dtype in (torch.bfloat16, torch.float32)) == wanted
+            assert tuple(cuda.max_head_dim(dtype) for dtype in (torch.bfloat16, torch.float32)) == wanted
     finally:
-        cuda._max_width.cache_clear()
+        cuda._max_head_dim.cache_clear()

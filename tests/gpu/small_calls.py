@@ -19,7 +19,7 @@ if __name__ == "__main__":
     if "cuda" not in MODULES:
         sys.exit(f"the CUDA backend is {backends()['cuda']}")
     for dtype, width in ((torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 24)):
-        width = min(width, MODULES["cuda"].max_width(dtype))
+        width = min(width, MODULES["cuda"].max_head_dim(dtype))
         for problem in PROBLEMS:
             for deterministic in (True, False):
                 given = make(1, 2, width=width, dtype=dtype, **problem).with_options(deterministic=deterministic)

@@ -40,7 +40,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(backend, "_unavailable", lambda: None)
         monkeypatch.setattr(backend, "DEVICE", GPU.type)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cuda, "_max_width", lambda dtype, device: 128)
+    monkeypatch.setattr(cuda, "_max_head_dim", lambda dtype, device: 128)
     monkeypatch.setattr(triton, "DTYPES", cuda.DTYPES)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         yield

@@ -38,7 +38,7 @@ def serving(architecture: int, **how) -> Iterator[Record]:
         (triton_backend, "_unavailable"): lambda: None,
         (cuda_backend, "DEVICE"): "cpu",
         (cuda_backend, "_unavailable"): cuda_driver.unavailable,
-        (cuda_backend, "max_width"): lambda dtype: 128,
+        (cuda_backend, "max_head_dim"): lambda dtype: 128,
         (cuda_backend, "rel_attention"): cuda_driver.rel_attention,
         (torch.cuda, "get_device_capability"): lambda device=None: divmod(architecture, 10),
     }

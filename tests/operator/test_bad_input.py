@@ -55,7 +55,7 @@ BAD = {
     "rel-key-none": (dict(rel_key=None), "rel_key must be .* got NoneType"),
     "bias-rank": (dict(content_bias=zeros(H * D)), "content_bias must have 2 dimensions"),
     "positions-rank": (dict(query_positions=ids(L)), "query_positions must have 2 dimensions"),
-    "no-width": (dict(query=zeros(B, H, L, 0)), "query must have a head width D of at least 1"),
+    "no-width": (dict(query=zeros(B, H, L, 0)), "query must have a head_dim D of at least 1"),
     "deterministic": (dict(deterministic="x"), "deterministic must be a bool or None, got 'x'"),
     "backend-list": (dict(backend=["cpu"]), r"backend must be None or one of .* got \['cpu'\]"),
     # sizes

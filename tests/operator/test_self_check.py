@@ -26,7 +26,7 @@ class Fake(SimpleNamespace):
     def unavailable(self):
         return None
 
-    def max_width(self, dtype):
+    def max_head_dim(self, dtype):
         return None
 
     def rel_attention(self, *args, **kwargs):

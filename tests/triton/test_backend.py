@@ -252,7 +252,7 @@ def test_dtypes_it_does_not_serve_are_refused():
 @interpreted
 def test_wide_heads_are_refused():
     x = torch.randn(1, 1, 4, 257)
-    with pytest.raises(RuntimeError, match="head widths up to 256, query has 257"):
+    with pytest.raises(RuntimeError, match="head_dim up to 256, query has 257"):
         xk.rel_attention(x, x, x, torch.randn(1, 8, 257), backend="triton")
 
 

@@ -1,8 +1,8 @@
 """The implementations of the operator.
 
-Each is a module with `DEVICE` and `DTYPES` (the device type and the dtypes it serves, None for all), `max_width(dtype)`
-(the largest head width, None for all), `unavailable()` (why it cannot be used on this machine, or None) and
-`rel_attention` with the reference's signature. To add one: write that module and name it here.
+Each is a module with `DEVICE` and `DTYPES` (the device type and the dtypes it serves, None for all),
+`max_head_dim(dtype)` (the largest head_dim, None for all), `unavailable()` (why it cannot be used on this machine, or
+None) and `rel_attention` with the reference's signature. To add one: write that module and name it here.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def check_name(name: str | None) -> None:
         raise ValueError(f"backend must be None or one of {[*_BACKENDS]}, got {name!r}")
 
 
-def choose(name: str | None, device_type: str, dtype: torch.dtype, width: int, check_on: torch.device | None = None):
-    """The backend module called `name`, or the best one for tensors of `dtype` and head width `width` on
+def choose(name: str | None, device_type: str, dtype: torch.dtype, head_dim: int, check_on: torch.device | None = None):
+    """The backend module called `name`, or the best one for tensors of `dtype` and `head_dim` on
     `device_type`.
 
     `check_on`: where a backend that nothing vouches for may be compared with the reference now (self_check.py).
@@ -71,7 +71,7 @@ def choose(name: str | None, device_type: str, dtype: torch.dtype, width: int, c
         ValueError: there is no backend of that name.
         RuntimeError: the backend asked for by name cannot serve the call.
     """
-    call = device_type, dtype, width, check_on
+    call = device_type, dtype, head_dim, check_on
     if name is None:
         found = next(backend for name, backend in _BACKENDS.items() if _refusal(name, backend, *call) is None)
         if found is reference and not torch.compiler.is_compiling() and not transformed():
@@ -99,7 +99,7 @@ def _log_once(level: int, device_type: str, reasons: str) -> None:
 
 
 def _refusal(
-    name: str, backend, device_type: str, dtype: torch.dtype, width: int, check_on: torch.device | None
+    name: str, backend, device_type: str, dtype: torch.dtype, head_dim: int, check_on: torch.device | None
 ) -> str | None:
     """Why the backend cannot serve this call, or None."""
     if backend.DEVICE is None:
@@ -113,9 +113,9 @@ def _refusal(
     reason = backend.unavailable()
     if reason is not None:
         return reason
-    most = backend.max_width(dtype)
-    if most is not None and width > most:
-        return f"it serves head widths up to {most}, query has {width}"
+    most = backend.max_head_dim(dtype)
+    if most is not None and head_dim > most:
+        return f"it serves head_dim up to {most}, query has {head_dim}"
     if check_on is not None:
-        self_check.check_once(name, backend, check_on, dtype, width)
+        self_check.check_once(name, backend, check_on, dtype, head_dim)
     return self_check.refusal(name, device_type, dtype)

@@ -7,13 +7,13 @@ import torch
 from .. import _extension
 from ..ops import rel_attention
 
-__all__ = ["DEVICE", "DTYPES", "max_width", "rel_attention", "unavailable"]
+__all__ = ["DEVICE", "DTYPES", "max_head_dim", "rel_attention", "unavailable"]
 
 DEVICE = "cpu"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def max_width(dtype: torch.dtype) -> None:
+def max_head_dim(dtype: torch.dtype) -> None:
     """Any."""
 
 

@@ -11,22 +11,22 @@ from .. import _extension
 from .._torch import constant_for_compilers
 from ..ops import rel_attention
 
-__all__ = ["DEVICE", "DTYPES", "max_width", "rel_attention", "unavailable"]
+__all__ = ["DEVICE", "DTYPES", "max_head_dim", "rel_attention", "unavailable"]
 
 DEVICE = "cuda"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @constant_for_compilers
-def max_width(dtype: torch.dtype) -> int:
-    """The largest head width on the current device: blocks of wide heads need much shared memory."""
-    return _max_width(dtype, torch.cuda.current_device())
+def max_head_dim(dtype: torch.dtype) -> int:
+    """The largest head_dim on the current device: blocks of wide heads need much shared memory."""
+    return _max_head_dim(dtype, torch.cuda.current_device())
 
 
 @functools.cache
-def _max_width(dtype: torch.dtype, device: int) -> int:
+def _max_head_dim(dtype: torch.dtype, device: int) -> int:
     module: Any = _extension.module
-    needed: dict[int, int] = {}  # bytes of shared memory, by head width
+    needed: dict[int, int] = {}  # bytes of shared memory, by head_dim
     for kernel in module.cuda_kernels():
         if kernel["dtype"] == str(dtype).removeprefix("torch."):
             needed[kernel["head_dim"]] = max(needed.get(kernel["head_dim"], 0), kernel["shared_bytes"])

@@ -19,7 +19,7 @@ DEVICE = None  # any
 DTYPES = None  # any
 
 
-def max_width(dtype: torch.dtype) -> None:
+def max_head_dim(dtype: torch.dtype) -> None:
     """Any."""
 
 

@@ -14,7 +14,7 @@ import torch
 from ..._torch import constant_for_compilers
 from ...ops import define
 
-__all__ = ["DEVICE", "DTYPES", "max_width", "rel_attention", "unavailable"]
+__all__ = ["DEVICE", "DTYPES", "max_head_dim", "rel_attention", "unavailable"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -24,8 +24,8 @@ DTYPES = (torch.float16, torch.float32) if INTERPRETED else (torch.float16, torc
 rel_attention = define("rel_attention_triton")
 
 
-def max_width(dtype: torch.dtype) -> int:
-    """The largest head width."""
+def max_head_dim(dtype: torch.dtype) -> int:
+    """The largest head_dim."""
     return 256
 
 

@@ -32,7 +32,8 @@ def build_record(folder: Path | None = None) -> dict:
     folder: default where the loaded extension is, else this package.
     """
     if folder is None:
-        folder = Path(module.__file__).parent if module is not None and module.__file__ else HERE
+        file = getattr(module, "__file__", None)
+        folder = Path(file).parent if file else HERE
     try:
         return json.loads((folder / "_build_info.json").read_text())
     except (OSError, ValueError):

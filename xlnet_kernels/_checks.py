@@ -59,3 +59,9 @@ def readable(values: Tensor) -> bool:
     if torch.compiler.is_compiling() or type(values) not in (Tensor, torch.nn.Parameter):
         return False
     return values.device.type != "meta" and not is_wrapped(values)
+
+
+def allows_tf32() -> bool:
+    """What the user said of float32 products; torch 2.9 and newer refuse the old question after the new answer."""
+    matmul = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32

@@ -1,7 +1,7 @@
 """`linear`: torch's linear by whichever of torch's two libraries of matrix products is faster on this processor.
 
-torch sends float32 products on the CPU to MKL. On AMD's processors oneDNN, which is in the same wheel, has about twice
-MKL's rate (docs/performance.md). The choice depends on the processor's maker alone, so that two runs of a program round
+torch sends float32 products on the CPU to MKL. On AMD's processors oneDNN, which is in the same wheel, is faster for
+many shapes (docs/linear.md). The choice depends on the processor's maker alone, so that two runs of a program round
 alike; XLNET_KERNELS_LINEAR=onednn or mkl insists on one.
 """
 
@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._torch import constant_for_compilers, has_onednn_linear, onednn_linear, transformed
+from ._torch import constant_for_compilers, has_onednn_linear, is_batch_of_gradients, onednn_linear, transformed
 from .functional import autocasts
 
 _SMALLEST = 2**21  # multiplications; below, what a call costs beside the product is more than what the product gains
+
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
 
 torch.library.define("xlnet_kernels::linear", "(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
 
@@ -43,7 +45,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     >>> torch.allclose(linear(x, weight), x @ weight.mT, atol=1e-4)
     True
     """
-    if _serves(input, weight):
+    if _serves(input, weight, bias):
         return torch.ops.xlnet_kernels.linear(input, weight, bias)
     return F.linear(input, weight, bias)
 
@@ -82,10 +84,14 @@ def _is_amd() -> bool:
         return False
 
 
-def _serves(input: Tensor, weight: Tensor) -> bool:
+def _serves(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    if input.dim() < 2 or weight.dim() != 2 or input.shape[-1] != weight.shape[1] or weight.shape[1] == 0:
+        return False  # torch serves these, or says what is wrong
+    if bias is not None and (bias.dtype != torch.float32 or bias.shape != weight.shape[:1]):
+        return False
     if input.device.type != "cpu" or input.dtype != torch.float32 or weight.dtype != torch.float32:
         return False
-    if library() == "mkl" or torch.compiler.is_exporting() or transformed() or autocasts("cpu"):
+    if library() == "mkl" or _is_exporting() or transformed() or autocasts("cpu"):
         return False
     if torch.compiler.is_compiling():  # sizes may be symbols
         return True
@@ -112,9 +118,10 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grad: Tensor):
     input, weight = ctx.saved_tensors
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-    rows = grad.flatten(0, -2)
-    grad_input = linear(grad, weight.mT) if needs_input else None
-    grad_weight = linear(rows.mT, input.flatten(0, -2).mT) if needs_weight else None
+    product = F.linear if is_batch_of_gradients(grad) else linear
+    rows = grad.reshape(-1, grad.shape[-1])
+    grad_input = product(grad, weight.mT) if needs_input else None
+    grad_weight = product(rows.mT, input.reshape(-1, input.shape[-1]).mT) if needs_weight else None
     return grad_input, grad_weight, rows.sum(0) if needs_bias else None
 
 

@@ -123,7 +123,7 @@ def test_bad_sizes_are_named(arguments, words):
         (dict(pos_emb=torch.zeros(8, 8)), r"pos_emb must have shape .* = 7, got \(8, 8\)"),
         (dict(pos_emb=torch.zeros(8)), r"pos_emb must have shape .*, got \(8,\)"),
         (dict(mask=torch.ones(2, 4, dtype=torch.bool)), r"mask must be \(B, L, M \+ L\) or .*, got shape \(2, 4\)"),
-        (dict(mask=torch.ones(2, 1, 4)), "mask must be bool"),
+        (dict(mask=torch.ones(2, 1, 4)), "mask must be a RankMask or a bool tensor"),
     ],
 )
 def test_bad_inputs_are_named(change, words):

@@ -97,6 +97,13 @@ struct Min {
     return first ? b : second ? a : ordered;
   }
 };
+// Of magnitudes, with the product's sign
+struct MinXorSign {
+  static float run(float a, float b) {
+    const float smaller = Min<false>::run(std::fabs(a), std::fabs(b));
+    return std::signbit(a) != std::signbit(b) ? -smaller : smaller;
+  }
+};
 template <bool NAN_WINS>
 struct Max {
   template <class T>
@@ -169,6 +176,7 @@ void add_arithmetic(SimpleTable& table) {
   flushing<Max<false>, float, float>(table, "max", ".f32", Class::Float);
   flushing<Min<true>, float, float>(table, "min", ".NaN.f32", Class::Float);
   flushing<Max<true>, float, float>(table, "max", ".NaN.f32", Class::Float);
+  table["min.xorsign.abs.f32"] = simple<MinXorSign, float, float, float>(Class::Float);
   table["min.f64"] = simple<Min<false>, double, double, double>(Class::Float);
   table["max.f64"] = simple<Max<false>, double, double, double>(Class::Float);
   flushing<Negate, float>(table, "neg", ".f32", Class::Float);

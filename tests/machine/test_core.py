@@ -134,6 +134,9 @@ def test_float_arithmetic(name, kind):
         same(lanewise(f"neg.{name}", kind, a), -a)
         same(lanewise(f"abs.{name}", kind, a), abs(a))
         same(lanewise(f"min.{name}", kind, a, b), np.fmin(a, b))
+        if name == "f32":
+            signed = np.copysign(np.fmin(abs(a), abs(b)), np.copysign(1, a) * np.copysign(1, b)).astype(a.dtype)
+            same(lanewise("min.xorsign.abs.f32", kind, a, b), signed)
         same(lanewise(f"max.{name}", kind, a, b), np.fmax(a, b))
         fused = (a.astype(np.longdouble) * b + c) if kind != np.float16 else a.astype(np.float64) * b + c
         finite = np.isfinite(fused)

@@ -141,3 +141,35 @@ def test_a_wrong_name_is_an_error():
     environment = {"PYTHONPATH": str(ROOT), "XLNET_KERNELS_LINEAR": "blas"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert run.returncode and "XLNET_KERNELS_LINEAR must be mkl or onednn, got 'blas'" in run.stderr
+
+
+@pytest.mark.parametrize("case", ["vector", "bias of one", "weight of one dimension", "no features"])
+def test_what_torch_serves_and_onednn_does_not(onednn, monkeypatch, case):
+    monkeypatch.setattr(module, "_SMALLEST", 0)
+    x, weight, bias = torch.randn(4, 8, requires_grad=True), torch.randn(3, 8), torch.randn(3)
+    given = {
+        "vector": (x[0], weight, bias),
+        "bias of one": (x, weight, bias[:1]),
+        "weight of one dimension": (x, weight[0], None),
+        "no features": (x[:, :0], weight[:, :0], bias),
+    }[case]
+    found, wanted = linear(*given), F.linear(*given)
+    assert torch.allclose(found, wanted, atol=1e-5)
+    if case != "no features":
+        (grad,) = torch.autograd.grad(found.sum(), x)
+        assert torch.allclose(grad, torch.autograd.grad(wanted.sum(), x)[0], atol=1e-5)
+
+
+def test_wrong_shapes_are_told_by_torch(onednn, monkeypatch):
+    monkeypatch.setattr(module, "_SMALLEST", 0)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        linear(torch.randn(4, 7), torch.randn(3, 8))
+
+
+def test_batches_of_gradients(onednn):
+    x, weight, bias = operands(*LARGE)
+    grads = torch.randn(2, *LARGE[:2], LARGE[3])
+    for function in (linear, F.linear):
+        out = function(x, weight, bias)
+        found = torch.autograd.grad(out, (x, weight, bias), grads, is_grads_batched=True)
+        assert [gradient.shape for gradient in found] == [(2, *leaf.shape) for leaf in (x, weight, bias)]

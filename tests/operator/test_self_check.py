@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import xlnet_kernels as xk
 from xlnet_kernels import info
@@ -80,10 +81,45 @@ def test_a_wrong_backend_is_named_and_the_next_one_serves(use):
         call(backend="fake")
 
 
-def test_a_backend_that_cannot_run_is_replaced_too(use):
+def test_a_backend_that_cannot_run_is_replaced_too(use):  # and is not said to be wrong
     use(error=ValueError("no such instruction"))
-    with pytest.warns(RuntimeWarning, match="ValueError: no such instruction"):
+    with pytest.warns(
+        RuntimeWarning, match="could not be compared.*: ValueError: no such instruction"
+    ):
         assert (call() == 1).all()
+
+
+def test_a_full_device_says_nothing_of_the_backend(use):
+    fake = use(error=torch.OutOfMemoryError("full"))
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):  # of the call itself
+            call()
+    assert fake.calls == 4
+
+
+@pytest.mark.parametrize("mode", ["meta device", "inference", "checkpoint"])
+def test_the_comparison_does_not_see_modes_of_the_caller(use, mode):
+    fake = use()
+    if mode == "meta device":
+        x = torch.ones(1, 1, 3, 8)
+        with torch.device("meta"):
+            xk.rel_attention(x, x, x, torch.ones(1, 6, 8, device="cpu"))
+    elif mode == "inference":
+        with torch.inference_mode():
+            call()
+    else:
+        x = torch.ones(1, 1, 3, 8, requires_grad=True)
+        rel_key = torch.ones(1, 6, 8)
+        checkpoint(lambda x: xk.rel_attention(x, x, x, rel_key), x, use_reentrant=False).sum().backward()
+        assert x.grad is not None
+    assert fake.calls >= 2 and not self_check._refusals
+
+
+def test_an_unknown_wish_is_an_error(use, monkeypatch):
+    use()
+    monkeypatch.setenv("XLNET_KERNELS_SELF_CHECK", "off")
+    with pytest.raises(ValueError, match="XLNET_KERNELS_SELF_CHECK must be 0 or 1, got 'off'"):
+        call()
 
 
 def test_nothing_is_compared_where_the_environment_says_so(use, monkeypatch):

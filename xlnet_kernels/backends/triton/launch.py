@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
+from ..._checks import allows_tf32
 from ...dropout import threshold
 from ...masks import HIGHEST, LOWEST
 from ...ops import DIFFERENTIABLE, INPUT_NAMES, rows_first
@@ -129,7 +130,7 @@ class Call:
         self.rel_len = rel_key.shape[-2]
         self.is_empty = query.numel() == 0 or self.keys == 0
         self.is_causal = self.rel_len == max_distance + 1
-        self.precision = "tf32" if query.dtype == torch.float32 and _allows_tf32() else "ieee"
+        self.precision = "tf32" if query.dtype == torch.float32 and allows_tf32() else "ieee"
 
         biases = (_dense(t["content_bias"]), _dense(t["position_bias"]))
         rel_key = _addressable(rel_key)  # copied, if it must be, before it is repeated for every batch
@@ -237,12 +238,6 @@ class Call:
 @functools.cache
 def _meta(config: tuning.Config, head_dim: int, *rest) -> args.Meta:
     return args.Meta(*map(tl.constexpr, (*config[:4], head_dim, *rest)))
-
-
-def _allows_tf32() -> bool:
-    """What the user said of float32 products; torch 2.9 and newer refuse the old question after the new answer."""
-    matmul = torch.backends.cuda.matmul
-    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 
 def _tiles(length: int, size: int) -> int:

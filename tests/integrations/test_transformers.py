@@ -16,7 +16,7 @@ from transformers.models.xlnet import modeling_xlnet
 
 import xlnet_kernels as xk
 from tests.model.twins import SIZES, B, L, M, N, assert_same, assert_same_outputs, make_inputs, make_mems, theirs
-from xlnet_kernels import attention, linear
+from xlnet_kernels import attention
 from xlnet_kernels.integrations import xlnet as stand_ins
 
 accelerate, restore = xk.integrations.transformers.accelerate, xk.integrations.transformers.restore
@@ -398,20 +398,3 @@ def test_wrong_inputs_are_refused(change, text):
         fast(**make_inputs() | change)
     with pytest.raises(ValueError, match="bi_data needs an even batch"):
         fast(**make_inputs(batch=3))
-
-
-def test_linears_are_accelerated_where_asked(monkeypatch):
-    monkeypatch.setattr(linear, "_library", lambda: "onednn")
-    model = theirs("XLNetLMHeadModel", d_model=128, d_inner=256)
-    plain = copy.deepcopy(accelerate(model))
-    assert {type(module) for module in plain.modules() if isinstance(module, nn.Linear)} == {nn.Linear}
-    accelerate(model, linears=True)
-    kinds = {type(module) for module in model.modules() if isinstance(module, nn.Linear)}
-    assert all(issubclass(kind, xk.Linear) for kind in kinds)
-    ids = torch.randint(10, (B, 160))
-    found, wanted = model(ids).logits, plain(ids).logits
-    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-    assert type(pickle.loads(pickle.dumps(model)).lm_loss) in kinds
-    assert type(restore(model).lm_loss) is nn.Linear
-    with pytest.raises(ValueError, match="must have a module of transformers"):
-        accelerate(nn.Sequential(nn.Linear(2, 2)), linears=True)

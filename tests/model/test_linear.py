@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 
@@ -12,7 +14,9 @@ from torch import nn
 
 import xlnet_kernels as xk
 from tests import ROOT
+from tests.model.twins import theirs
 from xlnet_kernels import linear as module
+from xlnet_kernels.integrations import transformers
 from xlnet_kernels.linear import linear
 
 OPERATOR = torch.ops.xlnet_kernels.linear
@@ -173,3 +177,19 @@ def test_batches_of_gradients(onednn):
         out = function(x, weight, bias)
         found = torch.autograd.grad(out, (x, weight, bias), grads, is_grads_batched=True)
         assert [gradient.shape for gradient in found] == [(2, *leaf.shape) for leaf in (x, weight, bias)]
+
+
+def test_linears_are_accelerated_where_asked(onednn):
+    model = theirs("XLNetLMHeadModel", d_model=128, d_inner=256)
+    plain = copy.deepcopy(transformers.accelerate(model))
+    assert {type(module) for module in plain.modules() if isinstance(module, nn.Linear)} == {nn.Linear}
+    transformers.accelerate(model, linears=True)
+    kinds = {type(module) for module in model.modules() if isinstance(module, nn.Linear)}
+    assert all(issubclass(kind, xk.Linear) for kind in kinds)
+    ids = torch.randint(10, (2, 160))
+    found, wanted = model(ids).logits, plain(ids).logits
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    assert type(pickle.loads(pickle.dumps(model)).lm_loss) in kinds
+    assert type(transformers.restore(model).lm_loss) is nn.Linear
+    with pytest.raises(ValueError, match="must have a module of transformers"):
+        transformers.accelerate(nn.Sequential(nn.Linear(2, 2)), linears=True)

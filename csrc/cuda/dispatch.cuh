@@ -40,7 +40,7 @@ std::string dispatch_head_dim(int64_t head_dim, Run run, std::integer_sequence<i
   const bool found = ((head_dim <= HEAD_DIM && (result = run(std::integral_constant<int, HEAD_DIM>()), true)) || ...);
   if (found) return result;
   const int largest = std::max({HEAD_DIM...});
-  return "rel_attention: the CUDA kernels serve head widths up to " + std::to_string(largest) + ", got " +
+  return "rel_attention: the CUDA kernels serve head_dim up to " + std::to_string(largest) + ", got " +
          std::to_string(head_dim);
 }
 

@@ -46,15 +46,17 @@ def use(monkeypatch):
     monkeypatch.setattr(self_check, "_checked", set())
     monkeypatch.setattr(self_check, "_refusals", {})
 
+    original = dict(BACKENDS)
+
     def install(factor: float = 1.0, error: Exception | None = None) -> Fake:
         fake = Fake(calls=0, factor=factor, error=error)
-        for name in [*BACKENDS]:
-            monkeypatch.delitem(BACKENDS, name)
-        for name, backend in (("fake", fake), ("reference", reference)):
-            monkeypatch.setitem(BACKENDS, name, backend)
+        BACKENDS.clear()
+        BACKENDS.update({"fake": fake, "reference": reference})
         return fake
 
-    return install
+    yield install
+    BACKENDS.clear()
+    BACKENDS.update(original)  # in their order, which is that of preference
 
 
 def call(dtype=torch.float32, head_dim=8, backend=None):

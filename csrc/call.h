@@ -10,6 +10,11 @@
 
 #include "rel_attention.h"
 
+// The operators' namespace in torch.ops, as in xlnet_kernels/_ops.py. A build that is loaded beside others has its own.
+#ifndef XLNET_KERNELS_NAMESPACE
+#define XLNET_KERNELS_NAMESPACE xlnet_kernels
+#endif
+
 namespace xlnet_kernels {
 
 using at::Tensor;

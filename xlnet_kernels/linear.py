@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._ops import add_op_namespace_prefix, ops
 from ._torch import constant_for_compilers, has_onednn_linear, is_batch_of_gradients, onednn_linear, transformed
 from .functional import autocasts
 
@@ -22,7 +23,8 @@ _SMALLEST = 2**21  # multiplications; below, what a call costs beside the produc
 
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
 
-torch.library.define("xlnet_kernels::linear", "(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
+_NAME = add_op_namespace_prefix("linear")
+torch.library.define(_NAME, "(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -46,7 +48,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     True
     """
     if _serves(input, weight, bias):
-        return torch.ops.xlnet_kernels.linear(input, weight, bias)
+        return ops.linear(input, weight, bias)
     return F.linear(input, weight, bias)
 
 
@@ -100,12 +102,12 @@ def _serves(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return input.numel() * weight.shape[0] >= _SMALLEST
 
 
-@torch.library.impl("xlnet_kernels::linear", "CPU")
+@torch.library.impl(_NAME, "CPU")
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return onednn_linear(input, weight, bias)
 
 
-@torch.library.register_fake("xlnet_kernels::linear")
+@torch.library.register_fake(_NAME)
 def _fake(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
@@ -125,4 +127,4 @@ def _backward(ctx, grad: Tensor):
     return grad_input, grad_weight, rows.sum(0) if needs_bias else None
 
 
-torch.library.register_autograd("xlnet_kernels::linear", _backward, setup_context=_setup_context)
+torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context)

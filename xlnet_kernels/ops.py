@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ._ops import add_op_namespace_prefix, ops
 from ._torch import is_batch_of_gradients
 from .masks import RankMask
 from .segments import Segments
@@ -35,8 +36,8 @@ DIFFERENTIABLE = 10  # the first ten inputs, query to segment_bias
 
 
 def define(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Defines `xlnet_kernels::<name>` and its backward; returns how to call it with the reference's arguments."""
-    forward, backward = f"xlnet_kernels::{name}", f"xlnet_kernels::{name}_backward"
+    """Defines operator `name` and its backward; returns how to call it with the reference's arguments."""
+    forward, backward = add_op_namespace_prefix(name), add_op_namespace_prefix(f"{name}_backward")
     torch.library.define(
         forward,
         f"({_INPUTS}, bool needs_backward) -> "
@@ -47,8 +48,8 @@ def define(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
         "(Tensor grad_out, Tensor? grad_lse, Tensor out, Tensor out_residual, Tensor row_max, Tensor row_sum, "
         f"bool[{DIFFERENTIABLE}] needs, {_INPUTS}) -> Tensor[]",
     )
-    forward_op = getattr(torch.ops.xlnet_kernels, name)
-    backward_op = getattr(torch.ops.xlnet_kernels, f"{name}_backward")
+    forward_op = getattr(ops, name)
+    backward_op = getattr(ops, f"{name}_backward")
 
     def differentiate(ctx, grad_out, grad_lse, *_grads):
         if any(is_batch_of_gradients(x) for x in (grad_out, grad_lse) if x is not None):

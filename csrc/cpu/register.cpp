@@ -95,7 +95,7 @@ std::vector<Tensor> backward(const Tensor& grad_out, const OptionalTensor& grad_
 
 }  // namespace xlnet_kernels
 
-TORCH_LIBRARY_IMPL(xlnet_kernels, CPU, m) {
+TORCH_LIBRARY_IMPL(XLNET_KERNELS_NAMESPACE, CPU, m) {
   m.impl("rel_attention", xlnet_kernels::forward);
   m.impl("rel_attention_backward", xlnet_kernels::backward);
 }

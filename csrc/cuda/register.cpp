@@ -223,7 +223,7 @@ std::vector<Tensor> rel_attention_backward(const Tensor& grad_out, const Optiona
 }  // namespace
 }  // namespace xlnet_kernels::cuda
 
-TORCH_LIBRARY_IMPL(xlnet_kernels, XLNET_KERNELS_DISPATCH_KEY, m) {
+TORCH_LIBRARY_IMPL(XLNET_KERNELS_NAMESPACE, XLNET_KERNELS_DISPATCH_KEY, m) {
   m.impl(XLNET_KERNELS_OPERATOR, xlnet_kernels::cuda::rel_attention);
   m.impl(XLNET_KERNELS_OPERATOR "_backward", xlnet_kernels::cuda::rel_attention_backward);
 }

@@ -11,6 +11,7 @@ from importlib import metadata
 
 import torch
 
+from ..._ops import add_op_namespace_prefix
 from ..._torch import constant_for_compilers
 from ...ops import define
 
@@ -53,14 +54,14 @@ def _unavailable() -> str | None:
     return None if major >= 8 else f"it needs compute capability 8.0 or newer, this GPU has {major}.{minor}"
 
 
-@torch.library.impl("xlnet_kernels::rel_attention_triton", (DEVICE,))
+@torch.library.impl(add_op_namespace_prefix("rel_attention_triton"), (DEVICE,))
 def _forward(*inputs):
     from . import launch
 
     return launch.forward(*inputs)
 
 
-@torch.library.impl("xlnet_kernels::rel_attention_triton_backward", (DEVICE,))
+@torch.library.impl(add_op_namespace_prefix("rel_attention_triton_backward"), (DEVICE,))
 def _backward(*inputs):
     from . import launch
 

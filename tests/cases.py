@@ -109,6 +109,7 @@ def make(
     segments: bool = True,
     positions: bool = False,
     extra_distance: int | None = None,
+    window: tuple[int, int] | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Problem:
@@ -120,6 +121,7 @@ def make(
         rel_rows: "bi", or "uni" for a rel_key that ends at distance 0.
         positions: random query positions, unsorted and with duplicates.
         extra_distance: max_distance - (M + K); None leaves the default.
+        window: instead of the last two, (max_distance, P).
     """
     keys = length if keys is None else keys
     generator = torch.Generator().manual_seed(seed)
@@ -130,8 +132,8 @@ def make(
     def integers(high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, generator=generator)
 
-    far = max(0, mem + keys + (extra_distance or 0))
-    rel_shape = (heads, far + (keys if rel_rows == "bi" else 1), width)
+    far = max(0, mem + keys + (extra_distance or 0)) if window is None else window[0]
+    rel_shape = (heads, window[1] if window else far + (keys if rel_rows == "bi" else 1), width)
     leaves = {
         "query": normal(batch, heads, length, width),
         "key": normal(batch, heads, keys, width),
@@ -147,7 +149,7 @@ def make(
         leaves |= {"segment_embed": normal(2, heads, width), "segment_bias": normal(heads, width)}
         query_ids, key_ids = integers(3, batch, length), integers(3, batch, mem + keys)
     options = {}
-    if extra_distance is not None:
+    if extra_distance is not None or window is not None:
         options["max_distance"] = far
     rows = torch.arange(length).expand(batch, -1)
     if positions:

@@ -70,15 +70,18 @@ def rel_attention(
     Args:
         query: (B, H, L, D) query rows: content rows, query-stream rows, or both stacked.
         key, value: (B, H, K, D), the current segment.
-        rel_key: (H, P, D), shared by the batch, or (B, H, P, D); row p encodes distance ``max_distance - p``. The rows
-            reach down to -(K - 1), P = max_distance + K, or end at distance 0, P = max_distance + 1: then keys ahead
-            of the query are invisible.
+        rel_key: (H, P, D), shared by the batch, or (B, H, P, D); row p encodes distance ``max_distance - p``. A pair
+            whose distance has no row is invisible. The rows reach down to -(K - 1), P = M + 2 K, or end at distance 0,
+            P = M + K + 1: then keys ahead of the query are invisible. With max_distance, any 1 <= P <= max_distance
+            + K: a window. Each query sees from `max_distance` keys before it to P - 1 - max_distance after it; time
+            and memory are linear in L for a fixed P (NeMo's local attention: max_distance = left,
+            P = left + right + 1).
         content_bias: u, (H, D) (XLNet ``r_w_bias``).
         position_bias: v, (H, D) (XLNet ``r_r_bias``).
         segments: the relative segment term, or None.
         mask: RankMask, or bool tensor broadcastable to (B, H, L, M + K), True = may attend.
         query_positions: (B, L) integers in [0, K), the position of each query row in the segment; default arange(L).
-        max_distance: the distance of rel_key's row 0, at least M + K - 1; default M + K (XLNet's order).
+        max_distance: the distance of rel_key's row 0; default M + K (XLNet's order). M + K - 1 is the Conformer order.
         memory: (mem_key, mem_value), each (B, H, M, D), placed before `key` and `value`.
         dropout_p: probability of dropping an attention probability, in [0, 1).
         scale: default 1 / sqrt(D).
@@ -149,7 +152,9 @@ def rel_attention(
         raise ValueError(f"deterministic must be a bool or None, got {deterministic!r}")
 
     check_on = query.device if readable(query) else None
-    out, lse = choose(backend, query.device.type, query.dtype, width, check_on).rel_attention(
+    keys, rows = mem_len + key_len, rel_key.shape[-2]
+    is_window = max_distance < keys - 1 or rows not in (max_distance + key_len, max_distance + 1)
+    out, lse = choose(backend, query.device.type, query.dtype, width, check_on, is_window).rel_attention(
         query,
         key,
         value,
@@ -228,31 +233,48 @@ def _check_positions(
             raise ValueError(f"query_positions must hold int32 or int64, got {query_positions.dtype}")
         _check_device("query_positions", query_positions, query)
         check_range("query_positions", query_positions, 0, key_len)
-    if max_distance is None:
-        max_distance = mem_len + key_len
-    elif not is_integer(max_distance) or max_distance < mem_len + key_len - 1:
-        raise ValueError(
-            f"max_distance must be an integer of at least M + K - 1 = {mem_len + key_len - 1}, got {max_distance!r}"
-        )
+    if max_distance is not None and (not is_integer(max_distance) or abs(max_distance) >= 2**30):
+        raise ValueError(f"max_distance must be an integer below 2^30, got {max_distance!r}")
     if not isinstance(rel_key, Tensor) or rel_key.dim() not in (3, 4):
         got = f"shape {tuple(rel_key.shape)}" if isinstance(rel_key, Tensor) else type(rel_key).__name__
         raise ValueError(f"rel_key must be (H, P, D) or (B, H, P, D), got {got}")
-    rows = rel_key.shape[-2]
     if rel_key.shape[-3] != heads and rel_key.shape[-3] == length:  # in this order: exported lengths stay free
         raise ValueError(
             f"rel_key has {length} heads and query, of shape {tuple(query.shape)}, {heads}: query, key and value must "
             f"be (B, H, L, D); of (B, L, H, D) give query.transpose(1, 2), and so on"
         )
-    if rows != max_distance + key_len and rows != max_distance + 1:
-        conformer = ""
-        if rows == max_distance + key_len - 1 == mem_len + 2 * key_len - 1:
-            conformer = f"; a Conformer's table begins at distance M + K - 1: give max_distance={max_distance - 1}"
-        raise ValueError(
-            f"rel_key has {rows} rows from distance {max_distance} on: it needs {max_distance + key_len} to reach down "
-            f"to -(K - 1) = {1 - key_len}, or {max_distance + 1} to end at distance 0{conformer}"
-        )
+    max_distance = _check_distances(rel_key, key_len, mem_len, max_distance)
+    rows = rel_key.shape[-2]
     _check("rel_key", rel_key, query, ((batch,) if rel_key.dim() == 4 else ()) + (heads, rows, width))
     return max_distance
+
+
+def _check_distances(rel_key: Tensor, key_len: int, mem_len: int, max_distance: int | None) -> int:
+    """Checks the number of rel_key's rows; returns max_distance."""
+    rows, farthest = rel_key.shape[-2], mem_len + key_len
+    is_window = max_distance is not None
+    if max_distance is None:
+        max_distance = farthest
+    if rows in (max_distance + key_len, max_distance + 1) or is_window and 1 <= rows <= max_distance + key_len:
+        return max_distance
+    conformer = ""
+    if rows == farthest + key_len - 1 and max_distance < farthest - 1:
+        conformer = (
+            f"; of a Conformer's table, which begins at distance M + K - 1 = {farthest - 1}, give the rows of the "
+            f"window, from {farthest - 1 - max_distance} on"
+        )
+    elif rows == farthest + key_len - 1:
+        conformer = f"; a Conformer's table begins at distance M + K - 1: give max_distance={farthest - 1}"
+    if is_window:
+        raise ValueError(
+            f"rel_key must have 1 to {max_distance + key_len} rows from max_distance={max_distance} down to "
+            f"-(K - 1) = {1 - key_len}, got shape {tuple(rel_key.shape)}, {rows} rows{conformer}"
+        )
+    raise ValueError(
+        f"rel_key has {rows} rows from distance {max_distance} on, shape {tuple(rel_key.shape)}: it needs "
+        f"{max_distance + key_len} to reach down to -(K - 1) = {1 - key_len}, or {max_distance + 1} to end at "
+        f"distance 0{conformer}; a window of distances needs max_distance"
+    )
 
 
 def _check_segments(segments: Segments, query: Tensor, keys: int) -> None:

@@ -64,9 +64,21 @@ BAD = {
     "key-width": (dict(key=zeros(B, H, K, D + 1)), "key must have shape"),
     "value-length": (dict(value=zeros(B, H, K + 1, D)), r"value must have shape \(2, 3, 6, 8\)"),
     "value-width": (dict(value=zeros(B, H, K, D + 8)), "value must have shape"),
-    "rel-key-rows": (dict(rel_key=zeros(H, 15, D)), "rel_key has 15 rows from distance 10 on: it needs 16 .* or 11"),
-    "rel-key-rows-for-max-distance": (dict(max_distance=11), "rel_key has 16 rows from distance 11 on: it needs 17"),
+    "rel-key-rows": (dict(rel_key=zeros(H, 15, D)), "rel_key has 15 rows from distance 10 on.* it needs 16 .* or 11"),
+    "rel-key-rows-for-max-distance": (
+        dict(max_distance=8),
+        r"rel_key must have 1 to 14 rows from max_distance=8 .* -5, got shape \(3, 16, 8\), 16 rows$",
+    ),
+    "rel-key-without-rows": (dict(rel_key=zeros(H, 0, D), max_distance=8), r"1 to 14 rows .* got shape \(3, 0, 8\)"),
     "rel-key-of-a-conformer": (dict(rel_key=zeros(H, 15, D)), "15 rows .* Conformer's .* give max_distance=9"),
+    "window-of-a-conformer": (
+        dict(rel_key=zeros(H, 15, D), max_distance=2),
+        "1 to 8 rows .* 15 rows; of a Conformer's table, .* M . K - 1 = 9, give the rows of the window, from 7 on",
+    ),
+    "window-without-max-distance": (
+        dict(rel_key=zeros(H, 4, D)),
+        "rel_key has 4 rows from distance 10 on.* 16 .* or 11 .* a window of distances needs max_distance",
+    ),
     "rel-key-heads": (dict(rel_key=zeros(H + 1, 16, D)), r"rel_key must have shape \(3, 16, 8\)"),
     "rel-key-batch": (
         dict(rel_key=zeros(1, H, 16, D)),
@@ -152,7 +164,8 @@ BAD = {
     "scale-nan": (dict(scale=math.nan), "scale must be a finite number, got nan"),
     "scale-infinite": (dict(scale=math.inf), "scale must be a finite number, got inf"),
     "scale-text": (dict(scale="1"), "scale must be a finite number, got '1'"),
-    "max-distance-small": (dict(max_distance=8), "max_distance must be an integer of at least M . K - 1 = 9, got 8"),
+    "max-distance-small": (dict(max_distance=-6), "rel_key must have 1 to 0 rows from max_distance=-6"),
+    "max-distance-large": (dict(max_distance=2**30), r"max_distance must be an integer below 2\^30, got 1073741824"),
     "max-distance-float": (dict(max_distance=10.0), "max_distance must be an integer .* got 10.0"),
     "backend-unknown": (dict(backend="cudnn"), "backend must be None or one of .* got 'cudnn'"),
 }

@@ -85,9 +85,7 @@ def test_a_wrong_backend_is_named_and_the_next_one_serves(use):
 
 def test_a_backend_that_cannot_run_is_replaced_too(use):  # and is not said to be wrong
     use(error=ValueError("no such instruction"))
-    with pytest.warns(
-        RuntimeWarning, match="could not be compared.*: ValueError: no such instruction"
-    ):
+    with pytest.warns(RuntimeWarning, match="could not be compared.*: ValueError: no such instruction"):
         assert (call() == 1).all()
 
 

@@ -93,14 +93,14 @@ def attention_map(
         query_positions = torch.arange(length, device=query.device)[None]
     distance = (query_positions + mem_len)[:, :, None] - torch.arange(keys, device=query.device)  # (B or 1, L, M + K)
     row = max_distance - distance
-    has_row = row < rel_key.shape[-2]  # keys ahead of the query have none where rel_key ends at distance 0
+    has_row = (row >= 0) & (row < rel_key.shape[-2])  # other pairs are invisible
 
     # (a) + (c): content and its global bias
     score = (query if content_bias is None else query + content_bias[:, None]) @ key.mT
 
     # (b) + (d): position and its global bias, shifted so that column j holds distance(i, j)
     by_row = (query if position_bias is None else query + position_bias[:, None]) @ rel_key.mT  # (B, H, L, P)
-    row = row.clamp(max=rel_key.shape[-2] - 1)[:, None].expand(batch, heads, -1, -1)
+    row = row.clamp(0, rel_key.shape[-2] - 1)[:, None].expand(batch, heads, -1, -1)
     score = score + by_row.gather(-1, row)
 
     # relative segment term

@@ -14,6 +14,8 @@
 # `make bench-suite` keeps the operator's time in multiples of plain SDPA's; with COMPARE=1 it compares with what was kept
 # instead, and fails where something has become slower.
 #
+# `make docs` makes the site of the pages and the docstrings, build/docs/index.html, and checks its links.
+#
 # `make gpu-check` tests and measures on this machine's GPU with the torch, Triton and pytest that PYTHON has, without
 # network and without an environment of its own, in less than eight minutes. OUT=FOLDER: where its results go.
 
@@ -27,7 +29,7 @@ RUN := $(VENV)/bin/python
 # Folders as well as files, so that a removed file counts as a change. Python sources are used in place.
 SOURCES := $(wildcard csrc csrc/* csrc/*/* build_backend/*.py) setup.py pyproject.toml xlnet_kernels/_version.py
 
-.PHONY: test test-machine gpu-counts bench bench-suite gpu-check clean FORCE
+.PHONY: test test-machine gpu-counts bench bench-suite docs gpu-check clean FORCE
 
 test: $(VENV)/installed
 	$(VENV)/bin/ruff check .
@@ -47,6 +49,12 @@ bench: $(VENV)/installed
 bench-suite: $(VENV)/installed
 	$(RUN) -u benchmarks/attn.py --sections core --lengths 128 512 1024 --implementations xlnet_kernels "plain SDPA" \
 	  --output .benchmarks/suite$(if $(COMPARE),-now.json --compare .benchmarks/suite.json,.json) $(ARGS)
+
+SITE := build/docs-source
+docs: $(VENV)/installed
+	rm -rf $(SITE) && mkdir -p $(SITE)/benchmarks
+	ln -s $(CURDIR)/README.md $(CURDIR)/CHANGELOG.md $(CURDIR)/docs $(SITE) && ln -s $(CURDIR)/benchmarks/results $(SITE)/benchmarks
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
 
 gpu-check:
 	@$(PYTHON) -u benchmarks/gpu_check.py '$(OUT)'
@@ -68,6 +76,6 @@ $(VENV)/torch: $(VENV)/interpreter FORCE
 
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
 	@echo "building and installing (log: $(VENV)/install.log) ..."
-	@$(RUN) -m pip install -v -e '.[bench,test]' > $(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
+	@$(RUN) -m pip install -v -e '.[bench,docs,test]' > $(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
 	@grep '^ *xlnet_kernels: ' $(VENV)/install.log
 	@touch $@

@@ -59,7 +59,7 @@ def rel_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with Transformer-XL's relative-shift position term and XLNet's segment term and masks.
 
-    Equivalent to (Dai et al. 2019, section 3.3; Yang et al. 2019, sections 2.4 and 2.5)::
+    Equivalent to (Dai et al. 2019, section 3.3; Yang et al. 2019, sections 2.4 and 2.5):
 
         score[i,j] = scale * ((q_i + u) . k_j + (q_i + v) . r[p] + (q_i + b) . s[segment_i != segment_j])
         out[i]     = sum_j dropout(softmax_j(score where visible))[i,j] v_j,    p = max_distance - (pos_i + M - j)

@@ -1,0 +1,20 @@
+"""What docs/troubleshooting.md quotes, the package says."""
+
+import re
+
+import pytest
+
+from tests import ROOT
+
+PAGE = (ROOT / "docs/troubleshooting.md").read_text()
+FILES = [*(ROOT / "xlnet_kernels").rglob("*.py"), *(ROOT / "build_backend").glob("*.py")]
+# Strings that a line's length has broken in two are one; what is filled in splits them.
+SAID = re.sub(r'"\n\s*f?"', "", "\n".join(path.read_text() for path in FILES))
+# Of messages with a value in the middle, the page gives an example.
+FILLED_IN = {"it serves cuda tensors, query is on cpu": "it serves {backend.DEVICE} tensors, query is on {device_type}"}
+QUOTES = re.findall(r'"([^"`]{8,})"', re.sub(r"```.*?```|`[^`\n]*`", "", PAGE, flags=re.DOTALL).replace("\n", " "))
+
+
+@pytest.mark.parametrize("quote", dict.fromkeys(QUOTES))
+def test_quoted_messages_exist(quote):
+    assert FILLED_IN.get(quote, quote) in SAID

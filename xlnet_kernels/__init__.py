@@ -28,6 +28,7 @@ from .segments import Segments
 
 if TYPE_CHECKING:
     from . import pretraining
+    from .integrations import accelerate, restore
 
 __all__ = [
     "Available",
@@ -46,16 +47,20 @@ __all__ = [
     "XLNetLMHeadModel",
     "XLNetModel",
     "__version__",
+    "accelerate",
     "backends",
     "integrations",
     "pretraining",
     "rel_attention",
     "relative_positions",
+    "restore",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """`pretraining` is imported when it is asked for."""
+    """`pretraining`, `accelerate` and `restore` are imported when they are asked for."""
+    if name in ("accelerate", "restore"):
+        return getattr(integrations, name)
     if name == "pretraining":
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -100,3 +100,31 @@ def spans(visible: Tensor) -> RankMask | None:
     place = torch.arange(keys, device=visible.device).expand(visible.shape[0], -1)
     mask = RankMask(end, place.where(visible.any(1), HIGHEST), first)
     return mask if torch.equal(mask.to_bool(), visible) else None
+
+
+def visible_ranks(mask: Tensor | None, hidden: bool) -> RankMask | Tensor | None:
+    """From a mask (B, L or 1, K) of NeMo (`hidden`: True where a row may not attend) or ESPnet (nonzero where it may).
+
+    Ranks wherever they can say it, None where nothing is hidden, else bool (B, 1, L, K). Fully masked rows give zeros
+    in both libraries, as in ours.
+    """
+    if mask is None or isinstance(mask, RankMask):
+        return mask
+    found = (_hidden if hidden else _seen)(mask)
+    return (mask == 0 if hidden else mask != 0)[:, None] if found is _DENSE else found.visible
+
+
+_DENSE = LayerMask(None)
+
+
+def _ranks_of(visible: Tensor) -> LayerMask:
+    if not readable(visible):
+        return _DENSE
+    if visible.all():
+        return EVERYTHING
+    ranks = RankMask.padding(~visible[:, 0]) if visible.shape[1] == 1 else spans(visible)
+    return _DENSE if ranks is None else LayerMask(ranks)
+
+
+_hidden = OfLast(lambda mask: _ranks_of(mask == 0))
+_seen = OfLast(lambda mask: _ranks_of(mask != 0))

@@ -1,0 +1,221 @@
+"""One line accelerates a model of another library: `accelerate(model)`; `restore(model)` takes it back.
+
+Each module of the model that `_libraries.LIBRARIES` knows gets another class, which derives from its own class and from
+our stand-in. Parameters, buffers, hooks and attributes stay where they are, other models of the same class keep theirs,
+and pickle and copy.deepcopy work.
+
+A stand-in is a class of the same name as the class it stands for, in the module of this package that `LIBRARIES` names
+(imported when a model has such a module). It derives from that class, or is a mixin that is put before it. It overrides
+methods, `forward` above all, and
+
+- finds everything of its instance in the attributes that the library gave it: `__init__` never runs;
+- has ``backend = None`` as a class attribute where it calls the operator; `accelerate` sets it in the instance;
+- lists in ``made_here`` (a class attribute, a tuple of names) the attributes that an instance may get beyond those of
+  the library; `restore` deletes them;
+- may define ``check_accelerable(self)``, which raises ValueError, with a sentence, where an instance cannot be served.
+
+In a subclass of the library's class the stand-in comes after it in the method resolution order, so that what the
+subclass overrides stays, and its ``super().forward`` is ours.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections import Counter
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from ..backends import check_name
+from ..linear import Linear
+from ._libraries import LIBRARIES, library_of
+
+_LOGGER = logging.getLogger("xlnet_kernels")
+_ORIGINAL = "_class_before_accelerate"
+
+
+def accelerate(model: nn.Module, backend: str | None = None, linears: bool = False) -> nn.Module:
+    """Makes the relative attention of this model call `rel_attention`; other instances of its classes keep theirs.
+
+    For models of transformers, NeMo, ESPnet, SpeechBrain and fairseq2, or with such modules inside: `python -m
+    xlnet_kernels.info --models` lists the classes, docs/how-to/accelerate.md what is different for each library.
+    Weights are neither copied nor renamed, and the state dict is untouched. Outputs, gradients, masks and caches are
+    those of the library; its training loops, checkpoints, hooks and subclasses work as before. A copy (copy.deepcopy,
+    pickle, torch.save) of an accelerated model is accelerated too, so that loading a pickle needs this package; a state
+    dict, or a folder that save_pretrained has written, does not.
+
+    The logger "xlnet_kernels" says in one line (INFO) what was replaced; `integrations.accelerated` returns it.
+
+    Args:
+        model: any torch.nn.Module. No library is imported: those of its modules are.
+        backend: of the attention, None for the best available, or "reference", "cpu", "triton", "cuda".
+        linears: give every torch.nn.Linear of the model the products of `xlnet_kernels.Linear` as well, which are
+            faster on some processors and the same within float32 rounding.
+
+    Returns:
+        `model` itself. Accelerating it again changes no more than the backend.
+
+    Raises:
+        ValueError: `model` has nothing that could be accelerated, a layer of a kind that cannot be, or is of a version
+            of its library that is not served; the text says what was found. Nothing is changed then.
+
+    >>> import transformers
+    >>> config = transformers.XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
+    >>> model = transformers.XLNetModel(config).eval()
+    >>> ids = torch.randint(100, (2, 7))
+    >>> wanted = model(ids).last_hidden_state
+    >>> found = accelerate(model)(ids).last_hidden_state
+    >>> torch.allclose(found, wanted, atol=1e-4)
+    True
+    """
+    _check_model(model)
+    check_name(backend)
+    for library in {library_of(base) for cls in set(map(type, model.modules())) for base in _known_bases(cls)}:
+        library.check_version()
+    pairs = [(module, _substitute(type(module))) for module in model.modules()]
+    substitutes = [(module, cls) for module, cls in pairs if cls is not None]
+    if not any(hasattr(cls, "backend") and not issubclass(cls, Linear) for _, cls in substitutes):
+        raise ValueError(_nothing_found(model))
+    for module, cls in substitutes:
+        check = getattr(cls, "check_accelerable", None)
+        if check is not None:
+            check(module)
+    for module, cls in substitutes:
+        if issubclass(cls, Linear) and not linears:
+            continue
+        module.__class__ = cls
+        if hasattr(cls, "backend"):
+            vars(module)["backend"] = backend
+    _LOGGER.info("accelerated: %s", ", ".join(f"{count} x {name}" for name, count in accelerated(model).items()))
+    return model
+
+
+def accelerated(model: nn.Module) -> dict[str, int]:
+    """What of this model `accelerate` has replaced: how many modules of each class, named with its library.
+
+    >>> import transformers
+    >>> config = transformers.XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
+    >>> accelerated(accelerate(transformers.XLNetModel(config)))["transformers XLNetRelativeAttention"]
+    2
+    """
+    _check_model(model)
+    originals = [getattr(type(module), _ORIGINAL, None) for module in model.modules()]
+    return dict(Counter(_full_name(cls) for cls in originals if cls is not None))
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undoes `accelerate`: every module has its class and its attributes again; harmless where nothing is to be undone.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        RuntimeError: a module was given yet another class since then (by parametrizations or fully_shard).
+
+    >>> import transformers
+    >>> config = transformers.XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
+    >>> model = transformers.XLNetModel(config)
+    >>> type(restore(accelerate(model))) is transformers.XLNetModel
+    True
+    """
+    _check_model(model)
+    changed = [module for module in model.modules() if hasattr(type(module), _ORIGINAL)]
+    for module in changed:
+        if _ORIGINAL not in vars(type(module)):
+            raise RuntimeError(
+                f"model has a {type(module).__name__} whose class was changed after accelerate: undo that first"
+            )
+    for module in changed:
+        for name in getattr(module, "made_here", ()):
+            vars(module).pop(name, None)
+        module.__class__ = getattr(type(module), _ORIGINAL)
+    return model
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def _full_name(cls: type) -> str:
+    """The class after the name of its library."""
+    base = next(iter(_known_bases(cls)), None)
+    return cls.__name__ if base is None else f"{library_of(base).name} {cls.__name__}"
+
+
+def _nothing_found(model: nn.Module) -> str:
+    """What the model has in place of what is known, and why that is not served."""
+    found = []
+    for cls in sorted({type(module) for module in model.modules()}, key=lambda cls: cls.__name__):
+        if "Attention" not in cls.__name__ and "MHA" not in cls.__name__:
+            continue
+        library = library_of(cls)
+        reason = library.refused.get(cls.__name__) if library else None
+        if issubclass(cls, nn.MultiheadAttention):
+            reason = "torch's has no relative positions"
+        found.append(f"{cls.__name__} ({reason})" if reason else cls.__name__)
+    return (
+        f"model must have relative attention that is known, got {', '.join(found) or type(model).__name__}; "
+        f"`python -m xlnet_kernels.info --models` lists what is known of "
+        f"{', '.join(library.name for library in LIBRARIES)}"
+    )
+
+
+def _known_bases(cls: type) -> list[type]:
+    """The classes of libraries that this one is or derives from, nearest first."""
+    return [base for base in cls.__mro__ if library_of(base) and base.__name__ in library_of(base).classes]
+
+
+def _substitute(cls: type) -> type[nn.Module] | None:
+    """The accelerated form of a class, which may be that already; None for what we have nothing for."""
+    if hasattr(cls, _ORIGINAL):
+        return cls
+    if cls is nn.Linear:
+        return _derive(cls, Linear)
+    for base in _known_bases(cls):
+        module = importlib.import_module(f".{library_of(base).classes[base.__name__][0]}", __package__)
+        stand_in = getattr(module, base.__name__)
+        return _derive(cls, stand_in if issubclass(stand_in, base) else _put_before(stand_in, base))
+    return None
+
+
+@cache
+def _put_before(mixin: type, base: type) -> Any:
+    """The mixin's methods on top of the library's class."""
+    return type(base)(base.__name__, (mixin, base), {"__module__": mixin.__module__})
+
+
+@cache
+def _derive(cls: type, stand_in: type) -> Any:
+    """`cls` with the stand-in's methods, under its own name, which save_pretrained writes down."""
+    bases = (stand_in,) if issubclass(stand_in, cls) else (cls, stand_in)
+    names = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__new__": _make,
+        "__reduce_ex__": _reduce,
+        _ORIGINAL: cls,
+    }
+    return type(cls)(cls.__name__, bases, names)
+
+
+def _make(cls: type, *args, **kwargs) -> nn.Module:
+    """Only instances that exist are accelerated: calling the class (as from_pretrained does) makes an original one."""
+    if args or kwargs:
+        return getattr(cls, _ORIGINAL)(*args, **kwargs)
+    return object.__new__(cls)  # a shell, to be filled by pickle or torch.nn.parallel.replicate
+
+
+def _reduce(self: nn.Module, protocol: int) -> tuple:
+    """For copy and pickle, which would look for the class under its name and find the original."""
+    reduced: Any = object.__reduce_ex__(self, max(protocol, 2))  # from 2 on a tuple
+    original = vars(type(self)).get(_ORIGINAL)
+    return reduced if original is None else (_new, (original,), *reduced[2:])
+
+
+def _new(original: type[nn.Module]) -> nn.Module:
+    cls: Any = _substitute(original)
+    return cls.__new__(cls)

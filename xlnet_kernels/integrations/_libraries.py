@@ -1,0 +1,129 @@
+"""Which classes of which libraries `accelerate` knows: by name, so that none of these libraries is imported."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+
+@dataclass(frozen=True, eq=False)
+class Library:
+    """A library, and its classes whose attention is ours once a model is accelerated.
+
+    name: as its people write it. package: as pip knows it. roots: the first part of the names of its modules.
+    least: the first version whose classes look as ours expect.
+    classes: name of a class -> the module of this package with its stand-in, and where the class is found.
+    refused: name of a class that has relative positions, or is taken for one that has -> why it is not served.
+    """
+
+    name: str
+    package: str
+    roots: tuple[str, ...]
+    least: str
+    classes: dict[str, tuple[str, str]]
+    refused: dict[str, str]
+
+    def version(self) -> str | None:
+        """Of the library as it is imported; None where neither it nor pip knows."""
+        for root in self.roots:
+            version = getattr(sys.modules.get(root), "__version__", None)
+            if isinstance(version, str):
+                return version
+        try:
+            return metadata.version(self.package)
+        except metadata.PackageNotFoundError:
+            return None
+
+    def check_version(self) -> None:
+        """ValueError where the library is older than what is served."""
+        version = self.version()
+        if version is not None and _numbers(version) < _numbers(self.least):
+            raise ValueError(
+                f"{self.name} {version} cannot be accelerated: version {self.least} or later is needed "
+                f"(pip install '{self.package}>={self.least}')"
+            )
+
+
+def _numbers(version: str) -> list[int]:
+    """
+    >>> _numbers("5.18.0.dev0") > _numbers("5.9")
+    True
+    """
+    release = re.match(r"[0-9.]*", version)
+    return [int(number) for number in release[0].split(".") if number] if release else []
+
+
+LIBRARIES = (
+    Library(
+        "transformers",
+        "transformers",
+        ("transformers",),
+        "5.18",
+        {
+            "XLNetModel": ("xlnet", "XLNet"),
+            "XLNetPreTrainedModel": ("xlnet", "XLNet with a head"),
+            "XLNetLayer": ("xlnet", "XLNet"),
+            "XLNetRelativeAttention": ("xlnet", "XLNet"),
+            "ParakeetEncoderAttention": ("parakeet", "Parakeet, Canary, Nemotron-H Omni"),
+            "NemotronAsrStreamingEncoderAttention": ("parakeet", "Nemotron ASR, streaming"),
+            "FastSpeech2ConformerAttention": ("parakeet", "FastSpeech2-Conformer"),
+            "Wav2Vec2ConformerSelfAttention": ("parakeet", "Wav2Vec2-Conformer, relative positions"),
+            "Wav2Vec2BertSelfAttention": ("parakeet", "Wav2Vec2-BERT, relative positions"),
+            "SeamlessM4TConformerSelfAttention": ("parakeet", "SeamlessM4T"),
+            "SeamlessM4Tv2ConformerSelfAttention": ("parakeet", "SeamlessM4T v2"),
+        },
+        {
+            "Gemma3nAudioAttention": "scores are capped before the softmax",
+            "Gemma4AudioAttention": "scores are capped before the softmax",
+            "GraniteSpeechConformerAttention": "it attends in blocks, with a table of those",
+        },
+    ),
+    Library(
+        "NeMo",
+        "nemo-toolkit",
+        ("nemo",),
+        "2.0",
+        {
+            "RelPositionMultiHeadAttention": ("nemo", "Conformer, FastConformer: rel_pos"),
+            "RelPositionMultiHeadAttentionLongformer": ("nemo", "the same with rel_pos_local_attn"),
+            "ConformerEncoder": ("nemo", "their encoder: its masks are vectors then"),
+        },
+        {"RelPositionMultiHeadAttentionLongformer with global tokens": "they see, and are seen, without positions"},
+    ),
+    Library(
+        "ESPnet",
+        "espnet",
+        ("espnet", "espnet2"),
+        "202301",
+        {
+            "RelPositionMultiHeadedAttention": ("espnet", "Conformer, (E-)Branchformer: rel_selfattn"),
+            "LegacyRelPositionMultiHeadedAttention": ("espnet", "the same, legacy, with zero_triu"),
+        },
+        {"LegacyRelPositionMultiHeadedAttention without zero_triu": "keys ahead get the scores of other queries"},
+    ),
+    Library(
+        "SpeechBrain",
+        "speechbrain",
+        ("speechbrain",),
+        "1.0",
+        {"RelPosMHAXL": ("speechbrain", "Conformer, Branchformer, Transformer: RelPosMHAXL")},
+        {},
+    ),
+    Library(
+        "fairseq2",
+        "fairseq2",
+        ("fairseq2",),
+        "0.5",
+        {"RelativePositionSDPA": ("fairseq2", "Conformer of wav2vec 2.0 and S2T: relative")},
+        {"ShawRelativePositionSDPA": "Shaw's positions are another term"},
+    ),
+)
+
+
+def library_of(cls: type) -> Any:
+    """The `Library` that defines the class, or None."""
+    root = cls.__module__.partition(".")[0]
+    return next((library for library in LIBRARIES if root in library.roots), None)

@@ -1,0 +1,78 @@
+"""What the stand-ins for speech toolkits share: one call of the operator in the order of a Conformer's table."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..functional import rel_attention
+from ..masks import RankMask
+
+if TYPE_CHECKING:
+
+    class Original(nn.Module):
+        """The library's class, which comes after ours: its attributes, and what `super().forward` is."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def forward(self, *inputs: Any, **options: Any) -> Any: ...
+
+else:
+    Original = object
+
+
+def check_forward(module: nn.Module, name: str, *arguments: str) -> None:
+    """ValueError where the module's class called `name` has a forward that begins with other arguments.
+
+    It is then another class by the same name, or one of a version that is not known.
+    """
+    classes = (base for base in type(module).__mro__ if base.__name__ == name)
+    original: Any = next(base for base in classes if "_class_before_accelerate" not in vars(base))
+    found = [parameter for parameter in inspect.signature(original.forward).parameters if parameter != "self"]
+    if tuple(found[: len(arguments)]) != arguments:
+        raise ValueError(
+            f"{original.__module__}.{name} cannot be accelerated: its forward takes ({', '.join(found)}), and "
+            f"({', '.join(arguments)}) is what is known"
+        )
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rel_key: Tensor,
+    content_bias: Tensor,
+    position_bias: Tensor,
+    mask: RankMask | Tensor | None,
+    *,
+    backend: str | None,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """(B, L, H * D) from heads (B, H, L, D) and (B, H, K, D); rel_key's row 0 is for distance K - 1, (H or B, P, D).
+
+    The L queries are the last of the K frames: those before are of a cache.
+    """
+    batch, _, length, _ = query.shape
+    keys = key.shape[2]
+    positions = None
+    if keys != length:
+        positions = torch.arange(keys - length, keys, device=query.device).expand(batch, -1)
+    out = rel_attention(
+        query,
+        key,
+        value,
+        rel_key,
+        content_bias=content_bias,
+        position_bias=position_bias,
+        mask=mask,
+        query_positions=positions,
+        max_distance=keys - 1,
+        dropout_p=dropout_p,
+        scale=scale,
+        backend=backend,
+    )
+    return out.transpose(1, 2).flatten(2)

@@ -1,0 +1,101 @@
+"""Stand-ins for ESPnet's relative attention (espnet.nets.pytorch_backend.transformer.attention).
+
+Order of the table, score and scale are the operator's with ``max_distance = K - 1``. Masks are nonzero where a row may
+attend; fully masked rows give zeros. With `zero_triu` keys ahead have no position scores: their rows of the table are
+zeros, which is the same. The legacy class has a table that ends at distance 0, and without `zero_triu` its shift gives
+keys ahead the scores of the next query: no table has these, and it is refused.
+
+ESPnet keeps each layer's map in `attn` and plots some now and then: here it is computed by ESPnet's code when it is
+asked for, from the inputs of the last call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._masks import visible_ranks
+from ._relative import Original, attend, check_forward
+from .parakeet import _shared
+
+_ARGUMENTS = ("query", "key", "value", "pos_emb", "mask")
+
+
+class RelPositionMultiHeadedAttention(Original):
+    """Positions (1 or B, 2 K - 1, n_feat)."""
+
+    backend: str | None = None
+    made_here = ("backend", "_last_call")
+
+    def check_accelerable(self) -> None:
+        check_forward(self, "RelPositionMultiHeadedAttention", *_ARGUMENTS)
+
+    def _table(self, pos_emb: Tensor, keys: int) -> Tensor | None:
+        """(H or B, P, D), row 0 for distance K - 1; None where the positions have another size."""
+        if pos_emb.shape[1] != 2 * keys - 1:
+            return None
+        rel_key = self._project(pos_emb)
+        return F.pad(rel_key[..., :keys, :], (0, 0, 0, keys - 1)) if self.zero_triu else rel_key
+
+    def _project(self, pos_emb: Tensor) -> Tensor:
+        return self.linear_pos(_shared(pos_emb)).unflatten(-1, (self.h, self.d_k)).transpose(-3, -2)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, pos_emb: Tensor, mask: Tensor | None) -> Tensor:
+        keys = key.shape[1]
+        rel_key = self._table(pos_emb, keys) if query.shape[1] <= keys else None
+        if rel_key is None:
+            return super().forward(query, key, value, pos_emb, mask)
+        q, k, v = self.forward_qkv(query, key, value)
+        out = attend(
+            q,
+            k,
+            v,
+            rel_key,
+            self.pos_bias_u,
+            self.pos_bias_v,
+            visible_ranks(mask, hidden=False),
+            backend=self.backend,
+            dropout_p=self.dropout.p if self.dropout.training else 0.0,
+        )
+        if not torch.compiler.is_compiling():
+            self.attn = None
+            self._last_call = tuple(x.detach() for x in (query, key, value, pos_emb)) + (mask,)
+        return self.linear_out(out)
+
+    @property
+    def attn(self) -> Tensor | None:
+        """(B, H, L, K), the map of the last call, before dropout."""
+        last: Any = vars(self).get("_last_call")
+        if vars(self)["attn"] is None and last is not None:
+            devices = [last[0].device] if last[0].is_cuda else []
+            with torch.no_grad(), torch.random.fork_rng(devices):  # dropout of an output that no one wants
+                super().forward(*last)
+        return vars(self)["attn"]
+
+    @attn.setter
+    def attn(self, weights: Tensor | None) -> None:
+        vars(self)["attn"] = weights
+        vars(self)["_last_call"] = None
+
+
+class LegacyRelPositionMultiHeadedAttention(RelPositionMultiHeadedAttention):
+    """Positions (1 or B, K, n_feat)."""
+
+    def check_accelerable(self) -> None:
+        check_forward(self, "LegacyRelPositionMultiHeadedAttention", *_ARGUMENTS)
+        if not self.zero_triu:
+            raise ValueError(
+                "LegacyRelPositionMultiHeadedAttention cannot be accelerated without zero_triu: keys ahead of a query "
+                "get position scores of the next query, which are no function of the distance"
+            )
+
+    def _table(self, pos_emb: Tensor, keys: int) -> Tensor | None:
+        return F.pad(self._project(pos_emb), (0, 0, 0, keys - 1)) if pos_emb.shape[1] == keys else None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, pos_emb: Tensor, mask: Tensor | None) -> Tensor:
+        if query.shape[1] != key.shape[1]:  # its shift is another one there
+            return Original.forward(self, query, key, value, pos_emb, mask)
+        return super().forward(query, key, value, pos_emb, mask)

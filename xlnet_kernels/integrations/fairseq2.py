@@ -1,0 +1,66 @@
+"""Stand-in for fairseq2's RelativePositionSDPA, which gets heads (B, L, H, D) and makes the table itself.
+
+Its masks are layouts (lengths) with an `AttentionBias`. Padding alone becomes ranks; other biases are made dense by
+fairseq2's code and become ranks where these can say them. What is found is kept in fairseq2's cache of biases. A padded
+row sees the padded keys, as in fairseq2.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..masks import RankMask
+from ._masks import EVERYTHING, LayerMask, layer_mask
+from ._relative import Original, attend, check_forward
+
+
+class RelativePositionSDPA(Original):
+    backend: str | None = None
+    made_here = ("backend",)
+
+    def check_accelerable(self) -> None:
+        check_forward(
+            self, "RelativePositionSDPA", "q", "q_layout", "k", "k_layout", "v", "bias_cache", "needs_weights"
+        )
+
+    def forward(
+        self, q: Tensor, q_layout: Any, k: Tensor, k_layout: Any, v: Tensor, bias_cache: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """As fairseq2's; attention maps and packed layouts are left to it."""
+        served = q.dim() == 4 and q.shape[1] <= k.shape[1] and not (q_layout.packed or k_layout.packed)
+        served = served and not options.get("needs_weights")
+        mask = self._find_mask(q, q_layout, k, k_layout, bias_cache) if served else None
+        if mask is None:
+            return super().forward(q, q_layout, k, k_layout, v, bias_cache, **options)
+        query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+        rel_key = self.r_proj(self.pos_encoding(key)).unflatten(-1, (self.num_heads, -1)).transpose(0, 1)
+        out = attend(query, key, value, rel_key, self.u_bias, self.v_bias, mask.visible, backend=self.backend)
+        return out.unflatten(-1, (self.num_heads, -1)), None
+
+    def _find_mask(self, q: Tensor, q_layout: Any, k: Tensor, k_layout: Any, bias_cache: Any) -> LayerMask | None:
+        found = bias_cache.maybe_get(self.bias, "xlnet_kernels", LayerMask)
+        if found is None:
+            found = self._make_mask(q, q_layout, k, k_layout, bias_cache)
+            bias_cache.set(self.bias, "xlnet_kernels", found)
+        return None if found is _SOFT else found
+
+    def _make_mask(self, q: Tensor, q_layout: Any, k: Tensor, k_layout: Any, bias_cache: Any) -> LayerMask:
+        if type(self.bias).__name__ == "IdentityBias":
+            if not q_layout.padded and not k_layout.padded:
+                return EVERYTHING
+            if q.shape[1] == k.shape[1] and q_layout.seq_lens == k_layout.seq_lens:
+                lengths = torch.tensor(k_layout.seq_lens, device=k.device)[:, None]
+                # two documents: the frames, and the padding
+                return LayerMask(RankMask.packed((torch.arange(k.shape[1], device=k.device) < lengths).int()))
+        module = sys.modules[type(self).__module__]
+        bias = module.maybe_get_attention_bias_tensor(self.bias, q, q_layout, k_layout, bias_cache)
+        while bias is not None and bias.dim() < 4:
+            bias = bias[None]
+        return layer_mask(bias) or _SOFT
+
+
+_SOFT = LayerMask(None)  # a bias that is more than a mask

@@ -1,0 +1,94 @@
+"""Stand-in for SpeechBrain's relative attention (speechbrain.nnet.attention.RelPosMHAXL).
+
+Its scale is 1 / sqrt(embed_dim), the width of all heads. Its biases have shape (head_dim, heads) and are read as
+(heads, head_dim), so here too. Masks are True where a row may not attend; fully masked rows give zeros.
+`mask_pos_future` has no effect in SpeechBrain (it zeroes columns that are cut off), nor here.
+
+SpeechBrain's layers ask for the attention map without saying so, and its models throw it away: without
+``return_attn_weights=True`` in the call, None stands in its place. With it, SpeechBrain's own code computes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..masks import HIGHEST, RankMask
+from ._masks import visible_ranks
+from ._relative import Original, attend, check_forward
+from .parakeet import _shared
+
+
+class RelPosMHAXL(Original):
+    backend: str | None = None
+    made_here = ("backend",)
+
+    def check_accelerable(self) -> None:
+        arguments = ("query", "key", "value", "pos_embs", "key_padding_mask", "attn_mask", "return_attn_weights")
+        check_forward(self, "RelPosMHAXL", *arguments)
+        if self.vdim != self.embed_dim:
+            raise ValueError(
+                f"RelPosMHAXL cannot be accelerated with vdim other than embed_dim ({self.embed_dim}), got {self.vdim}"
+            )
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pos_embs: Tensor,
+        key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        return_attn_weights: bool | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """As RelPosMHAXL, but that the map is None where `return_attn_weights` is not given."""
+        keys = key.shape[1]
+        soft = any(mask is not None and mask.dtype != torch.bool for mask in (attn_mask, key_padding_mask))
+        if return_attn_weights or soft or query.shape[1] > keys or pos_embs.shape[1] != 2 * keys - 1:
+            wanted = True if return_attn_weights is None else return_attn_weights
+            return super().forward(query, key, value, pos_embs, key_padding_mask, attn_mask, wanted)
+        mask = self._visible(key_padding_mask, attn_mask)
+        q, k, v = self._project(query, key, value)
+        if self.vbias is not None:
+            v = v + self.value_bias_weight.view(self.num_heads, 1, self.vhead_dim)
+        out = attend(
+            q,
+            k,
+            v,
+            self.linear_pos(_shared(pos_embs)).unflatten(-1, (self.num_heads, -1)).transpose(-3, -2),
+            self.pos_bias_u.view(self.num_heads, self.head_dim),
+            self.pos_bias_v.view(self.num_heads, self.head_dim),
+            mask,
+            backend=self.backend,
+            dropout_p=self.dropout_att.p if self.dropout_att.training else 0.0,
+            scale=self.scale,
+        )
+        out = self.out_proj(out)
+        return (out, None) if return_attn_weights is None else out
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Heads (B, H, L, D). The weight is laid out by heads where all three are the same, else one after another."""
+        same = (query is key or torch.equal(query, key)) and (key is value or torch.equal(key, value))
+        if same:
+            heads = F.linear(query, self.in_proj_weight).unflatten(-1, (self.num_heads, -1)).chunk(3, -1)
+        else:
+            weights = self.in_proj_weight.chunk(3)
+            inputs = zip((query, key, value), weights, strict=True)
+            heads = tuple(F.linear(x, weight).unflatten(-1, (self.num_heads, -1)) for x, weight in inputs)
+        return [x.transpose(1, 2) for x in heads]
+
+    def _visible(self, padding: Tensor | None, attn_mask: Tensor | None) -> RankMask | Tensor | None:
+        """Of padding (B, K) and a mask (L, K) or (B * H, L, K), both True where a row may not attend."""
+        if attn_mask is None:
+            return None if padding is None else RankMask.padding(padding)
+        if attn_mask.dim() == 3:
+            visible = ~attn_mask.unflatten(0, (-1, self.num_heads))
+        else:
+            visible = visible_ranks(attn_mask[None], hidden=True)
+        if padding is None or visible is None:
+            return visible if padding is None else RankMask.padding(padding)
+        if isinstance(visible, RankMask):
+            ranks = visible.expand(padding.shape[0])
+            return RankMask(ranks.query_rank, ranks.key_rank.masked_fill(padding, HIGHEST), ranks.query_floor)
+        return visible & ~padding[:, None, None]

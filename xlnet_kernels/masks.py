@@ -281,11 +281,13 @@ class RankMask:
     def rows(self, positions: Tensor) -> RankMask:
         """The mask of the query rows at `positions` (B, N), in that order."""
         mask, index = self.expand(positions.shape[0]), positions.long()
-        return mask._map_rows(lambda values: values.gather(1, index))
-
-    def rows_from(self, first: int) -> RankMask:
-        """The mask of the query rows from number `first` on."""
-        return self._map_rows(lambda values: values[:, first:])
+        floor, sees_self = mask.query_floor, mask.sees_self
+        return RankMask(
+            mask.query_rank.gather(1, index),
+            mask.key_rank,
+            None if floor is None else floor.gather(1, index),
+            sees_self.gather(1, index) if isinstance(sees_self, Tensor) else sees_self,
+        )
 
     def to(self, device: torch.device | str) -> RankMask:
         """The same mask on `device`."""
@@ -298,15 +300,6 @@ class RankMask:
             change(self.key_rank),
             None if floor is None else change(floor),
             change(own) if isinstance(own, Tensor) else own,
-        )
-
-    def _map_rows(self, change: Callable[[Tensor], Tensor]) -> RankMask:
-        floor, sees_self = self.query_floor, self.sees_self
-        return RankMask(
-            change(self.query_rank),
-            self.key_rank,
-            None if floor is None else change(floor),
-            change(sees_self) if isinstance(sees_self, Tensor) else sees_self,
         )
 
     def for_stream(self, stream: str) -> RankMask:

@@ -13,12 +13,22 @@ FULL = dict(output_hidden_states=True, output_attentions=True)
 def _compare(pair, inputs, **labels):
     """The same outputs, loss and gradients."""
     theirs, model = pair
+    theirs.zero_grad()
+    model.zero_grad()
     mems = make_mems(model, batch=inputs["input_ids"].numel() // L)
     wanted, found = theirs(**inputs, **labels, mems=mems, **FULL), model(**inputs, **labels, mems=mems, **FULL)
     for name in wanted:
         assert_same(getattr(found, name), getattr(wanted, name), 1e-4, name)
+    short = model(**inputs, **labels, mems=mems)  # the last layer computes what the head reads
+    for name in ("loss", "logits", "mems"):
+        if hasattr(found, name):
+            assert_same(getattr(short, name), getattr(found, name), 1e-4, name)
+    gradients = torch.autograd.grad(short.loss, tuple(model.parameters()), allow_unused=True)
     for output in (wanted, found):
         output.loss.backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        if gradient is not None:
+            assert_same(gradient, parameter.grad, 1e-4 * (1 + gradient.abs().max().item()))
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
     for name, parameter in model.named_parameters():
         if gradients[name] is None:

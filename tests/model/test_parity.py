@@ -149,6 +149,62 @@ def test_last_layer_without_content_rows_changes_nothing(mask):
     assert_same_outputs(short, full, ("logits", "mems"))
 
 
+@pytest.mark.parametrize("targets", ["none", "target_positions", "one-hot", "soft"])
+@pytest.mark.parametrize("mask", ["RankMask", "perm_mask", "none"])
+@pytest.mark.parametrize("memory", ["", "memory"])
+def test_output_rows_are_those_of_the_whole_output(targets, mask, memory):
+    model, inputs = ours("XLNetModel"), make_inputs()
+    inputs["mems"] = make_mems(model) if memory else None
+    if mask != "perm_mask":
+        del inputs["perm_mask"]
+    if mask == "RankMask":
+        inputs["mask"] = xk.RankMask.from_order(torch.stack([torch.randperm(L) for _ in range(B)]))
+        del inputs["attention_mask"]
+    mapping = inputs.pop("target_mapping")
+    if targets == "target_positions":
+        inputs["target_positions"] = mapping.argmax(-1)
+    elif targets != "none":
+        inputs["target_mapping"] = mapping if targets == "one-hot" else mapping.roll(1, 1) / 2 + mapping / 2
+    whole = model(**inputs)
+    rows = torch.tensor([[1, -1, 1], [0, 2, -3]])
+    for given in (rows, rows[:1], rows[:, :0]):
+        short, full = model(**inputs, output_rows=given), model(**inputs, output_rows=given, output_hidden_states=True)
+        wanted = torch.stack([whole.last_hidden_state[b, row] for b, row in enumerate(given.expand(B, -1))])
+        for found in (short, full):
+            assert_same(found.last_hidden_state, wanted)
+            assert_same(found.mems, whole.mems)
+    leaves = tuple(model.parameters())
+    mine, theirs = (
+        torch.autograd.grad(x.square().sum(), leaves, allow_unused=True)
+        for x in (
+            model(**inputs, output_rows=rows).last_hidden_state,
+            model(**inputs, output_rows=rows, output_hidden_states=True).last_hidden_state,
+        )
+    )
+    for x, y in zip(mine, theirs, strict=True):
+        assert x is y is None or (x - y).abs().max() <= 1e-4 * y.abs().max()
+
+
+def test_the_last_layer_computes_the_output_rows_alone(monkeypatch):
+    calls = []
+
+    def counted(query, key, value, rel_key, **options):
+        calls.append((query.shape[2], key.shape[2]))
+        return xk.rel_attention(query, key, value, rel_key, **options)
+
+    monkeypatch.setattr(attention, "rel_attention", counted)
+    ids = make_inputs()["input_ids"]
+    ours()(ids, output_rows=torch.tensor([[-1, 0]]))
+    assert calls == [(L, L), (2, L)]
+    for name in ("XLNetForSequenceClassification", "XLNetForMultipleChoice"):
+        calls.clear()
+        ours(name)(ids[:, None] if "Choice" in name else ids)
+        assert calls == [(L, L), (1, L)]
+    calls.clear()
+    ours("XLNetForSequenceClassification", summary_type="mean")(ids)
+    assert calls == [(L, L), (L, L)]
+
+
 def test_target_positions_equal_target_mapping():
     lm, inputs = ours("XLNetLMHeadModel"), make_inputs()
     mapping = inputs.pop("target_mapping")

@@ -229,10 +229,9 @@ def test_bad_arguments_of_the_constructors_are_named():
 
 @pytest.mark.parametrize("sees_self", [True, torch.tensor([[True, False, False, True]] * 2)], ids=["bool", "tensor"])
 @pytest.mark.parametrize("floor", [None, torch.tensor([[0, 1, 0, 2]] * 2)], ids=["", "floor"])
-def test_rows_from_leaves_out_the_first_rows(sees_self, floor):
+def test_rows_are_those_asked_for(sees_self, floor):
     rank = torch.tensor([[3, 0, 2, 1], [1, 2, 3, 0]])  # of keys and queries alike: one tensor for both
     mask = RankMask(rank, rank, floor, sees_self)
     positions = torch.arange(4).expand(2, -1)
     wanted = mask.to_bool(None, positions, 0)[:, 1:]
-    assert torch.equal(mask.rows_from(1).to_bool(None, positions[:, 1:], 0), wanted)
     assert torch.equal(mask.rows(positions[:, 1:]).to_bool(None, positions[:, 1:], 0), wanted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ from .inputs import (
     check_mems,
     check_words,
     find_mask,
+    find_output_rows,
     find_padding,
     find_targets,
+    pick_rows,
     stack_rows,
 )
 from .memory import ProjectedMemory, keep
@@ -62,19 +64,20 @@ class Shared:
     positions: Tensor | None
     mapping: Tensor | None
     need_weights: bool
-    first_row: int = 0  # rows before it are keys and values alone
+    wanted: Tensor | None = None  # (B, n), the rows that attend; None for all; the others are keys and values alone
 
-    def of_query_rows(self) -> Shared:
-        """For a last layer of which only the query rows are wanted: attention and feed-forward of N rows, not L + N."""
-        length, mask, segment_rows = self.length, self.mask, self.segment_rows
+    def of_rows(self, wanted: Tensor) -> Shared:
+        """For a last layer of which only these rows are wanted: attention and feed-forward of n rows, not L + N."""
+        mask, segment_rows = self.mask, self.segment_rows
         if isinstance(mask, RankMask):
-            mask = mask.rows_from(length)
+            mask = mask.rows(wanted)
         elif mask is not None:
-            mask = mask[:, :, length:]
+            index = wanted[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
+            mask = mask.expand(wanted.shape[0], -1, -1, -1).gather(2, index)
         if segment_rows is not None:
-            segment_rows = (segment_rows[0][:, length:], segment_rows[1])
-        positions = None if self.positions is None else self.positions[:, length:]
-        return Shared(length, self.rel_pos, self.rel_rows, mask, segment_rows, positions, None, False, length)
+            segment_rows = (segment_rows[0].gather(1, wanted), segment_rows[1])
+        positions = wanted if self.positions is None else self.positions.gather(1, wanted)
+        return replace(self, mask=mask, segment_rows=segment_rows, positions=positions, wanted=wanted)
 
 
 class XLNetLayer(nn.Module):
@@ -120,7 +123,7 @@ class XLNetLayer(nn.Module):
         elif mems is not None:
             memory = attn.project(mems.transpose(0, 1))
         rows, weights = attn.attend(
-            rows[:, shared.first_row :],
+            rows if shared.wanted is None else pick_rows(rows, shared.wanted),
             (key, value),
             rel_key,
             memory=memory,
@@ -200,6 +203,7 @@ class XLNetModel(PretrainedModel):
         target_positions: Tensor | None = None,
         mem_len: int | None = None,
         reuse_len: int | None = None,
+        output_rows: Tensor | None = None,
     ) -> XLNetOutput:
         """Both streams, or the content stream alone where nothing is to be predicted.
 
@@ -220,6 +224,8 @@ class XLNetModel(PretrainedModel):
             output_attentions: return the attention maps, which takes the dense way through the reference backend (and
                 L query rows for any target_mapping). output_hidden_states: return every layer's input and the output.
             mem_len, reuse_len: instead of the configuration's, for this call.
+            output_rows: (B, n) or (1, n) integers, which rows of last_hidden_state to return, from the end where
+                negative; default all. The last layer computes no others.
 
         A fully masked query row (it comes first in its order, without memory) attends to nothing; transformers
         averages over all keys there, the hidden ones included.
@@ -268,13 +274,15 @@ class XLNetModel(PretrainedModel):
         shared = Shared(length, rel_pos, rel_rows, mask, segment_rows, positions, mapping, output_attentions)
         rows = self.dropout(h if g is None else torch.cat([h, g], 1))
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        only_g = g is not None and mapping is None and not (output_hidden_states or output_attentions)
+        # The last layer computes what is returned and no more.
+        wanted = find_output_rows(output_rows, rows, 0 if g is None else length)
+        brief = wanted is not None and mapping is None and not (output_hidden_states or output_attentions)
         hidden_states, attentions = [rows], []
         layer_inputs: list[Tensor] = []
         layer_keys: list[tuple[Tensor, ...]] = []  # and values and tables
         for index, layer in enumerate(self.layer):
-            if only_g and index == len(self.layer) - 1:
-                shared = shared.of_query_rows()
+            if brief and wanted is not None and index == len(self.layer) - 1:
+                shared = shared.of_rows(wanted)
             plain = projected = None
             if isinstance(mems, ProjectedMemory):
                 projected = mems.of_layer(index)
@@ -302,7 +310,7 @@ class XLNetModel(PretrainedModel):
             hidden_states = [stream for both in hidden_states for stream in (both[:, :length], both[:, length:])]
             attentions = [(both[:, :, :length], both[:, :, length:]) for both in attentions]
         return XLNetOutput(
-            self.dropout(rows if g is None or only_g else rows[:, length:]),
+            self.dropout(rows if brief or wanted is None else pick_rows(rows, wanted)),
             new_mems,
             tuple(hidden_states) if output_hidden_states else None,
             tuple(attentions) if output_attentions else None,

@@ -94,7 +94,14 @@ class SequenceSummary(nn.Module):
         self.first_dropout = nn.Dropout(config.summary_first_dropout)
         self.last_dropout = nn.Dropout(config.summary_last_dropout)
 
+    def output_rows(self, device: torch.device) -> Tensor | None:
+        """Which states are read, as `XLNetModel` takes them; None for all."""
+        if self.kind == "mean":
+            return None
+        return torch.full((1, 1), -1 if self.kind == "last" else 0, device=device)
+
     def forward(self, hidden: Tensor) -> Tensor:
+        """(B, L, d_model), or (B, 1, d_model) of the state that is read."""
         state = hidden.mean(1) if self.kind == "mean" else hidden[:, -1 if self.kind == "last" else 0]
         return self.last_dropout(self.activation(self.summary(self.first_dropout(state))))
 
@@ -116,6 +123,7 @@ class XLNetForSequenceClassification(HeadedModel):
         self.logits_proj = nn.Linear(config.d_model, config.num_labels)
 
     def forward(self, *inputs, labels: Tensor | None = None, **options) -> HeadOutput:
+        options.setdefault("output_rows", self.sequence_summary.output_rows(self.logits_proj.weight.device))
         output = self.transformer(*inputs, **options)
         logits = self.logits_proj(self.sequence_summary(output.last_hidden_state))
         return HeadOutput(None if labels is None else self._loss(logits, labels), logits, *output[1:])
@@ -161,6 +169,7 @@ class XLNetForMultipleChoice(HeadedModel):
                 if tuple(x.shape[:2]) != (batch, choices):
                     raise ValueError(f"{name} must start with (B, C) = {(batch, choices)}, got shape {tuple(x.shape)}")
                 options[name] = x.flatten(0, 1)
+        options.setdefault("output_rows", self.sequence_summary.output_rows(self.logits_proj.weight.device))
         output = self.transformer(None if input_ids is None else input_ids.flatten(0, 1), **options)
         logits = self.logits_proj(self.sequence_summary(output.last_hidden_state)).view(batch, choices)
         return HeadOutput(_token_loss(logits, labels), logits, *output[1:])

@@ -171,6 +171,23 @@ def find_targets(
     return torch.cat([content, found[0]], 1), None, found[1]
 
 
+def find_output_rows(output_rows: Tensor | None, rows: Tensor, first: int) -> Tensor | None:
+    """Which of the stacked rows (B, R, d_model) are returned, (B, n), of those from `first` on; None for all."""
+    batch, total = rows.shape[:2]
+    if output_rows is None:
+        return torch.arange(first, total, device=rows.device).expand(batch, -1) if first else None
+    one_for_all = isinstance(output_rows, Tensor) and output_rows.shape[:1] == (1,)
+    check_tensor("output_rows", output_rows, (1 if one_for_all else batch, None), rows, integers=True)
+    check_range("output_rows", output_rows, first - total, total - first)
+    output_rows = output_rows.long()
+    return (output_rows + torch.where(output_rows < 0, total, first)).expand(batch, -1)
+
+
+def pick_rows(rows: Tensor, wanted: Tensor) -> Tensor:
+    """Of rows (B, R, d_model) those that are wanted (B, n)."""
+    return rows.gather(1, wanted[:, :, None].expand(-1, -1, rows.shape[2]))
+
+
 def _one_hot_positions(mapping: Tensor) -> tuple[Tensor, Tensor | None] | None:
     """Positions (B, N) if every row is one-hot or zero and no position comes twice; which rows are zero, if any.
 

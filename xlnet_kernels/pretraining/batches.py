@@ -24,13 +24,14 @@ class Batch:
     Attributes:
         input_ids, token_type_ids: (B, L) int64.
         mask: RankMask of the segment itself, (B, L) ranks of queries and keys.
-        labels: (B, N) int64, one per target position, or (B, L), one per token; -100 where nothing is predicted.
+        labels: (B, N) int64, one per target, or (B, L), one per token; -100 where nothing is predicted.
         target_positions: (B, N) int64, or None where the content stream predicts.
         is_next: (B,) int64, 1 where the second segment continues the first, 0 where it comes from elsewhere; -100
             where there is no second segment.
         context_len: (B,) int64, how many tokens of a row's stream just before this segment belong to the same context
             (the same document, in the same pass over the text): more memory than this must not be seen.
         reuse_len: how many tokens of the segment the next one continues, and memory is kept of.
+        output_rows: (B, N) int64, where the content stream predicts, or None where it does so everywhere or nowhere.
     """
 
     input_ids: Tensor
@@ -41,6 +42,7 @@ class Batch:
     is_next: Tensor
     context_len: Tensor
     reuse_len: int
+    output_rows: Tensor | None = None
 
     @property
     def new_context(self) -> Tensor:
@@ -69,6 +71,7 @@ class Batch:
             "token_type_ids": self.token_type_ids,
             "mask": mask,
             "target_positions": self.target_positions,
+            "output_rows": self.output_rows,
             "labels": self.labels,
             "mems": mems,
             "reuse_len": self.reuse_len,
@@ -216,15 +219,19 @@ class PretrainingBatches(Dataset):
         def stacked(name: str) -> Tensor:
             return torch.from_numpy(np.stack([getattr(example, name) for example in examples]))
 
+        def stacked_or_none(name: str) -> Tensor | None:
+            return None if getattr(examples[0], name) is None else stacked(name)
+
         return Batch(
             stacked("input_ids"),
             torch.from_numpy(np.stack(types)),
             RankMask(stacked("query_rank"), stacked("key_rank")),
             stacked("labels"),
-            None if examples[0].target_positions is None else stacked("target_positions"),
+            stacked_or_none("target_positions"),
             torch.tensor(is_next),
             torch.tensor(context_len),
             self._advance,
+            stacked_or_none("output_rows"),
         )
 
     def _row(self, epoch: int, step: int, row: int) -> tuple[Example, np.ndarray, int, int]:

@@ -27,6 +27,7 @@ class Example(NamedTuple):
     key_rank: np.ndarray
     labels: np.ndarray
     target_positions: np.ndarray | None = None
+    output_rows: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -61,18 +62,15 @@ class PermutationLM:
         order = np.concatenate([block_order(rng, size, perm_size) for size in parts])
         padding = ids == vocabulary.pad
         query_rank, key_rank = permutation_ranks(order, targets, functional, parts, padding)
-        positions = np.zeros(_num_predict(self, parts), np.int64)
-        labels = np.full_like(positions, IGNORED)
-        found = np.flatnonzero(targets)
-        positions[: len(found)], labels[: len(found)] = found, ids[found]
-        return Example(ids, query_rank, key_rank, labels, positions)
+        positions, labels = _positions_and_labels(ids, targets, _num_predict(self, parts))
+        return Example(ids, query_rank, key_rank, labels, target_positions=positions)
 
-    def joint_inputs(self, input_ids: Tensor, targets: Tensor, vocabulary: Vocabulary) -> tuple[dict, None]:
+    def joint_inputs(self, input_ids: Tensor, targets: Tensor, vocabulary: Vocabulary) -> dict:
         steps = torch.arange(targets.shape[1], device=targets.device).expand_as(targets)
         order = torch.zeros_like(input_ids).scatter(1, targets, steps)
         predicted = torch.zeros_like(input_ids, dtype=torch.bool).scatter(1, targets, True)
         mask = RankMask.from_order(order, predicted)
-        return {"input_ids": input_ids, "mask": mask, "target_positions": targets}, None
+        return {"input_ids": input_ids, "mask": mask, "target_positions": targets}
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class AutoregressiveLM:
         key_rank = np.where(ids == vocabulary.pad, _HIGHEST, rank)
         return Example(ids, rank, key_rank, np.where(special, IGNORED, labels))
 
-    def joint_inputs(self, input_ids: Tensor, targets: Tensor, vocabulary: Vocabulary) -> tuple[dict, Tensor]:
+    def joint_inputs(self, input_ids: Tensor, targets: Tensor, vocabulary: Vocabulary) -> dict:
         batch, length = input_ids.shape
         rows = targets + 1 if self.backward else targets - 1
         if rows.numel() and not (0 <= rows.min() and rows.max() < length):
@@ -114,7 +112,7 @@ class AutoregressiveLM:
         mask = RankMask.causal(batch, length, device=input_ids.device)
         if self.backward:
             mask = RankMask(mask.query_rank.flip(1), mask.key_rank.flip(1))
-        return {"input_ids": input_ids, "mask": mask}, rows
+        return {"input_ids": input_ids, "mask": mask, "output_rows": rows}
 
 
 @dataclass(frozen=True)
@@ -158,11 +156,13 @@ class MaskedLM:
         hidden = np.where(kind < self.mask_rate, vocabulary.mask, hidden)
         part = np.repeat(np.arange(len(parts), dtype=np.int32), parts)
         key_rank = np.where(ids == vocabulary.pad, _HIGHEST, part)
-        return Example(np.where(targets, hidden, ids), part + 1, key_rank, np.where(targets, ids, IGNORED))
+        positions, labels = _positions_and_labels(ids, targets, _num_predict(self, parts))
+        return Example(np.where(targets, hidden, ids), part + 1, key_rank, labels, output_rows=positions)
 
-    def joint_inputs(self, input_ids: Tensor, targets: Tensor, vocabulary: Vocabulary) -> tuple[dict, Tensor]:
+    def joint_inputs(self, input_ids: Tensor, targets: Tensor, vocabulary: Vocabulary) -> dict:
         mask = RankMask.full(input_ids.shape[0], input_ids.shape[1], device=input_ids.device)
-        return {"input_ids": input_ids.scatter(1, targets, vocabulary.mask), "mask": mask}, targets
+        hidden = input_ids.scatter(1, targets, vocabulary.mask)
+        return {"input_ids": hidden, "mask": mask, "output_rows": targets}
 
 
 Objective = PermutationLM | AutoregressiveLM | MaskedLM
@@ -219,10 +219,8 @@ def joint_log_prob(
     if (ordered[:, 1:] == ordered[:, :-1]).any():
         raise ValueError(f"targets must differ within a sequence, got {targets.tolist()}")
     input_ids, targets = input_ids.long(), targets.long()
-    inputs, rows = objective.joint_inputs(input_ids, targets, vocabulary)
+    inputs = objective.joint_inputs(input_ids, targets, vocabulary)
     logits = model(**inputs, token_type_ids=token_type_ids).logits
-    if rows is not None:
-        logits = logits.gather(1, rows[:, :, None].expand(-1, -1, logits.shape[-1]))
     log_probs = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
     log_probs = log_probs.gather(2, input_ids.gather(1, targets)[:, :, None]).squeeze(2)
     return log_probs, log_probs.sum(1)
@@ -256,6 +254,15 @@ def _partial_targets(
         )
         found.append(targets[flip])
     return np.concatenate(found)
+
+
+def _positions_and_labels(ids: np.ndarray, targets: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the targets (L,) bool are, and their tokens, `count` of each; position 0 without a label fills them up."""
+    positions = np.zeros(count, np.int64)
+    labels = np.full_like(positions, IGNORED)
+    found = np.flatnonzero(targets)
+    positions[: len(found)], labels[: len(found)] = found, ids[found]
+    return positions, labels
 
 
 def _num_predict(objective: PermutationLM | MaskedLM, parts: Sequence[int], specials: int = 0) -> int:

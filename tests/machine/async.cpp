@@ -19,10 +19,11 @@ void land(Copy& copy) {
 }
 
 void complete(Warp& warp, Group& group) {
+  const bool fenced = !warp.launch->request->copies_need_fence;
   for (Copy& copy : group.copies) {
     land(copy);
     if (!warp.block->shadow) continue;
-    for (const auto& [address, bytes] : copy.shared) warp.block->shadow->end_copy(warp.index, address, bytes);
+    for (const auto& [address, bytes] : copy.shared) warp.block->shadow->end_copy(warp.index, address, bytes, fenced);
   }
 }
 

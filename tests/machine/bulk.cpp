@@ -6,14 +6,16 @@
 namespace machine {
 namespace {
 
-// What the stand-in for cuTensorMapEncodeTiled writes into a tensor map (machine.py, tensor_map): 128 bytes.
+// What the stand-in for cuTensorMapEncodeTiled (machine.py, tensor_map) and tensormap.replace write into a tensor map:
+// 128 bytes.
 struct TensorMap {
   uint64_t magic, address, sizes[5], strides[4];  // strides in bytes, of all dimensions but the first
   uint32_t box[5];
   uint8_t rank, element_bytes, swizzle, nan_fill;
 };
 constexpr uint64_t MAGIC = 0x70616d726f736e65ull;
-static_assert(sizeof(TensorMap) <= 128, "has to fit into CUtensorMap");
+constexpr int MAP_BYTES = 128;
+static_assert(sizeof(TensorMap) <= MAP_BYTES, "has to fit into CUtensorMap");
 
 struct Transfer {  // of one lane
   uint64_t shared = 0, global = 0, mbarrier = 0;
@@ -104,8 +106,11 @@ void start(Warp& warp, Transfer&& of, int lane) {
 // Starts a copy from shared memory, which must stay as it is until the lane's group is waited for.
 void start_store(Warp& warp, Transfer&& of) {
   Block& block = *warp.block;
-  for (const auto& [at, bytes] : of.touched)
+  for (const auto& [at, bytes] : of.touched) {
     for (uint32_t done = 0; block.shadow && done < bytes; done += 16) block.shadow->begin_operand(warp, at + done, 16);
+    if (block.shadow && block.shadow->is_undefined(at, bytes))
+      throw Fault{"uninitialized", "what is copied to global memory depends on a value that was never written", -1};
+  }
   const bool late = warp.launch->late_copies;
   if (!late) perform(of.pieces);
   async_of(warp).bulk_open.push_back([&block, late, of = std::move(of)] {
@@ -185,6 +190,65 @@ void tensor_to_global(Warp& warp, const Inst& inst) {
     warp.launch->totals.global_sectors_written += of.bytes / 32;
     start_store(warp, std::move(of));
   });
+}
+
+namespace {
+
+// PTX ISA, tensormap.replace: bytes of the types that .elemtype numbers; 0: one that the machine does not know.
+constexpr uint8_t ELEMENT_BYTES[] = {1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4};
+
+enum Field { ADDRESS, RANK, BOX, SIZES, STRIDES, STEPS, ELEMENT, INTERLEAVE, SWIZZLE, FILL };
+
+void replace(TensorMap& map, int field, uint32_t index, uint64_t value, int lane) {
+  const auto check = [&](bool known) {
+    if (!known) throw Fault{"undefined", "a tensor map's field " + std::to_string(value), lane};
+  };
+  check(index < (field == STRIDES ? 4 : 5));
+  if (field == ADDRESS) map.magic = MAGIC, map.address = value;
+  if (field == RANK) check(value < 5), map.rank = value + 1;
+  if (field == BOX) map.box[index] = value;
+  if (field == SIZES) map.sizes[index] = value;
+  if (field == STRIDES) map.strides[index] = value;
+  if (field == STEPS) check(value == 1);
+  if (field == ELEMENT) check(value < std::size(ELEMENT_BYTES)), map.element_bytes = ELEMENT_BYTES[value];
+  if (field == INTERLEAVE) check(value == 0);
+  if (field == SWIZZLE) check(value < 4), map.swizzle = 16 << value;
+  if (field == FILL) check(value == 0);
+}
+
+uint8_t* shared_map(Warp& warp, uint64_t at, bool writes, int lane) {
+  uint8_t* found = shared_range(warp, at, MAP_BYTES, MAP_BYTES, lane);
+  for (int done = 0; warp.block->shadow && done < MAP_BYTES; done += 16) {
+    if (writes) warp.block->shadow->write(warp, at + done, 16, lane, false, nullptr);
+    if (!writes) warp.block->shadow->read(warp, at + done, 16, lane);
+  }
+  return found;
+}
+
+}  // namespace
+
+// refs: address, index, value; mode: Field; space: 1 global, 2 shared, 0 either
+void replace_field(Warp& warp, const Inst& inst) {
+  each_lane(warp, [&](int lane) {
+    uint64_t at = address(warp, inst, 0, lane);
+    const bool shared = inst.space == 2 || at >> 56 == SHARED_WINDOW >> 56;
+    at &= SHARED_WINDOW - 1;
+    uint8_t* place = shared ? shared_map(warp, at, true, lane) : global_range(warp, at, MAP_BYTES, true, lane);
+    TensorMap map;
+    std::memcpy(&map, place, sizeof map);
+    replace(map, inst.mode, warp.at<uint32_t>(inst.refs[1])[lane], lane_value(warp, inst.refs[2], inst.bits, lane),
+            lane);
+    std::memcpy(place, &map, sizeof map);
+  });
+}
+
+// refs: global address, shared address; all lanes copy one map, which is then visible to all
+void publish_map(Warp& warp, const Inst& inst) {
+  aligned(warp, "tensormap.cp_fenceproxy");
+  const int lane = __builtin_ctz(warp.exec);
+  const uint8_t* from = shared_map(warp, address(warp, inst, 1, lane) & (SHARED_WINDOW - 1), false, lane);
+  std::memcpy(global_range(warp, address(warp, inst, 0, lane), MAP_BYTES, true, lane), from, MAP_BYTES);
+  flush(warp);
 }
 
 void bulk_commit(Warp& warp, const Inst&) {

@@ -2,12 +2,15 @@
 
 #include "decoder.h"
 
+#include "undefined.h"
+
 namespace machine {
 
 const SimpleTable& simple_instructions() {
   static const SimpleTable table = [] {
     SimpleTable made;
     add_integer(made);
+    add_carry(made);
     add_selection(made);
     add_float(made);
     add_half(made);
@@ -60,6 +63,7 @@ const std::map<std::string, Decoder::Family>& Decoder::families() {
       {"stmatrix", &Decoder::decode_matrix},
       {"movmatrix", &Decoder::decode_matrix},
       {"wgmma", &Decoder::decode_wgmma},
+      {"tensormap", &Decoder::decode_tensor_map},
   };
   return table;
 }
@@ -70,6 +74,9 @@ Decoder::Decoder(Module& module, Function& function)
 void Decoder::run() {
   program_.file_bytes = flow_.file_bytes + 512;  // a place for what no one reads
   program_.tracked = flow_.tracked_count;
+  program_.undefined_memory = flow_.undefined_memory;
+  for (size_t reg = 0; reg < function_.registers.size(); ++reg)
+    if (flow_.tracked[reg] >= 0) tracked_[flow_.slots[reg]] = flow_.tracked[reg];
   program_.special.assign(std::size(SPECIAL), NONE);
   for (size_t reg = 0; reg < function_.registers.size(); ++reg)
     if (function_.registers[reg].special >= 0) program_.special[function_.registers[reg].special] = flow_.slots[reg];
@@ -112,10 +119,19 @@ void Decoder::generic() {
 void Decoder::notes_registers() {
   std::vector<int> defined, used;
   registers_of(*at_, defined, used);
-  for (int reg : used)
-    if (flow_.tracked[reg] >= 0) inst_->reads.push_back({flow_.slots[reg], flow_.tracked[reg]});
   for (int reg : defined)
     if (flow_.tracked[reg] >= 0) inst_->writes.push_back(flow_.tracked[reg]);
+  if (at_->predicate >= 0) inst_->guard = flow_.tracked[at_->predicate];
+  for (Ref ref : inst_->refs) {
+    const auto found = tracked_.find(ref);
+    inst_->tracked.push_back(found == tracked_.end() ? -1 : found->second);
+  }
+  for (int reg : used)
+    if (flow_.tracked[reg] >= 0 && reg != at_->predicate) inst_->reads.push_back(flow_.tracked[reg]);
+  const bool generic = inst_->kind == Class::Global && inst_->space == 0;
+  const bool memory =
+      flow_.undefined_memory && (generic || inst_->kind == Class::Shared || inst_->kind == Class::Local);
+  if (memory || !inst_->reads.empty() || !inst_->writes.empty()) inst_->undefined = undefined_rule(*inst_, at_->op);
   for (const std::vector<int>& list : {defined, used})
     for (int reg : list)
       if (function_.registers[reg].bits == 32) inst_->accesses.push_back({flow_.slots[reg], 128});

@@ -219,6 +219,40 @@ void Decoder::decode_bulk() {
   for (const Operand& part : coordinates.parts) inst_->refs.push_back(value(part, 32));
 }
 
+// tensormap.replace.tile.field.space.b1024.type [map][, index], value and
+// tensormap.cp_fenceproxy.global.shared::cta... [into], [from], 128
+void Decoder::decode_tensor_map() {
+  inst_->kind = Class::Copy;
+  if (has("cp_fenceproxy")) {
+    only({"cp_fenceproxy", "global", "shared::cta", "tensormap::generic", "release", "gpu", "sys", "cta", "cluster",
+          "sync", "aligned"});
+    inst_->run = publish_map;
+    for (int i = 0; i < 2; ++i) {
+      address(operand(i), "an operand");
+      inst_->bulk_bits[i] = inst_->extent[0];
+      inst_->bulk_offset[i] = inst_->value;
+    }
+    return;
+  }
+  const char* fields[] = {"global_address", "rank",     "box_dim",           "global_dim",   "global_stride",
+                          "element_stride", "elemtype", "interleave_layout", "swizzle_mode", "fill_mode"};
+  only({"replace", "tile", "global", "shared::cta", "b1024", "b32", "b64", "global_address", "rank", "box_dim",
+        "global_dim", "global_stride", "element_stride", "elemtype", "interleave_layout", "swizzle_mode", "fill_mode"});
+  inst_->run = replace_field;
+  inst_->mode = 255;
+  for (uint8_t i = 0; i < std::size(fields); ++i)
+    if (has(fields[i])) inst_->mode = i;
+  if (!has("replace") || inst_->mode == 255) unknown();
+  inst_->space = has("shared::cta") ? 2 : has("global") ? 1 : 0;
+  inst_->bits = has("b64") ? 64 : 32;
+  address(operand(0), "the first operand");
+  inst_->bulk_bits[0] = inst_->extent[0];
+  inst_->bulk_offset[0] = inst_->value;
+  const bool indexed = inst_->mode >= 2 && inst_->mode <= 5;
+  inst_->refs.push_back(indexed ? value(operand(1), 32) : constant(0, 32));
+  inst_->refs.push_back(value(operand(1 + indexed), inst_->bits));
+}
+
 // mbarrier.init, inval, arrive[.expect_tx][.noComplete], expect_tx, complete_tx, test_wait, try_wait[.parity]
 void Decoder::decode_mbarrier() {
   only({"init",     "inval",   "arrive",     "arrive_drop", "expect_tx",   "complete_tx",     "test_wait",

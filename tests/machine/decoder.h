@@ -58,6 +58,7 @@ class Decoder {
   void decode_mbarrier();
   void decode_prefetch();
   void decode_bulk();
+  void decode_tensor_map();
   void decode_mma();
   void decode_matrix();
   void decode_wgmma();
@@ -68,6 +69,7 @@ class Decoder {
   Program& program_;
   Flow flow_;
   std::map<std::pair<int, int64_t>, Ref> constants_;
+  std::map<Ref, int> tracked_;  // indices of registers that may be undefined
   const Statement* at_ = nullptr;
   Inst* inst_ = nullptr;
   std::vector<std::string> parts_;

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "comparisons.h"
 #include "lanes.h"
 #include "numbers.h"
 
@@ -206,62 +207,6 @@ void add_special(SimpleTable& table) {
   flushing<Cosine, float>(table, "cos.approx", ".f32", Class::Special);
   table["tanh.approx.f32"] = simple<Tanh, float, float>(Class::Special);
 }
-
-struct Equal {
-  template <class T>
-  static bool run(T a, T b) {
-    return a == b;
-  }
-};
-struct Unequal {
-  template <class T>
-  static bool run(T a, T b) {
-    return a < b || a > b;
-  }
-};
-struct Less {
-  template <class T>
-  static bool run(T a, T b) {
-    return a < b;
-  }
-};
-struct LessEqual {
-  template <class T>
-  static bool run(T a, T b) {
-    return a <= b;
-  }
-};
-struct Greater {
-  template <class T>
-  static bool run(T a, T b) {
-    return a > b;
-  }
-};
-struct GreaterEqual {
-  template <class T>
-  static bool run(T a, T b) {
-    return a >= b;
-  }
-};
-struct Numbers {
-  template <class T>
-  static bool run(T a, T b) {
-    return a == a && b == b;
-  }
-};
-template <class F>
-struct OrNan {
-  template <class T>
-  static bool run(T a, T b) {
-    return !(a == a && b == b) || F::run(a, b);
-  }
-};
-struct Never {
-  template <class T>
-  static bool run(T, T) {
-    return false;
-  }
-};
 
 template <class F, class T, class Mode>
 void compare(SimpleTable& table, const std::string& name, const std::string& type) {

@@ -224,6 +224,42 @@ void place(const Function& function, std::vector<Interval> spans, Flow& flow) {
   flow.file_bytes = (base + 127) / 128 * 128 + 128;
 }
 
+// Words of an instruction's name.
+bool names(const Statement& of, const char* word) { return of.op.find(word) != std::string::npos; }
+
+// Loads and stores of memory that is not global.
+bool loads_own(const Statement& of) {
+  const bool loads = (starts(of.op, "ld.") && !names(of, ".param") && !names(of, ".global") && !names(of, ".const"));
+  return loads || starts(of.op, "ldmatrix") || starts(of.op, "wgmma.mma_async");
+}
+bool stores_own(const Statement& of) {
+  return (starts(of.op, "st.") && !names(of, ".param") && !names(of, ".global")) || starts(of.op, "stmatrix");
+}
+
+// Numbers the registers that may be undefined somewhere: those that some way from the beginning leaves unwritten, and
+// whatever is computed from them, also by way of memory.
+void find_undefined(const Function& function, const Bits& unwritten, Flow& flow) {
+  const auto track = [&](int reg) {
+    const bool fresh = flow.tracked[reg] < 0 && function.registers[reg].special < 0;
+    if (fresh) flow.tracked[reg] = flow.tracked_count++;
+    return fresh;
+  };
+  for (size_t reg = 0; reg < function.registers.size(); ++reg)
+    if (has(unwritten, reg)) track(reg);
+  std::vector<int> defined, used;
+  for (bool changed = flow.tracked_count > 0; changed;) {
+    changed = false;
+    for (const Statement& of : function.statements) {
+      registers_of(of, defined, used);
+      bool any = flow.undefined_memory && loads_own(of);
+      for (int reg : used) any |= flow.tracked[reg] >= 0;
+      if (any && stores_own(of) && !flow.undefined_memory) flow.undefined_memory = changed = true;
+      for (int reg : defined)
+        if (any) changed |= track(reg);
+    }
+  }
+}
+
 }  // namespace
 
 void registers_of(const Statement& statement, std::vector<int>& defined, std::vector<int>& used) {
@@ -251,8 +287,7 @@ Flow analyze(const Function& function) {
     if (is_branch(function.statements[i]) && meet < blocks.count()) flow.reconverge[i] = blocks.begin[meet];
   }
   flow.tracked.assign(function.registers.size(), -1);
-  for (size_t reg = 0; reg < function.registers.size(); ++reg)
-    if (has(live.in[0], reg) && function.registers[reg].special < 0) flow.tracked[reg] = flow.tracked_count++;
+  find_undefined(function, live.in[0], flow);
   place(function, intervals(function, blocks, live), flow);
   return flow;
 }

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "comparisons.h"
 #include "lanes.h"
 #include "numbers.h"
 
@@ -76,31 +77,6 @@ void both(SimpleTable& table, const std::string& name, const std::string& type, 
   table[name + type + "x2"] = simple<Two<F, Half>, uint32_t, std::conditional_t<true, uint32_t, T>...>(kind);
 }
 
-struct Equal {
-  static bool run(float a, float b) { return a == b; }
-};
-struct Unequal {
-  static bool run(float a, float b) { return a < b || a > b; }
-};
-struct EitherUnequal {
-  static bool run(float a, float b) { return a != b; }
-};
-struct Less {
-  static bool run(float a, float b) { return a < b; }
-};
-struct LessEqual {
-  static bool run(float a, float b) { return a <= b; }
-};
-struct Greater {
-  static bool run(float a, float b) { return a > b; }
-};
-struct GreaterEqual {
-  static bool run(float a, float b) { return a >= b; }
-};
-struct AnyNan {
-  static bool run(float a, float b) { return a != a || b != b; }
-};
-
 template <class F, class Half>
 struct Halves {
   static bool run(uint16_t a, uint16_t b) { return F::run(Half::get(a), Half::get(b)); }
@@ -128,12 +104,12 @@ void add_type(SimpleTable& table, const std::string& type) {
   };
   compare("eq", comparison<Halves<Equal, Half>, uint16_t>);
   compare("ne", comparison<Halves<Unequal, Half>, uint16_t>);
-  compare("neu", comparison<Halves<EitherUnequal, Half>, uint16_t>);
+  compare("neu", comparison<Halves<OrNan<Unequal>, Half>, uint16_t>);
   compare("lt", comparison<Halves<Less, Half>, uint16_t>);
   compare("le", comparison<Halves<LessEqual, Half>, uint16_t>);
   compare("gt", comparison<Halves<Greater, Half>, uint16_t>);
   compare("ge", comparison<Halves<GreaterEqual, Half>, uint16_t>);
-  compare("nan", comparison<Halves<AnyNan, Half>, uint16_t>);
+  compare("nan", comparison<Halves<OrNan<Never>, Half>, uint16_t>);
 }
 
 }  // namespace

@@ -130,6 +130,7 @@ class _Launch(ctypes.Structure):
         ("cluster", ctypes.c_uint32 * 3), ("params", ctypes.c_char_p), ("param_bytes", ctypes.c_uint64),
         ("shared_bytes", ctypes.c_uint64), ("regions", ctypes.POINTER(_Region)), ("region_count", ctypes.c_uint64),
         ("seed", ctypes.c_uint64), ("round_to_nearest", ctypes.c_int), ("check", ctypes.c_int),
+        ("copies_need_fence", ctypes.c_int),
     ]  # fmt: skip
 
 
@@ -194,6 +195,7 @@ class Module:
         seed: int = 0,
         round_to_nearest: bool = False,
         check: bool = True,
+        copies_need_fence: bool = True,
     ) -> Counts:
         """Runs one kernel to its end.
 
@@ -205,6 +207,8 @@ class Module:
             seed: chooses the order of blocks and warps and when asynchronous copies land.
             round_to_nearest: sums of tensor cores round in float32 instead of truncating as hardware does.
             check: False leaves out what costs time: races, uninitialized memory, data in flight. Bounds always hold.
+            copies_need_fence: wgmma reads what cp.async wrote only after fence.proxy.async, as PTX asks. Triton before
+                3.9 leaves such fences out.
         Raises: Fault; MachineError when there is no such entry or the parameters' size is wrong.
         """
         named = (_Region * max(len(regions), 1))(*[(a, n, writable, name.encode()) for a, n, writable, name in regions])
@@ -214,7 +218,7 @@ class Module:
 
         request = _Launch(
             entry.encode(), sizes(grid), sizes(block), sizes(cluster), params, len(params), shared_bytes, named,
-            len(regions), seed, round_to_nearest, check,
+            len(regions), seed, round_to_nearest, check, copies_need_fence,
         )  # fmt: skip
         found = _Fault()
         if core().machine_launch(self._handle, ctypes.byref(request), ctypes.byref(found)):

@@ -56,8 +56,10 @@ struct Inst {
   int64_t value = 0;                     // immediate offset, mask, ...
   uint8_t space = 0, size = 0, count = 0, mode = 0, bits = 0;
   int32_t extent[3] = {0, 0, 0};              // sizes of a product
-  std::vector<std::pair<Ref, int>> reads;     // registers read whose every definition may have been missed: index
-  std::vector<int> writes;                    // indices of such registers written
+  Handler undefined = nullptr;                // of one that may meet undefined values, see undefined.h
+  std::vector<int> reads, writes;             // registers that may be undefined: indices of those read and written,
+  std::vector<int> tracked;                   // of each of refs, -1: of none,
+  int guard = -1;                             // and of the predicate
   std::vector<std::pair<Ref, int>> accesses;  // registers touched and their bytes; filled in where wgmma is used
   uint8_t bulk_bits[4] = {};                  // of a bulk copy's addresses: bits of their registers, and offsets
   int64_t bulk_offset[4] = {};
@@ -74,6 +76,7 @@ struct Simple {
 using SimpleTable = std::unordered_map<std::string, Simple>;
 const SimpleTable& simple_instructions();
 void add_integer(SimpleTable&);
+void add_carry(SimpleTable&);
 void add_selection(SimpleTable&);
 void add_float(SimpleTable&);
 void add_half(SimpleTable&);
@@ -82,9 +85,10 @@ void add_convert(SimpleTable&);
 struct Program {
   std::vector<Inst> code;
   std::vector<uint8_t> constants;
-  uint32_t file_bytes = 0;   // registers of a warp
-  int tracked = 0;           // registers whose definition is looked for at run time
-  std::vector<Ref> special;  // of each of SPECIAL, or NONE
+  uint32_t file_bytes = 0;        // registers of a warp
+  int tracked = 0;                // registers that may be undefined
+  bool undefined_memory = false;  // shared and local memory may hold what is
+  std::vector<Ref> special;       // of each of SPECIAL, or NONE
   std::vector<std::string> tensor_names;
   std::vector<int64_t> tensor_cycles;
   bool uses_wgmma = false;
@@ -93,9 +97,10 @@ struct Program {
 struct Flow {                   // see flow.cpp
   std::vector<int> reconverge;  // of each branch statement: where its lanes meet again, -1: nowhere
   std::vector<Ref> slots;       // of each register
-  std::vector<int> tracked;     // of each register: index, or -1 if every use has a definition before it
+  std::vector<int> tracked;     // of each register: index, or -1 if it is defined wherever it is used
   uint32_t file_bytes = 0;
   int tracked_count = 0;
+  bool undefined_memory = false;
 };
 Flow analyze(const Function& function);
 void registers_of(const Statement& statement, std::vector<int>& defined, std::vector<int>& used);
@@ -124,7 +129,7 @@ struct LaunchRequest {
   uint64_t param_bytes, shared_bytes;
   const Region* regions;
   uint64_t region_count, seed;
-  int round_to_nearest, check;
+  int round_to_nearest, check, copies_need_fence;
 };
 
 struct Random {
@@ -164,13 +169,15 @@ struct Warp {
   const uint8_t* constants = nullptr;
   const Inst* code = nullptr;
   int index = 0, pc = 0, reconverge = -1, at_instruction = 0;
+  uint32_t carry = 0;  // of lanes: CC.CF
   uint32_t exec = 0, active = 0, exited = 0, present = 0;
   State state = State::Running;
   int barrier = -1;           // at which it waits
   Ref barrier_result = NONE;  // of bar.red
   int barrier_kind = 0;       // 0 popc, 1 and, 2 or
   std::vector<Frame> stack;
-  std::vector<uint32_t> defined;  // of tracked registers: lanes that have one
+  std::vector<uint32_t> undefined;       // of registers that may be: lanes that have no value
+  std::vector<uint8_t> undefined_local;  // of each byte of local memory
   std::deque<Pending> pending;
   std::vector<uint8_t> in_flight;  // of each 128 bytes of registers: 1 + wgmma group they belong to
   int flights = 0;                 // wgmma groups under way
@@ -223,27 +230,30 @@ struct Launch {
 // Of lanes that take part in an instruction that names them; throws where one is not there.
 void collective(Warp& warp, uint32_t named, const char* what);
 void aligned(Warp& warp, const char* what);
-void check_barrier(Block& block, int index);  // lets those who wait go on when all are there
-void reconverge(Warp& warp);                  // where the lanes that parted last meet
-void flush(Warp& warp);                       // all pending stores
+void check_barrier(Block& block, int index);                           // lets those who wait go on when all are there
+uint32_t shuffle_sources(Warp& warp, const Inst& inst, int* sources);  // lanes that shfl reads; whether in range: bits
+void reconverge(Warp& warp);                                           // where the lanes that parted last meet
+void flush(Warp& warp);                                                // all pending stores
 void flush(Warp& warp, uint64_t low, uint64_t high);
 std::string hex(uint64_t value);
 
 // Handlers that decode.cpp puts into instructions; each is defined in the file of its kind.
-#define MACHINE_HANDLERS(X)                                                                                         \
-  X(branch)                                                                                                         \
-  X(leave)                                                                                                          \
-  X(trap)                                                                                                           \
-  X(nothing)                                                                                                        \
-  X(assertion) X(barrier_sync) X(barrier_arrive) X(barrier_reduce) X(warp_barrier) X(memory_fence) X(load_param)    \
-      X(load_global) X(load_shared) X(load_local) X(load_generic) X(store_global) X(store_shared) X(store_local)    \
-          X(store_generic) X(reduce_global) X(atomic_global) X(atomic_shared) X(atomic_generic) X(shuffle) X(vote)  \
-              X(match) X(reduce_lanes) X(elect) X(active_mask) X(pack) X(unpack) X(move_b128) X(load_matrix)        \
-                  X(store_matrix) X(multiply_matrices) X(move_matrix) X(clock) X(prefetch) X(copy_async)            \
-                      X(copy_commit) X(copy_wait) X(wgmma_multiply) X(wgmma_fence) X(wgmma_commit) X(wgmma_wait)    \
-                          X(mbarrier_init) X(mbarrier_inval) X(mbarrier_arrive) X(mbarrier_expect) X(mbarrier_wait) \
-                              X(mbarrier_copies) X(bulk_to_shared) X(bulk_to_global) X(bulk_commit) X(bulk_wait)    \
-                                  X(tensor_to_shared) X(tensor_to_global) X(set_predicates) X(is_space) X(convert_low)
+#define MACHINE_HANDLERS(X)                                                                                           \
+  X(branch)                                                                                                           \
+  X(leave)                                                                                                            \
+  X(trap)                                                                                                             \
+  X(nothing)                                                                                                          \
+  X(assertion)                                                                                                        \
+  X(barrier_sync) X(barrier_arrive) X(barrier_reduce) X(warp_barrier) X(memory_fence) X(load_param) X(load_global)    \
+      X(load_shared) X(load_local) X(load_generic) X(store_global) X(store_shared) X(store_local) X(store_generic)    \
+          X(reduce_global) X(atomic_global) X(atomic_shared) X(atomic_generic) X(shuffle) X(vote) X(match)            \
+              X(reduce_lanes) X(elect) X(active_mask) X(pack) X(unpack) X(move_b128) X(load_matrix) X(store_matrix)   \
+                  X(multiply_matrices) X(move_matrix) X(clock) X(prefetch) X(copy_async) X(copy_commit) X(copy_wait)  \
+                      X(wgmma_multiply) X(wgmma_fence) X(wgmma_commit) X(wgmma_wait) X(mbarrier_init)                 \
+                          X(mbarrier_inval) X(mbarrier_arrive) X(mbarrier_expect) X(mbarrier_wait) X(mbarrier_copies) \
+                              X(bulk_to_shared) X(bulk_to_global) X(bulk_commit) X(bulk_wait) X(tensor_to_shared)     \
+                                  X(tensor_to_global) X(replace_field) X(publish_map) X(set_predicates) X(is_space)   \
+                                      X(convert_low)
 #define MACHINE_DECLARE(name) void name(Warp&, const Inst&);
 MACHINE_HANDLERS(MACHINE_DECLARE)
 #undef MACHINE_DECLARE

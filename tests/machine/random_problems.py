@@ -23,7 +23,7 @@ from tests.machine import features  # noqa: E402
 from tests.machine.machine import Fault  # noqa: E402
 from tests.machine.package import serving  # noqa: E402
 
-SAME = 20  # problems of one combination, as compiling takes longer than running
+SAME = 40  # problems of one combination, as compiling takes longer than running
 
 
 def run(backend: str, seed: int, first: int, count: int, rows: int) -> int:

@@ -5,6 +5,7 @@
 #include "async.h"
 #include "program.h"
 #include "shadow.h"
+#include "undefined.h"
 
 namespace machine {
 namespace {
@@ -147,7 +148,8 @@ void begin(Launch& launch, Block& block, Warp& warp, int index) {
   warp.local.assign(launch.function->local_bytes * LANES + 64, 0);
   warp.constants = launch.program->constants.data();
   warp.code = launch.program->code.data();
-  warp.defined.assign(launch.program->tracked, 0);
+  warp.undefined.assign(launch.program->tracked, ALL);
+  if (launch.program->undefined_memory) warp.undefined_local.assign(warp.local.size(), 0);
   const uint64_t left = threads - static_cast<uint64_t>(index) * LANES;
   warp.present = left >= LANES ? ALL : (1u << left) - 1;
   warp.active = warp.present;
@@ -169,23 +171,11 @@ std::unique_ptr<Block> begin(Launch& launch, uint64_t number) {
   block->shared.assign(launch.shared_bytes + 64, 0xff);
   if (launch.check) {
     block->shadow = {new Shadow(launch.shared_bytes, block->warps.size()), [](Shadow* of) { delete of; }};
+    if (launch.program->undefined_memory) block->shadow->undefined.assign(launch.shared_bytes, 0);
   }
   block->async = {new Async(), [](Async* of) { delete of; }};
   for (size_t index = 0; index < block->warps.size(); ++index) begin(launch, *block, block->warps[index], index);
   return block;
-}
-
-// Registers that some way to this instruction leaves without a value. A copy of such a register has none either.
-void check_defined(Warp& warp, const Inst& inst) {
-  uint32_t undefined = 0;
-  for (const auto& [ref, index] : inst.reads) {
-    const uint32_t missing = warp.exec & ~warp.defined[index];
-    if (!missing || (inst.run == wgmma_multiply && !reads_sums(warp, inst))) continue;
-    if (warp.launch->check && inst.kind != Class::Move)
-      throw Fault{"uninitialized", "a register is read that was never written", __builtin_ctz(missing)};
-    undefined |= missing;
-  }
-  for (int index : inst.writes) warp.defined[index] = (warp.defined[index] & ~warp.exec) | (warp.exec & ~undefined);
 }
 
 // Instructions until the warp waits or its turn is over.
@@ -202,11 +192,12 @@ void run(Launch& launch, Warp& warp, int turn) {
     ++launch.issued[at];
     ++warp.issued;
     if (inst.predicate != NONE) {
+      if (inst.guard >= 0 && launch.check) check_guard(warp, inst);
       warp.exec &= *warp.at<uint32_t>(inst.predicate) ^ (inst.negated ? ALL : 0);
       if (!warp.exec) continue;
     }
     if (inst.kind == Class::Special) launch.totals.special_operations += __builtin_popcount(warp.exec);
-    if (!inst.reads.empty() || !inst.writes.empty()) check_defined(warp, inst);
+    if (inst.undefined && launch.check) inst.undefined(warp, inst);
     if (warp.flights) check_flight(warp, inst);
     inst.run(warp, inst);
   }

@@ -1,5 +1,6 @@
 // Comparisons of integers, predicates, selections and moves.
 
+#include "comparisons.h"
 #include "lanes.h"
 
 namespace machine {
@@ -35,43 +36,6 @@ struct Not {
     return ~a;
   }
 };
-struct Equal {
-  template <class T>
-  static bool run(T a, T b) {
-    return a == b;
-  }
-};
-struct Unequal {
-  template <class T>
-  static bool run(T a, T b) {
-    return a != b;
-  }
-};
-struct Less {
-  template <class T>
-  static bool run(T a, T b) {
-    return a < b;
-  }
-};
-struct LessEqual {
-  template <class T>
-  static bool run(T a, T b) {
-    return a <= b;
-  }
-};
-struct Greater {
-  template <class T>
-  static bool run(T a, T b) {
-    return a > b;
-  }
-};
-struct GreaterEqual {
-  template <class T>
-  static bool run(T a, T b) {
-    return a >= b;
-  }
-};
-
 template <class T>
 void choose(Warp& warp, const Inst& inst) {
   alignas(64) T out[LANES];

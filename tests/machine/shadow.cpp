@@ -14,6 +14,7 @@ Shadow::Shadow(size_t bytes, int warps)
     : known(warps, std::vector<Clock>(AGENTS, 0)),
       writer_(bytes + 64, UNWRITTEN),
       readers_(warps, std::vector<Clock>(bytes / 4 + 16, 0)),
+      unfenced_(bytes + 64, 0),
       operand_(bytes / 4 + 16, 0),
       fenced_(warps, 0),
       oldest_(warps, 0) {}
@@ -96,15 +97,23 @@ void Shadow::write(Warp& warp, uint64_t address, int bytes, int lane, bool atomi
   if (!check_readers(warp, address, bytes, lane, data)) return;
   const uint32_t tag = now << 6 | (atomic ? ATOMICS : warp.index);
   std::fill(writer_.begin() + address, writer_.begin() + address + bytes, tag);
+  std::fill(unfenced_.begin() + address, unfenced_.begin() + address + bytes, 1);
   if (atomic) known[warp.index][ATOMICS] = now;
 }
 
 void Shadow::begin_copy(Warp& warp, uint64_t address, int bytes, int lane) {
   write(warp, address, bytes, lane, false, nullptr);
   std::fill(writer_.begin() + address, writer_.begin() + address + bytes, FLYING);
+  if (!undefined.empty()) std::fill(undefined.begin() + address, undefined.begin() + address + bytes, 0);
 }
 
-void Shadow::end_copy(int agent, uint64_t address, int bytes) {
+bool Shadow::is_undefined(uint64_t address, int bytes) const {
+  return !undefined.empty() && std::any_of(undefined.begin() + address, undefined.begin() + address + bytes,
+                                           [](uint8_t byte) { return byte; });
+}
+
+void Shadow::end_copy(int agent, uint64_t address, int bytes, bool fenced) {
+  if (fenced) std::fill(unfenced_.begin() + address, unfenced_.begin() + address + bytes, 0);
   std::fill(writer_.begin() + address, writer_.begin() + address + bytes, now << 6 | agent);
   copies_ |= agent == COPIES;
 }
@@ -113,7 +122,8 @@ void Shadow::begin_operand(Warp& warp, uint64_t address, int bytes) {
   read(warp, address, bytes, -1);
   for (int byte = 0; byte < bytes; ++byte) {
     const uint32_t tag = writer_[address + byte], agent = tag & 63;
-    if (agent < known.size() && tag >> 6 > fenced_[agent] && tag >> 6 > fenced_[warp.index])
+    if (unfenced_[address + byte] && agent < known.size() && tag >> 6 > fenced_[agent] &&
+        tag >> 6 > fenced_[warp.index])
       throw Fault{"proxy",
                   "shared byte " + hex(address + byte) +
                       " is read through the asynchronous proxy without "

@@ -20,9 +20,11 @@ struct Shadow {
   // data: what is written; two warps may write the same without a barrier. Null: not known.
   void write(Warp& warp, uint64_t address, int bytes, int lane, bool atomic, const uint8_t* data);
   void begin_copy(Warp& warp, uint64_t address, int bytes, int lane);
-  void end_copy(int agent, uint64_t address, int bytes);
+  // fenced: what it wrote may be read through the asynchronous proxy without a fence
+  void end_copy(int agent, uint64_t address, int bytes, bool fenced = false);
   void begin_operand(Warp& warp, uint64_t address, int bytes);  // read by wgmma until it is waited for
   void end_operand(uint64_t address, int bytes);
+  bool is_undefined(uint64_t address, int bytes) const;
   void fence_proxy(Warp& warp) { fenced_[warp.index] = now++; }
 
   // Order between warps: what `from` has done so far is known to whoever acquires.
@@ -31,6 +33,7 @@ struct Shadow {
 
   std::vector<std::vector<Clock>> known;  // of each warp: up to when it knows what each agent did
   Clock now = 1;
+  std::vector<uint8_t> undefined;  // of each byte: whether what was written is; empty where nothing can be
 
  private:
   bool check_written(Warp& warp, uint64_t address, int bytes, int lane, bool atomic, const uint8_t* data, bool reads);
@@ -41,6 +44,7 @@ struct Shadow {
 
   std::vector<uint32_t> writer_;             // of each byte: time << 6 | agent
   std::vector<std::vector<Clock>> readers_;  // of each warp: when it last read each word
+  std::vector<uint8_t> unfenced_;            // of each byte: its last write is of no copy that counts as fenced
   std::vector<uint8_t> operand_;             // of each word: wgmma instructions that read it
   int operands_ = 0;
   bool copies_ = false;        // bulk copies have landed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -60,11 +62,85 @@ def test_uninitialized():
     out = zeros()
     fault("shl.b32 %r1, %r0, 2;\nld.shared.b32 %r2, [%r1];", kind="uninitialized", shared=128)
     store = "\n" + at(0, 4) + "st.global.b32 [%d100], %r2;"
-    fault("add.u32 %r2, %r3, 1;" + store, out, kind="uninitialized")
+    found = fault("add.u32 %r2, %r3, 1;" + store, out, kind="uninitialized")
+    assert "stored to global memory" in found.message
     found = fault("setp.lt.u32 %p1, %r0, 7;\n@%p1 mov.u32 %r2, 1;" + store, out, kind="uninitialized")
     assert found.lane == 7
     run("setp.lt.u32 %p1, %r0, 7;\n@%p1 mov.u32 %r2, 1;\n@!%p1 mov.u32 %r2, 2;" + store, out)
     run("add.u32 %r2, %r3, 1;" + store, out, check=False)
+
+
+# %r9 has a value in the lower half of the warp alone
+HALF = "setp.lt.u32 %p1, %r0, 16;\n@%p1 add.u32 %r9, %r0, 100;\n"
+STORE = at(0, 4) + "@%p1 st.global.b32 [%d100], %r2;\n"
+STORE_ALL = at(0, 4) + "st.global.b32 [%d100], %r2;\n"
+OWN_WORD = "shl.b32 %r1, %r0, 2;\n"
+# How a value gets from %r9 to %r2, in its own lane
+PASSES = {
+    "moved": "mov.b32 %r2, %r9;",
+    "computed": "mad.lo.u32 %r2, %r9, 3, %r0;\ncvt.rn.f32.u32 %r3, %r2;\nex2.approx.f32 %r3, %r3;",
+    "selected": "selp.b32 %r2, %r9, %r0, %p1;",
+    "packed": "mov.b64 %d1, {%r9, %r0};\nmov.b64 {%r2, _}, %d1;",
+    "conditional": "setp.gt.u32 %p2, %r9, 7;\nmov.b32 %r2, 0;\n@%p2 mov.b32 %r2, %r9;",
+    "exchanged": "shfl.sync.bfly.b32 %r3, %r9, 1, 31, -1;\nshfl.sync.bfly.b32 %r2, %r3, 1, 31, -1;",
+    "shared": OWN_WORD + "st.shared.b32 [%r1], %r9;\nld.shared.b32 %r2, [%r1];",
+    "local": "mov.u64 %d1, stack;\nst.local.b32 [%d1], %r9;\ncvta.local.u64 %d1, %d1;\nld.b32 %r2, [%d1];",
+}
+
+
+@pytest.mark.parametrize("way", PASSES)
+def test_undefined_values_may_be_passed_on(way):
+    """As far as the lanes that are stored do not depend on them."""
+    out, body = zeros(), ".local .align 4 .b8 stack[4];\n" + HALF + PASSES[way] + "\n"
+    run(body + STORE, out, shared=128)
+    assert (out[:16] != 0).all() and (out[16:] == 0).all()
+    if way == "selected":  # the other lanes chose what they have
+        run(body + STORE_ALL, out, shared=128)
+    else:
+        assert fault(body + STORE_ALL, out, shared=128, kind="uninitialized").lane == 16
+
+
+def test_undefined_values_that_do_not_matter():
+    """A known operand may decide alone."""
+    run(HALF + "selp.b32 %r3, -1, 0, %p1;\nand.b32 %r2, %r9, %r3;\n" + STORE_ALL, zeros())
+    run(HALF + "selp.b32 %r3, 0, -1, %p1;\nor.b32 %r2, %r9, %r3;\n" + STORE_ALL, zeros())
+    both = HALF + "setp.gt.u32 %p2, %r9, 7;\nand.pred %p3, %p2, %p1;\n"
+    run(both + "@%p3 mov.b32 %r0, 1;\nselp.b32 %r2, 1, 0, %p3;\n" + STORE_ALL, zeros())
+    run(HALF + "setp.gt.and.u32 %p3, %r9, 7, %p1;\nselp.b32 %r2, 1, 0, %p3;\n" + STORE_ALL, zeros())
+    fault(
+        HALF + "setp.gt.or.u32 %p3, %r9, 7, %p1;\nselp.b32 %r2, 1, 0, %p3;\n" + STORE_ALL, zeros(), kind="uninitialized"
+    )
+
+
+def test_undefined_values_end_where_they_show():
+    address = HALF + "mul.wide.u32 %d1, %r9, 0;\nadd.u64 %d1, %d1, %d0;\n"
+    run(address + "@%p1 ld.global.b32 %r2, [%d1];", zeros())
+    for body, words in [
+        (address + "ld.global.b32 %r2, [%d1];", "address"),
+        (address + "mov.b32 %r2, 1;\n@%p1 st.global.b32 [%d1], %r2;\nst.global.b32 [%d1], %r2;", "address"),
+        (address + "red.global.add.u32 [%d1], 1;", "what the instruction does"),
+        (HALF + "red.global.add.u32 [%d0], %r9;", "what the instruction does"),
+        (HALF + "setp.gt.u32 %p2, %r9, 7;\n@%p2 bra DONE;\nDONE:", "whether the instruction is executed"),
+        (HALF + "setp.gt.u32 %p2, %r9, 7;\n@%p2 st.global.b32 [%d0], 1;", "whether the instruction is executed"),
+        (HALF + "bar.sync %r9;", "what the instruction does"),
+        (HALF + "shfl.sync.bfly.b32 %r2, %r0, 1, 31, %r9;", "which lanes"),
+        (HALF + "vote.sync.any.pred %p2, %p1, -1;\nredux.sync.add.u32 %r2, %r9, -1;\n" + STORE, "stored to global"),
+    ]:
+        assert words in fault(body, zeros(), kind="uninitialized").message, body
+
+
+def test_undefined_numbers_of_a_product():
+    """They reach the row of a and the column of b that they lie in, no others."""
+    numbers = "".join(f"mov.b32 %r{i}, 0;\n" for i in range(20, 27))
+    product = "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {{%r1,%r2,%r3,%r4}}, {{{},%r21}}, {{{}}}, "
+    product += "{{%r23,%r24,%r25,%r26}};\n"
+    first_rows = "setp.lt.u32 %p1, %r0, 16;\n@%p1 mov.b32 %r9, 0;\n"  # rows 0 to 3, or columns 0 to 3
+    of_a = numbers + first_rows + product.format("%r9", "%r22")
+    run(of_a + STORE, zeros())
+    run(of_a + STORE_ALL.replace("%r2", "%r3"), zeros())  # rows 8 to 15
+    assert fault(of_a + STORE_ALL, zeros(), kind="uninitialized").lane == 16
+    of_b = numbers + first_rows + product.format("%r20", "%r9")
+    assert fault(of_b + STORE, zeros(), kind="uninitialized").lane == 2
 
 
 def test_divergence():
@@ -190,12 +266,33 @@ def test_wgmma_in_flight():
     fault(wgmma(between="st.shared.b32 [%r1], %r2;"), kind="in_flight or race", **options)
     fault(wgmma(before=""), kind="in_flight", **options)
     fault(wgmma(proxy=""), kind="proxy", **options)
+    fault(wgmma().replace("mov.b64 %d1,", "mov.b64 %d9,"), kind="uninitialized", **options)  # a descriptor
+    in_shared = wgmma(after="st.global.b32 [%d0], %r10;").replace("mov.b32 %r2, 0;", "")
+    fault(in_shared, zeros(), kind="uninitialized", **options)
     run(
         wgmma(after="st.shared.b32 [%r1], %r2;").replace(
             "wait_group.sync.aligned 0;", "wait_group.sync.aligned 0;\nbar.sync 0;"
         ),
         **options,
     )
+
+
+def test_a_copy_and_wgmma():
+    """What cp.async wrote is written through the generic proxy too."""
+    address = "mul.wide.u32 %d100, %r0, 16;\nadd.u64 %d100, %d100, %d0;"
+    options = {"block": 128, "shared": 4096, "architecture": 90}
+
+    def body(wait: str) -> str:
+        text = wgmma(proxy=wait).replace("mov.b32 %r2, 0;", address)
+        store = re.compile(r"st\.shared\.v4\.b32 (\[.*\]), \{.*\};")
+        copied, count = store.subn(r"cp.async.cg.shared.global \1, [%d100], 16;", text)
+        assert count == 2
+        return copied
+
+    run(body("cp.async.wait_all;\nfence.proxy.async;"), zeros(512), **options)
+    fault(body("cp.async.wait_all;"), zeros(512), kind="proxy", **options)
+    run(body("cp.async.wait_all;"), zeros(512), copies_need_fence=False, **options)
+    fault(wgmma(proxy=""), kind="proxy", copies_need_fence=False, **options)
 
 
 def test_limits():

@@ -124,6 +124,49 @@ def test_bits():
     same(lanewise("prmt.b32", np.uint32, a, b, constants=", 0x5410"), (a & 0xFFFF) | b << 16)
 
 
+@pytest.mark.parametrize(("bits", "kind"), [(32, np.uint32), (64, np.uint64)])
+def test_carries(bits, kind):
+    """Sums, differences and products of three words, by word."""
+    words = [numbers(kind, shift) for shift in range(6)]
+    out = np.zeros((3, 3, 96), kind)
+    r = {32: "%r", 64: "%d"}[bits]
+    body = "".join(at(i, bits // 8) + f"ld.global.b{bits} {r}{10 + i}, [%d100];\n" for i in range(6))
+    for row, (first, op) in enumerate([("add", "add"), ("sub", "sub"), ("mad.lo", "mad")]):
+        for word in range(3):
+            x, y = f"{r}{10 + word}", f"{r}{13 + word}"
+            name = f"{first}.cc" if word == 0 else f"{op}c.hi" if op == "mad" else f"{op}c"
+            name += ".cc" if word == 1 else ""
+            # x0 y0 + (x0, x1, x2), whose second word is the upper half of the product; that of the third is added too
+            operands = f"{x}, {y}"
+            if op == "mad":
+                operands = f"{r}10, {r}13, {x}" if word < 2 else f"{x}, 0, {x}"
+            body += f"{name}.u{bits} {r}{20 + row * 3 + word}, {operands};\n"
+            address = at(6, bits // 8) + f"st.global.b{bits} [%d100+{(row * 3 + word) * 96 * bits // 8}], "
+            body += address + f"{r}{20 + row * 3 + word};\n"
+    run(body, *words, out, block=96)
+
+    def joined(parts: list[np.ndarray]) -> list[int]:
+        return [sum(int(v) << bits * i for i, v in enumerate(of)) for of in zip(*parts, strict=True)]
+
+    x, y = joined(words[:3]), joined(words[3:])
+    for found, expected in zip(
+        out,
+        [
+            [a + b for a, b in zip(x, y, strict=True)],
+            [a - b for a, b in zip(x, y, strict=True)],
+            [a + int(p) * int(q) for a, p, q in zip(x, words[0], words[3], strict=True)],
+        ],
+        strict=True,
+    ):
+        assert joined(list(found)) == [v % 2 ** (3 * bits) for v in expected]
+
+
+def test_signed_carry():
+    a, b, c = numbers(np.int32), numbers(np.int32, 1), numbers(np.int32, 2)
+    high = np.array([(int(x) * int(y) >> 32) + int(z) for x, y, z in zip(a, b, c, strict=True)])
+    same(lanewise("mad.hi.cc.s32", np.int32, a, b, c), high.astype(np.uint32).view(np.int32))
+
+
 @pytest.mark.parametrize(("name", "kind"), [("f32", np.float32), ("f64", np.float64), ("f16", np.float16)])
 def test_float_arithmetic(name, kind):
     a, b, c = numbers(kind), numbers(kind, 1), numbers(kind, 2)

@@ -13,7 +13,6 @@ if triton.knobs.runtime.interpret:
 
 from tests.machine import plain_attention  # noqa: E402
 from tests.machine import proving_kernels as kernels  # noqa: E402
-from tests.machine.machine import UnknownInstruction  # noqa: E402
 from tests.machine.plain_attention import Config  # noqa: E402
 from tests.machine.triton_driver import on_machine  # noqa: E402
 
@@ -64,16 +63,14 @@ def test_pipelined_matmul(machine, dtype, warps, block_n, block_k):
     assert error(out, a.double() @ b.double().T) <= 1e-5
 
 
-def test_matmul_through_descriptors(machine, request):
-    if machine.architecture == 90:
-        reason = "the machine knows tensor maps made by the host only"
-        request.applymarker(pytest.mark.xfail(raises=UnknownInstruction, strict=True, reason=reason))
+def test_matmul_through_descriptors(machine):
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8))
     m, n, k = 100, 72, 96
     a, b, out = torch.randn(m, k).half(), torch.randn(k, n).half(), torch.full((m, n), torch.nan).half()
     grid = (triton.cdiv(m, 64), triton.cdiv(n, 64))
     kernels.descriptor_matmul[grid](a, b, out, m, n, k, 64, 64, 32, num_stages=2, **FUSED)
     assert error(out, a.double() @ b.double()) <= 1e-3
+    assert ("tensormap.replace" in machine.launches[0].ptx) == (machine.architecture == 90)
 
 
 def test_descriptors_of_the_host(machine):

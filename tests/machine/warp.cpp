@@ -52,24 +52,33 @@ void aligned(Warp& warp, const char* what) {
 }
 
 // d[|p], a, b, c, mask; mode 0 bfly, 1 idx, 2 up, 3 down
-void shuffle(Warp& warp, const Inst& inst) {
-  named_lanes(warp, inst.refs[4], "shfl");
-  alignas(64) uint32_t out[LANES];
+uint32_t shuffle_sources(Warp& warp, const Inst& inst, int* sources) {
   uint32_t inside = 0;
-  const uint32_t *from = warp.at<uint32_t>(inst.refs[1]), *by = warp.at<uint32_t>(inst.refs[2]),
-                 *clamp = warp.at<uint32_t>(inst.refs[3]);
+  const uint32_t *by = warp.at<uint32_t>(inst.refs[2]), *clamp = warp.at<uint32_t>(inst.refs[3]);
   for (int lane = 0; lane < LANES; ++lane) {
     const int segment = clamp[lane] >> 8 & 31, bound = clamp[lane] & 31, b = by[lane] & 31;
     const int last = (lane & segment) | (bound & ~segment), first = lane & segment;
-    int source = inst.mode == 0   ? lane ^ b
-                 : inst.mode == 1 ? first | (b & ~segment)
-                 : inst.mode == 2 ? lane - b
-                                  : lane + b;
+    const int source = inst.mode == 0   ? lane ^ b
+                       : inst.mode == 1 ? first | (b & ~segment)
+                       : inst.mode == 2 ? lane - b
+                                        : lane + b;
     const bool valid = inst.mode == 2 ? source >= last : source <= last;
     inside |= static_cast<uint32_t>(valid) << lane;
-    source = valid ? source & 31 : lane;
+    sources[lane] = valid ? source & 31 : lane;
+  }
+  return inside;
+}
+
+void shuffle(Warp& warp, const Inst& inst) {
+  named_lanes(warp, inst.refs[4], "shfl");
+  int sources[LANES];
+  const uint32_t inside = shuffle_sources(warp, inst, sources);
+  alignas(64) uint32_t out[LANES];
+  const uint32_t* from = warp.at<uint32_t>(inst.refs[1]);
+  for (int lane = 0; lane < LANES; ++lane) {
+    const int source = sources[lane];
     out[lane] = from[source];
-    if ((warp.exec >> lane & 1) && valid && !(warp.exec >> source & 1))
+    if ((warp.exec >> lane & 1) && !(warp.exec >> source & 1))
       throw Fault{"divergence", "shfl reads lane " + std::to_string(source) + ", which does not execute it", lane};
   }
   write_lanes(warp, inst.refs[0], out);

@@ -4,6 +4,7 @@
 #include "memory.h"
 #include "numbers.h"
 #include "tensor.h"
+#include "undefined.h"
 
 namespace machine {
 namespace {
@@ -42,7 +43,7 @@ struct Descriptor {
 struct Reader {
   Warp& warp;
   Element element;
-  bool negated, transposed;
+  bool negated, transposed, undefined = false;
 
   // Numbers of a matrix: into[row * row_step + depth * depth_step].
   void read(const Descriptor& from, int first_row, int rows, int depth, float* into, int row_step, int depth_step) {
@@ -54,6 +55,7 @@ struct Reader {
         const uint8_t* data = shared_range(warp, address, 16, 16, -1);
         if (warp.block->shadow) {
           warp.block->shadow->begin_operand(warp, address, 16);
+          undefined |= warp.block->shadow->is_undefined(address, 16);
           operands().push_back({address, 16});
         }
         for (int i = 0; i < per; ++i) {
@@ -114,11 +116,15 @@ void wgmma_multiply(Warp& warp, const Inst& inst) {
     for (int i = 0; i < 4; ++i) mark(warp, a[i]);
   } else {
     const Descriptor from(*warp.at<uint64_t>(a[0]));
-    Reader{warp, element, negate_a, transpose_a}.read(from, warp.index % 4 * 16, 16, depth, rows, depth, 1);
+    Reader reader{warp, element, negate_a, transpose_a};
+    reader.read(from, warp.index % 4 * 16, 16, depth, rows, depth, 1);
+    if (reader.undefined) undefined_operand(warp, inst);
   }
   const Descriptor from(*warp.at<uint64_t>(b[0]));
   count_operands(warp, inst);
-  Reader{warp, element, negate_b, transpose_b}.read(from, 0, columns, depth, across, 1, columns);
+  Reader reader{warp, element, negate_b, transpose_b};
+  reader.read(from, 0, columns, depth, across, 1, columns);
+  if (reader.undefined) undefined_operand(warp, inst);
   if (reads_sums(warp, inst)) {
     read_sums(warp, sums, inst.bits, columns, total);
   } else {

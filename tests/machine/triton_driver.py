@@ -28,6 +28,9 @@ PACKED = {
     "fp16": "e", "fp32": "f", "f32": "f", "fp64": "d",
 }  # fmt: skip
 _POINTER = "Q"
+# Before 3.9 (3.6.0, 3.7.0 and 3.8.0 were tried) wgmma reads what cp.async wrote without the fence.proxy.async between
+# that PTX asks for.
+FENCES_COPIES = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 
 @dataclass
@@ -143,6 +146,7 @@ class _Launcher:
             seed=record.seed + len(record.launches),
             round_to_nearest=record.round_to_nearest,
             check=record.check,
+            copies_need_fence=FENCES_COPIES,
         )
         ran = Launch(self.metadata.name, grid, threads, self.metadata.shared, function.ptx, function.cubin, counts)
         record.launches.append(ran)

@@ -5,6 +5,7 @@ One architecture for each kernel and class here; all of them are in benchmarks/r
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -75,6 +76,22 @@ def test_nothing_counts_as_an_overflow_when_debugging(tmp_path):
         print(compiled.asm["ttir"])"""
     ttir = in_a_process(tmp_path, "-c", code, TRITON_DEBUG="1")
     assert "tt.dot" in ttir and "overflow" not in ttir
+
+
+def test_no_kernel_function_returns_none_in_a_tuple():
+    """Triton 3.6 compiles none that does."""
+    seen = 0
+    for path in (ROOT / "xlnet_kernels/backends/triton").glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef) or "triton.jit" not in map(
+                ast.unparse, function.decorator_list
+            ):
+                continue
+            for of in (node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None):
+                seen += 1
+                parts = of.value.args if isinstance(of.value, ast.Call) else getattr(of.value, "elts", [])
+                assert "None" not in map(ast.unparse, parts), f"{path.name}, line {of.lineno}"
+    assert seen > 50
 
 
 @pytest.mark.slow

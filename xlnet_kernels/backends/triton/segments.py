@@ -57,10 +57,10 @@ def store_different(backward, terms, tile, size):
 
 @triton.jit
 def load_different(segments, backward, tile, size):
-    """What `row_segments` gave for these rows, but for `same`."""
+    """What `row_segments` gave for these rows; `same` is not kept, and Triton 3.6 cannot return None in a tuple."""
     ids = load_or(segments.query_ids, of_rows(tile.head, size), tile.row, tile.inside, 0)
     base = backward.different + of_head_rows(tile.head, size)
-    return RowSegments(ids, None, tl.load(base + tile.row, mask=tile.inside, other=0.0))
+    return RowSegments(ids, 0.0, tl.load(base + tile.row, mask=tile.inside, other=0.0))
 
 
 @triton.jit

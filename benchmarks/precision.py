@@ -71,9 +71,9 @@ KINDS = (
 
 def train(kind: Kind, options: argparse.Namespace, folder: str) -> dict:
     """A training run's row: losses, each the mean of some steps, held-out losses, errors of the position bias."""
-    from parallel import processes
-    from run import make_run
-    from training import update
+    from parts.parallel import processes
+    from parts.run import make_run
+    from parts.training import update
     from xlnet_kernels.pretraining import batch_loader
 
     with processes("cpu") as ours:

@@ -6,7 +6,7 @@
 
 The classes are the longest documents of the text. Every so many blocks of them one is held out; there the accuracy is
 compared with that of always naming the most frequent class. Writes the model, which `from_pretrained` reads. Ctrl-C
-writes it and stops. Needs rich: pip install '.[bench]'.
+writes it and stops. Needs pip install '.[examples]'.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from torch import Tensor
 try:
     from rich.console import Console
 except ImportError:
-    raise SystemExit("finetune.py needs rich: pip install '.[bench]'") from None
+    raise SystemExit("finetune.py needs rich: pip install '.[examples]'") from None
 
 import xlnet_kernels as xk
-from checkpoint import find, read_settings
-from corpus import prepare
-from parallel import check_place
-from training import (
+from parts.checkpoint import find, read_settings
+from parts.corpus import prepare
+from parts.parallel import check_place
+from parts.tokenizer import load_tokenizer
+from parts.training import (
     add_optimizer_options,
     make_exact,
     make_optimizer,
@@ -197,9 +198,9 @@ def main(arguments: list[str] | None = None) -> int:
         text, tokenizer = options.text, options.tokenizer
         if options.checkpoint and (find(options.checkpoint) / "settings.json").exists():
             before = read_settings(find(options.checkpoint))["options"]
-            text, tokenizer = text or before["text"], tokenizer or before["tokenizer"]
+            text, tokenizer = text or before["text"], tokenizer or find(options.checkpoint)
         make_exact(options.threads)
-        corpus = prepare(options.output / "tokens", text, tokenizer)
+        corpus = prepare(options.output / "tokens", text, load_tokenizer(tokenizer))
         snippets = Snippets.of(corpus.text, corpus.vocabulary, options.classes, options.seq_len, options.held_out)
         model = make_model(options, corpus.vocabulary).to(options.device)
     except (ValueError, OSError) as error:

@@ -5,8 +5,8 @@
     python examples/pretrain.py --output runs/mine --resume     goes on as if it had never stopped, bit for bit
     torchrun --nproc-per-node 2 examples/pretrain.py --parallel fsdp2
 
-Writes checkpoints that `from_pretrained` reads, and metrics.jsonl with a line for each step. Ctrl-C writes a checkpoint
-and stops. Needs rich, and tokenizers for --tokenizer: pip install '.[bench]'.
+Writes whole checkpoints (model, tokenizer, generation config, model card) that `from_pretrained` and transformers read,
+of which --output itself shows the newest, and metrics.jsonl with a line for each step. Ctrl-C writes one and stops. Needs pip install '.[examples]'.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import torch
 try:
     from rich.console import Console
 except ImportError:
-    raise SystemExit("pretrain.py needs rich: pip install '.[bench]'") from None
+    raise SystemExit("pretrain.py needs rich: pip install '.[examples]'") from None
 
-import checkpoint
 import xlnet_kernels as xk
-from corpus import unigram_entropy
-from parallel import check_place, processes
-from run import Run, make_run
-from training import (
+from parts import checkpoint
+from parts.corpus import unigram_entropy
+from parts.parallel import check_place, processes
+from parts.run import Run, make_run
+from parts.training import (
     Metrics,
     add_optimizer_options,
     make_exact,
@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument_group("text").add_argument
     add("--text", metavar="PATH", help="a file or a folder; default the manual that comes with Python")
-    add("--tokenizer", metavar="FILE", help="a tokenizer.json; default one token per byte")
+    add("--tokenizer", metavar="PATH", help="of train_tokenizer.py, or a tokenizer.json; default one token per byte")
     add("--held-out", type=number(float, 0, 1), default=0.1, help="last share of the text, for validation")
     add = parser.add_argument_group("objective").add_argument
     add("--objective", choices=("permutation", "autoregressive", "masked"), default="permutation")
@@ -95,6 +95,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Path | None]:
     if not options.resume:
         if last and not options.overwrite:
             raise ValueError(f"{options.output} holds a checkpoint: --resume goes on from it, --overwrite removes it")
+        if last and options.tokenizer and Path(options.tokenizer).resolve().is_relative_to(options.output.resolve()):
+            raise ValueError(f"--overwrite would remove --tokenizer {options.tokenizer}")
         return options, None
     if options.overwrite:
         raise ValueError("--resume and --overwrite contradict each other")
@@ -133,12 +135,13 @@ def train(run: Run, console: Console) -> bool:
             if not math.isfinite(loss + norm):
                 raise FloatingPointError(f"step {run.step}: the loss is {loss}, the gradient's length {norm}")
             speed = tokens / (time.perf_counter() - begin)
+            run.losses["loss"] = loss
             metrics.write(step=run.step, loss=loss, lr=rate, gradient=norm, tokens_per_second=round(speed))
             status = f"loss {loss:.3f}  {speed:,.0f} tokens/s  {memory_used(ours.device)}"
             bar.update(task, completed=run.step, status=status)
             last = stop or run.step == end
             if last or run.step % options.eval_every == 0:
-                held_out = run.evaluate()
+                held_out = run.losses["validation_loss"] = run.evaluate()
                 metrics.write(step=run.step, validation_loss=held_out)
                 if ours.first:
                     status += f"  validation {run.corpus.describe(held_out)}"

@@ -15,8 +15,9 @@ import torch
 import xlnet_kernels as xk
 from tests import ROOT
 
-# The examples need the [bench] extra; the package itself does not.
+# The examples need the [examples] extra; the package itself does not.
 pytest.importorskip("rich")
+pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("scripts", "one_thread")
 
@@ -41,18 +42,19 @@ def test_a_tokenizer_file(text, tmp_path):
     file = tmp_path / "tokenizer.json"
     tokenizer.save(str(file))
 
-    from corpus import load_tokenizer, prepare
+    from parts.corpus import prepare
+    from parts.tokenizer import load_tokenizer
     from pretrain import main
 
-    vocabulary = load_tokenizer(str(file)).vocabulary
-    size = tokenizer.get_vocab_size()
+    found = load_tokenizer(str(file))
+    vocabulary, size = found.vocabulary, tokenizer.get_vocab_size()
     assert (vocabulary.sep, vocabulary.cls) == (tokenizer.token_to_id("[SEP]"), tokenizer.token_to_id("[CLS]"))
     assert (vocabulary.pad, vocabulary.mask, vocabulary.size) == (size, size + 1, size + 2)  # it has none
     assert vocabulary.special[tokenizer.token_to_id("[UNK]")]
     pieces = tokenizer.get_vocab()
     assert all(vocabulary.word_starts[token] != name.startswith("##") for name, token in pieces.items())
 
-    corpus = prepare(tmp_path / "tokens", str(text), str(file))
+    corpus = prepare(tmp_path / "tokens", str(text), found)
     first = (text / "assignment").read_text()
     assert corpus.bytes == 2 * 3000 and len(corpus.text.bounds) == 3
     assert corpus.text.read(0, 100).tolist() == tokenizer.encode(first, add_special_tokens=False).ids[:100]
@@ -61,21 +63,67 @@ def test_a_tokenizer_file(text, tmp_path):
 
     (tmp_path / "latin").write_bytes("é".encode("latin-1"))
     with pytest.raises(ValueError, match="latin is not UTF-8"):
-        prepare(tmp_path / "tokens", str(tmp_path / "latin"), str(file))
+        prepare(tmp_path / "tokens", str(tmp_path / "latin"), found)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "bytes"])
+def test_trained_tokenizers_come_back_from_their_folder(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from parts.tokenizer import load_tokenizer, train_tokenizer
+
+    document = pydoc_data.topics.topics["execmodel"]
+    made = train_tokenizer(kind, iter([document]), 400, show_progress=False)
+    made.save(tmp_path)
+    back, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert back.is_bytes == (kind == "bytes") and back.config() == made.config()
+    assert back.vocabulary.size == made.vocabulary.size == len(theirs) <= 400
+    text = "Names refer to objects: été, 名前.\n\tx = 1"
+    ids = made.encode(text.encode())
+    assert back.encode(text.encode()).tolist() == ids.tolist() == theirs(text, add_special_tokens=False).input_ids
+    assert not made.vocabulary.special[ids].any() or kind == "unigram"  # which never saw some of these letters
+    if kind != "unigram":
+        assert back.decode(ids) == text
+    # a pair as in pre-training, shorter ones padded on the left
+    sep, cls, pad = theirs.sep_token_id, theirs.cls_token_id, theirs.pad_token_id
+    a, b = made.encode(b"a b").tolist(), made.encode(b"c").tolist()
+    pair, single = theirs([["a b", "c"], ["c", "c"]], padding=True)["input_ids"], theirs("a b")
+    assert pair == [[*a, sep, *b, sep, cls], [pad] * (len(a) - len(b)) + [*b, sep, *b, sep, cls]]
+    assert single["input_ids"] == [*a, sep, cls] and single["token_type_ids"] == [0] * (len(a) + 1) + [2]
+
+
+def test_a_byte_tokenizer_is_the_packages(tmp_path):
+    from parts.tokenizer import load_tokenizer
+    from xlnet_kernels.pretraining import ByteTokenizer
+
+    found, wanted = load_tokenizer(None), ByteTokenizer.vocabulary
+    for name in ("size", "sep", "cls", "pad", "mask", "others"):
+        assert getattr(found.vocabulary, name) == getattr(wanted, name)
+    every = bytes(range(256))
+    assert found.encode(every).tolist() == list(every)
+    assert found.fast.backend_tokenizer.encode("aé\n\x00~").ids[:-2] == list("aé\n\x00~".encode())
+    assert found.config()["eos_token_id"] is None  # no byte ends a text
+
+
+def test_vocabularies_that_are_too_small_are_refused():
+    from parts.tokenizer import train_tokenizer
+
+    with pytest.raises(ValueError, match="--vocab-size must be at least 265 for bpe"):
+        train_tokenizer("bpe", iter(["a"]), 264, show_progress=False)
 
 
 def test_unigram_entropy_and_bits_per_byte(tmp_path):
-    from corpus import prepare, unigram_entropy
+    from parts.corpus import prepare, unigram_entropy
+    from parts.tokenizer import load_tokenizer
 
     (tmp_path / "text").write_text("aabb" * 10)
-    corpus = prepare(tmp_path / "tokens", str(tmp_path / "text"), None)
+    corpus = prepare(tmp_path / "tokens", str(tmp_path / "text"), load_tokenizer(None))
     assert unigram_entropy(corpus.text) == pytest.approx(math.log(2))
     assert unigram_entropy(corpus.text.part(0, 2)) == 0
     assert corpus.describe(math.log(2)) == "0.693 nats per token, 1.000 bits per byte"
 
 
 def test_layer_decay_scales_the_update():
-    from training import make_optimizer, update
+    from parts.training import make_optimizer, update
 
     config = xk.XLNetConfig(vocab_size=20, d_model=16, n_layer=3, n_head=2, d_inner=32)
     model = xk.XLNetLMHeadModel(config)
@@ -95,7 +143,7 @@ def test_layer_decay_scales_the_update():
 
 
 def test_weight_decay_is_of_matrices():
-    from training import make_optimizer
+    from parts.training import make_optimizer
 
     model = xk.XLNetLMHeadModel(xk.XLNetConfig(vocab_size=20, d_model=16, n_layer=1, n_head=2, d_inner=32))
     options = Namespace(lr=1e-3, layer_decay=1.0, weight_decay=0.1, steps=100, warmup=0.1, decay="cosine")
@@ -109,7 +157,7 @@ def test_weight_decay_is_of_matrices():
 
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
 def test_schedule(decay):
-    from training import learning_rate
+    from parts.training import learning_rate
 
     options = Namespace(steps=100, warmup=0.1, decay=decay)
     rates = [learning_rate(step, options) for step in range(101)]
@@ -119,7 +167,7 @@ def test_schedule(decay):
 
 
 def test_metrics_lose_what_the_checkpoint_does_not_know(tmp_path):
-    from training import Metrics
+    from parts.training import Metrics
 
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
@@ -132,4 +180,4 @@ def test_metrics_lose_what_the_checkpoint_does_not_know(tmp_path):
 def test_without_extras_one_line_says_which(script):
     code = "import runpy, sys; sys.modules['rich'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code, script], cwd=ROOT / "examples", capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr == f"{script} needs rich: pip install '.[bench]'\n"
+    assert done.returncode == 1 and done.stderr == f"{script} needs rich: pip install '.[examples]'\n"

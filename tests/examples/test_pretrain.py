@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pydoc_data.topics
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,8 +24,9 @@ TINY = "--seq-len 32 --mem-len 16 --layers 2 --d-model 16 --heads 2 --eval-batch
 # What a run carries from step to step: memory, both directions, random numbers of dropout, a schedule.
 FULL = [*TINY, "--bi-data", "--dropout", "0.1", "--steps", "10", "--lr", "0.01"]
 
-# The examples need the [bench] extra; the package itself does not.
+# The examples need the [examples] extra; the package itself does not.
 pytest.importorskip("rich")
+pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.usefixtures("scripts", "one_thread")
 
@@ -79,9 +81,57 @@ def test_training_lowers_the_loss(pretrain, tmp_path, objective, capsys):
     assert model.config.attn_type == ("uni" if objective == "autoregressive" else "bi")
 
 
+@pytest.mark.parametrize("objective, tokenizer", [("permutation", "bpe"), ("autoregressive", "bytes")])
+def test_a_checkpoint_is_complete(pretrain, tmp_path, objective, tokenizer):
+    """The run's own folder: model, tokenizer, generation config and card, as transformers reads them."""
+    transformers = pytest.importorskip("transformers")
+    from parts.tokenizer import train_tokenizer
+
+    made = train_tokenizer(tokenizer, iter([pydoc_data.topics.topics["strings"]]), 300, show_progress=False)
+    made.save(tmp_path / "tokenizer")
+    run = tmp_path / "run"
+    arguments = (*TINY, "--objective", objective, "--tokenizer", tmp_path / "tokenizer", "--save-every", 2)
+    assert pretrain("run", *arguments, "--steps", 6, "--stop-at", 3) == 0
+    shutil.rmtree(tmp_path / "tokenizer")  # the checkpoint has one of its own
+    assert pretrain("run", "--resume") == 0
+    shutil.move(run, tmp_path / "moved")
+    run = tmp_path / "moved"
+
+    ours = xk.XLNetLMHeadModel.from_pretrained(run)
+    last = xk.XLNetLMHeadModel.from_pretrained(run / "step-00000006").state_dict()
+    assert all(torch.equal(x, last[name]) for name, x in ours.state_dict().items())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(run).eval()
+    text = transformers.AutoTokenizer.from_pretrained(run)("Names refer to objects.", return_tensors="pt")
+    options = {"input_ids": text.input_ids, "token_type_ids": text.token_type_ids}
+    wanted, found = theirs(**options).logits, ours(**options).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    ends = (theirs.config.eos_token_id, theirs.generation_config.eos_token_id, ours.config.eos_token_id)
+    assert ends == ((2,) * 3 if tokenizer == "bpe" else (None,) * 3)
+    assert theirs.config.pad_token_id == theirs.generation_config.pad_token_id == made.vocabulary.pad
+    card = (run / "README.md").read_text()
+    for fact in ("step 6 of 6", objective, "4 documents", "loss in the held-out part", "xlnet_kernels"):
+        assert fact in card, fact
+    assert pretrain("moved", *arguments, "--tokenizer", run, "--steps", 1, "--overwrite") == 2  # it would lose this
+    (run / "README.md").unlink()
+    (run / "README.md").write_text("my own")
+    assert pretrain("moved", *TINY, "--steps", 1, "--overwrite") == 0
+    assert (run / "README.md").read_text() == "my own"
+    assert xk.XLNetLMHeadModel.from_pretrained(run).config.vocab_size == 260
+
+
+def test_generated_bytes_end_nowhere(pretrain, tmp_path):
+    """2 is '#' where tokens are bytes; as XLNet's default end it cut texts short."""
+    assert pretrain("run", *TINY, "--steps", 1) == 0
+    lm = xk.XLNetLMHeadModel.from_pretrained(tmp_path / "run")
+    with torch.no_grad():
+        lm.lm_loss.bias[2] = 100.0
+    assert [len(text) for text in lm.generate([[72, 101]], 5, seed=0)] == [7]
+
+
 KILLED = """
 import os, signal, sys
-import checkpoint, pretrain, training
+import pretrain
+from parts import checkpoint, training
 
 def killed(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,8 @@
 """Checkpoints that are whole at any moment: folders step-00000100, written under another name and renamed.
 
-Each is a model folder (config.json, model.safetensors: `from_pretrained` reads it) and holds what a run needs to go on:
-settings.json, training.pt (optimiser and schedule), and for each process its random numbers and memory, process-R.pt.
+Each is a whole model folder (config, weights, tokenizer, generation config, model card; `from_pretrained` and
+`AutoTokenizer` read it) and holds what a run needs to go on: settings.json, training.pt (optimiser and schedule), and
+for each process its random numbers and memory, process-R.pt. The run's folder shows the files of the newest one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from parallel import Processes
+from parts.parallel import Processes
 from xlnet_kernels import XLNetConfig, XLNetLMHeadModel
 
+LATEST = "latest"
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -75,10 +78,12 @@ def save(
     settings: dict[str, Any],
     processes: Processes,
     keep: int,
+    describe: Callable[[Path], None],
 ) -> None:
     """Writes the checkpoint of a step, then removes all but the last `keep`. Called by all processes together.
 
-    A kill leaves the checkpoints that were there before; what it left half-written is cleaned up by the next one.
+    `describe` writes what belongs to the model besides config and weights into a folder. A kill leaves the checkpoints
+    that were there before; what it left half-written is cleaned up by the next one.
     """
     final, unfinished = output / f"step-{step:08d}", output / f".step-{step:08d}.unfinished"
     state = get_model_state_dict(model, options=WHOLE)
@@ -99,11 +104,13 @@ def save(
             whole = XLNetLMHeadModel(config)
         whole.load_state_dict(state, assign=True)
         whole.save_pretrained(unfinished)
+        describe(unfinished)
         torch.save(training, unfinished / "training.pt")
         (unfinished / "settings.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         for path in (*unfinished.iterdir(), unfinished):
             _sync(path)
         os.rename(unfinished, final)
+        _show(output, final)
         _sync(output)
         for old in sorted(output.glob("step-*"))[:-keep]:
             _remove(old)
@@ -112,8 +119,26 @@ def save(
 
 def remove(output: Path) -> None:
     """Removes all checkpoints in a folder."""
+    for link in output.glob("*"):
+        if link.is_symlink() and (link.name == LATEST or os.readlink(link).startswith(LATEST)):
+            link.unlink()
     for old in output.glob("step-*"):
         _remove(old)
+
+
+def _show(output: Path, newest: Path) -> None:
+    """Makes `output` itself a model folder: links to the files of LATEST, which is a link that is switched at once."""
+    switched = output / f".{LATEST}"
+    try:
+        switched.unlink(missing_ok=True)
+        switched.symlink_to(newest.name)
+        os.replace(switched, output / LATEST)
+        for path in newest.iterdir():
+            shown = output / path.name
+            if path.suffix != ".pt" and not shown.exists() and not shown.is_symlink():
+                shown.symlink_to(Path(LATEST, path.name))
+    except OSError:  # no links here: `find` knows the newest checkpoint anyway
+        switched.unlink(missing_ok=True)
 
 
 def _remove(folder: Path) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import GenerationConfig
 
-import checkpoint
 import xlnet_kernels as xk
-from corpus import Corpus, prepare
-from parallel import Processes, distribute
-from training import make_optimizer
+from parts import card, checkpoint
+from parts.corpus import Corpus, prepare
+from parts.parallel import Processes, distribute
+from parts.tokenizer import TextTokenizer, load_tokenizer
+from parts.training import make_optimizer
 from xlnet_kernels.pretraining import AutoregressiveLM, Batch, MaskedLM, PermutationLM, PretrainingBatches, batch_loader
 
 # What a resumed run may choose anew: it changes no number, or only how they are rounded.
@@ -38,6 +40,7 @@ class Run:
     validation: PretrainingBatches
     mems: list[Tensor] | None
     step: int
+    losses: dict[str, float] = field(default_factory=dict)
 
     def loss(self, batch: Batch, mems: list[Tensor] | None) -> tuple[Tensor, list[Tensor] | None]:
         """The loss of a batch, and the memory after it."""
@@ -80,7 +83,16 @@ class Run:
             settings,
             self.processes,
             self.options.keep,
+            self.describe,
         )
+
+    def describe(self, folder: Path) -> None:
+        """Writes what makes a checkpoint complete: tokenizer, generation config and model card."""
+        tokenizer, ends = self.corpus.tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id")
+        tokenizer.save(folder)
+        ids = {name: value for name, value in tokenizer.config().items() if name in ends}
+        GenerationConfig(**ids, do_sample=True, top_p=0.9).save_pretrained(folder)
+        card.of_pretraining(self).save(folder / "README.md")
 
 
 def make_run(options: argparse.Namespace, last: Path | None, ours: Processes) -> Run:
@@ -94,7 +106,8 @@ def make_run(options: argparse.Namespace, last: Path | None, ours: Processes) ->
         raise ValueError(f"--resume: {last} was written by {settings['world_size']} processes, not {ours.world_size}")
     if options.batch_size % ours.world_size:
         raise ValueError(f"--batch-size {options.batch_size} cannot be shared by {ours.world_size} processes")
-    corpus = _prepare_once(options, settings.get("text"), ours)
+    tokenizer = load_tokenizer(last or options.tokenizer)
+    corpus = _prepare_once(options, tokenizer, settings.get("text"), ours)
     batches = [make_batches(options, corpus, part, ours) for part in corpus.split(options.held_out)]
 
     torch.manual_seed(options.seed)  # all processes begin with the same weights
@@ -123,9 +136,9 @@ def make_run(options: argparse.Namespace, last: Path | None, ours: Processes) ->
 
 def make_config(options: argparse.Namespace, corpus: Corpus) -> xk.XLNetConfig:
     """The model of the options; what is predicted from the left alone needs no positions ahead."""
-    vocabulary = corpus.vocabulary
+    ids: dict = corpus.tokenizer.config()
     return xk.XLNetConfig(
-        vocab_size=vocabulary.size,
+        vocab_size=corpus.vocabulary.size,
         d_model=options.d_model,
         n_layer=options.layers,
         n_head=options.heads,
@@ -137,7 +150,8 @@ def make_config(options: argparse.Namespace, corpus: Corpus) -> xk.XLNetConfig:
         use_mems_train=options.mem_len > 0,
         use_mems_eval=options.mem_len > 0,
         bi_data=options.bi_data,
-        pad_token_id=vocabulary.pad,
+        **{f"{role}_token_id": ids.pop(f"{role}_token_id") for role in ("bos", "eos", "pad")},
+        extra=ids | {"objective": options.objective},
     )
 
 
@@ -161,9 +175,9 @@ def make_batches(options: argparse.Namespace, corpus: Corpus, text, ours: Proces
     )
 
 
-def _prepare_once(options: argparse.Namespace, known: dict | None, ours: Processes) -> Corpus:
+def _prepare_once(options: argparse.Namespace, tokenizer: TextTokenizer, known: dict | None, ours: Processes) -> Corpus:
     """The first process writes the token file; the others read what it wrote."""
-    where = (options.output / "tokens", options.text, options.tokenizer)
+    where = (options.output / "tokens", options.text, tokenizer)
     corpus = prepare(*where, known) if ours.first else None
     facts = ours.share(corpus and corpus.facts)
     return corpus or prepare(*where, facts)

@@ -1,45 +1,33 @@
-"""Text from anywhere as a token file: Python's own manual, any file or folder, bytes or any `tokenizers` file."""
+"""Text from anywhere as a token file: Python's own manual, any file or folder."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import pydoc_data.topics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from xlnet_kernels.pretraining import ByteTokenizer, TokenFile, Vocabulary, write_tokens
-
-LINES = 1024  # of text that are encoded at a time
-# What tokenizers call the tokens a Vocabulary needs.
-SPECIAL = {
-    "sep": ("<sep>", "[SEP]", "</s>"),
-    "cls": ("<cls>", "[CLS]", "<s>"),
-    "pad": ("<pad>", "[PAD]"),
-    "mask": ("<mask>", "[MASK]"),
-}
-
-
-@dataclass(frozen=True)
-class Tokenizer:
-    """`encode` from the bytes of a text to its ids, and what the ids mean."""
-
-    encode: Callable[[bytes], np.ndarray]
-    vocabulary: Vocabulary
+from parts.tokenizer import TextTokenizer
+from xlnet_kernels.pretraining import TokenFile, Vocabulary, write_tokens
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens of a text, what they mean, how many bytes they stand for, and a digest that tells texts apart."""
+    """The tokens of a text, their tokenizer, how many bytes they stand for, and a digest that tells texts apart."""
 
     text: TokenFile
-    vocabulary: Vocabulary
+    tokenizer: TextTokenizer
     bytes: int
     sha256: str
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self.tokenizer.vocabulary
 
     @property
     def facts(self) -> dict:
@@ -62,6 +50,7 @@ class Corpus:
         return f"{nats:.3f} nats per token, {bits:.3f} bits per byte"
 
 
+@lru_cache(maxsize=8)
 def unigram_entropy(text: TokenFile) -> float:
     """Nats per token: the loss of the best model that knows how frequent tokens are, and nothing else."""
     counts = np.zeros(text.vocab_size, np.int64)
@@ -71,18 +60,16 @@ def unigram_entropy(text: TokenFile) -> float:
     return float(-(share * np.log(share)).sum())
 
 
-def prepare(path: Path, text: str | None, tokenizer: str | None, known: dict | None = None) -> Corpus:
+def prepare(path: Path, text: str | None, tokenizer: TextTokenizer, known: dict | None = None) -> Corpus:
     """The corpus of a text, its tokens written to `path`.
 
     Args:
         text: a file, a folder, or None for Python's manual.
-        tokenizer: a tokenizer.json, or None for bytes.
         known: `facts` of the corpus that `path` already holds if it is there; written again if it is not.
 
     Raises:
         ValueError: there is no text, it is not what the tokenizer reads, or it is not the known one.
     """
-    kind = load_tokenizer(tokenizer)
     size = known["bytes"] if known else 0
     if known is None or not path.exists():
         size = 0
@@ -92,19 +79,19 @@ def prepare(path: Path, text: str | None, tokenizer: str | None, known: dict | N
             for name, document in read_documents(text):
                 size += len(document)
                 try:
-                    yield kind.encode(document)
+                    yield tokenizer.encode(document)
                 except UnicodeDecodeError as error:
                     raise ValueError(f"--text: {name} is not UTF-8, which --tokenizer needs: {error}") from None
             if size == 0:
                 raise ValueError(f"--text: {text} holds no text")
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_tokens(path, encoded(), kind.vocabulary.size)
+        write_tokens(path, encoded(), tokenizer.vocabulary.size)
     tokens = TokenFile(path)
     digest = hashlib.sha256(tokens.tokens).hexdigest()
     if known and digest != known["sha256"]:
         raise ValueError(f"--text: {text or 'the manual'} has changed since the checkpoint was written")
-    return Corpus(tokens, kind.vocabulary, size, digest)
+    return Corpus(tokens, tokenizer, size, digest)
 
 
 def read_documents(text: str | None) -> Iterator[tuple[str, bytes]]:
@@ -125,54 +112,3 @@ def read_documents(text: str | None) -> Iterator[tuple[str, bytes]]:
     else:
         raise ValueError(f"--text: there is no file or folder {text}")
     yield from ((str(path), path.read_bytes()) for path in paths)
-
-
-def load_tokenizer(path: str | None) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, or bytes. Special tokens that it lacks get ids after its own.
-
-    Raises:
-        ValueError: there is no such file, it is no tokenizer, or the package `tokenizers` is missing.
-    """
-    if path is None:
-        return Tokenizer(ByteTokenizer().encode, ByteTokenizer.vocabulary)
-    try:
-        import tokenizers
-    except ImportError:
-        raise ValueError("--tokenizer needs tokenizers: pip install '.[bench]'") from None
-    try:
-        model = tokenizers.Tokenizer.from_str(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"--tokenizer: cannot read {path}: {error.strerror}") from None
-    except Exception as error:  # the package raises nothing more precise
-        raise ValueError(f"--tokenizer: {path} is no tokenizer.json: {error}") from None
-    model.no_truncation()
-    model.no_padding()
-    ids = model.get_vocab(with_added_tokens=True)
-    size, special = max(ids.values(), default=-1) + 1, {}
-    for role, names in SPECIAL.items():
-        found = next((ids[name] for name in names if name in ids), None)
-        if found is None:
-            found, size = size, size + 1
-        special[role] = found
-    added = model.get_added_tokens_decoder()
-    others = sorted({token for token, name in added.items() if name.special} - set(special.values()))
-
-    def encode(data: bytes) -> np.ndarray:
-        lines = iter(data.decode("utf-8").splitlines(keepends=True))
-        blocks = iter(lambda: "".join(islice(lines, LINES)), "")
-        found = [model.encode(block, add_special_tokens=False).ids for block in blocks]
-        return np.array([token for block in found for token in block], np.int64)
-
-    vocabulary = Vocabulary(size, **special, others=tuple(others), word_starts=_word_starts(ids, size))
-    return Tokenizer(encode, vocabulary)
-
-
-def _word_starts(ids: dict[str, int], size: int) -> np.ndarray | None:
-    """Which ids begin a word, by the marks of SentencePiece, byte-level BPE or WordPiece; None where there are none."""
-    for mark, begins in (("▁", True), ("Ġ", True), ("##", False)):
-        marked = [token for name, token in ids.items() if name.startswith(mark)]
-        if marked:
-            starts = np.full(size, not begins)
-            starts[marked] = begins
-            return starts
-    return None

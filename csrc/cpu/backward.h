@@ -13,8 +13,8 @@ struct BackwardScratch {
   static constexpr int64_t STRIDE = BACKWARD_BLOCK_N + PANEL_WIDTH<T> + BAND_MARGIN;
 
   BackwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t head_dim) : terms(carver, sizes), keys(carver, sizes) {
-    carver.take(sizes.padded_keys * sizes.padded_dim, key_rows);
-    carver.take(sizes.padded_keys * head_dim, key_panels, value_panels);
+    carver.take(sizes.max_keys * sizes.padded_dim, key_rows);
+    carver.take(sizes.max_keys * head_dim, key_panels, value_panels);
     carver.take(sizes.max_window * sizes.padded_dim, rel_rows);
     carver.take(sizes.max_window * head_dim, rel_panels);
     carver.take(LANES<T> * sizes.padded_dim, spare);
@@ -31,9 +31,9 @@ struct BackwardScratch {
     const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim;
     T* const none = nullptr;
     terms.load(p, h, dim);
-    keys.load(p, b, sizes);
-    pack(p, keys_of(p, p.memory.key, p.keys.key), b, h, sizes.padded_keys, dim, key_rows, spare, key_panels);
-    pack(p, keys_of(p, p.memory.value, p.keys.value), b, h, sizes.padded_keys, dim, none, spare, value_panels);
+    keys.load(p, chunk);
+    pack(p, keys_of(p, p.memory.key, p.keys.key, chunk), b, h, chunk.padded_keys, dim, key_rows, spare, key_panels);
+    pack(p, keys_of(p, p.memory.value, p.keys.value, chunk), b, h, chunk.padded_keys, dim, none, spare, value_panels);
     pack(p, window_of(p, chunk.rel_first), b, h, chunk.window, dim, rel_rows, spare, rel_panels);
   }
 };
@@ -98,7 +98,7 @@ static void softmax_backward(const BackwardTask<T>& task, const RowBlock<T>& blo
   T* score = tile.score[r];
   const T* dropout = nullptr;
   if (p.dropout.p > 0 && visible > 0)
-    dropout = dropout_factors(p, block.b, block.h, block.row_index[r], tile.first, round_up(visible, LANES<T>),
+    dropout = dropout_factors(p, block.b, block.h, block.row_index[r], tile.first_key, round_up(visible, LANES<T>),
                               task.scratch.dropout);
   if (softmax.is_fully_masked()) visible = 0;
   SegmentSums<T> sums;
@@ -195,14 +195,14 @@ static void backward_rows(const BackwardTask<T>& task, const RowBlock<T>& block)
   for (int64_t r = 0; r < BLOCK_M; ++r) dP[r] = scratch.dP + r * BackwardScratch<T>::STRIDE;
   load_output_gradients(task, block, statistics);
 
-  TileScheduler<T> tiles{p, sizes, scratch.keys.ranks, block.mask, BACKWARD_BLOCK_N};
+  TileScheduler tiles(p, chunk, scratch.keys.ranks, block.mask, BACKWARD_BLOCK_N);
   for (int64_t first, count; tiles.next(first, count);) {
-    Tile<T> tile(block, chunk.last_position, first, count, scratch.scores);
+    Tile<T> tile(block, chunk, first, count, scratch.scores);
     position_scores(p, block, scratch.rel_panels, tile);
     content_scores(p, block, scratch.key_panels, tile);
     probability_gradients(task, block, tile, dP);
     for (int64_t r = 0; r < block.count; ++r) {
-      const VisibleKeys<T> visible = segments_and_mask(p, sizes, scratch.keys, block, r, tile);
+      const VisibleKeys<T> visible = segments_and_mask(p, scratch.keys, block, r, tile);
       softmax_backward(task, block, r, visible.count, tile, dP[r], statistics);
     }
     tile.clear_corners(block.count);

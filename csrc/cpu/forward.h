@@ -8,9 +8,9 @@ struct ForwardScratch {
   T *out, *scores, *dropout;
 
   ForwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t head_dim) : terms(carver, sizes), keys(carver, sizes) {
-    carver.take(sizes.padded_keys * head_dim, key_panels);
+    carver.take(sizes.max_keys * head_dim, key_panels);
     carver.take(sizes.max_window * head_dim, rel_panels);
-    carver.take(sizes.padded_keys * sizes.padded_dim, value_rows);
+    carver.take(sizes.max_keys * sizes.padded_dim, value_rows);
     carver.take(LANES<T> * sizes.padded_dim, spare);
     carver.take(BLOCK_M * sizes.padded_dim, out);
     carver.take(Tile<T>::elements(FORWARD_BLOCK_N), scores);
@@ -21,9 +21,9 @@ struct ForwardScratch {
     const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim;
     T* const none = nullptr;
     terms.load(p, h, dim);
-    keys.load(p, b, sizes);
-    pack(p, keys_of(p, p.memory.key, p.keys.key), b, h, sizes.padded_keys, dim, none, spare, key_panels);
-    pack(p, keys_of(p, p.memory.value, p.keys.value), b, h, sizes.padded_keys, dim, value_rows, spare, none);
+    keys.load(p, chunk);
+    pack(p, keys_of(p, p.memory.key, p.keys.key, chunk), b, h, chunk.padded_keys, dim, none, spare, key_panels);
+    pack(p, keys_of(p, p.memory.value, p.keys.value, chunk), b, h, chunk.padded_keys, dim, value_rows, spare, none);
     pack(p, window_of(p, chunk.rel_first), b, h, chunk.window, dim, none, spare, rel_panels);
   }
 };
@@ -38,15 +38,15 @@ static void add_values(const Sizes<T>& sizes, const Tile<T>& tile, int64_t rows,
 }
 
 template <typename T>
-static void store_rows(const RelAttention& p, const Sizes<T>& sizes, const KeyRanks& ranks, const RowBlock<T>& block,
-                       OnlineSoftmax<T>& softmax, T* out) {
+static void store_rows(const RelAttention& p, const Sizes<T>& sizes, const Chunk& chunk, const KeyRanks& ranks,
+                       const RowBlock<T>& block, OnlineSoftmax<T>& softmax, T* out) {
   const int64_t head_row = (block.b * p.heads + block.h) * p.length;
   for (int64_t r = 0; r < block.count; ++r, out += sizes.padded_dim) {
     const int64_t row_index = block.row_index[r];
     const int64_t index = head_row + row_index;
     static_cast<T*>(p.lse)[index] = softmax.lse(r, block.segments.same[r]);
     // Where all scores that a row sees are -inf it is NaN, as softmax has it.
-    if (softmax.row_sum[r] == 0 && sees_any_key<T>(p, sizes, ranks, block.b, block.h, row_index, block.position[r]))
+    if (softmax.row_sum[r] == 0 && sees_any_key<T>(p, chunk, ranks, row_index, block.position[r]))
       softmax.row_sum[r] = NAN;
     softmax.finish(r, out, sizes.padded_dim);
     write_rounded(p, block.b, block.h, row_index, out);
@@ -62,21 +62,21 @@ static void forward_rows(const RelAttention& p, const Sizes<T>& sizes, const Row
   OnlineSoftmax<T> softmax;
   clear(rows * dim, scratch.out);
 
-  TileScheduler<T> tiles{p, sizes, scratch.keys.ranks, block.mask, FORWARD_BLOCK_N};
+  TileScheduler tiles(p, chunk, scratch.keys.ranks, block.mask, FORWARD_BLOCK_N);
   for (int64_t first, count; tiles.next(first, count);) {
-    Tile<T> tile(block, chunk.last_position, first, count, scratch.scores);
+    Tile<T> tile(block, chunk, first, count, scratch.scores);
     position_scores(p, block, scratch.rel_panels, tile);
     content_scores(p, block, scratch.key_panels, tile);
     for (int64_t r = 0; r < block.count; ++r) {
       T* score = tile.score[r];
-      const VisibleKeys<T> visible = segments_and_mask(p, sizes, scratch.keys, block, r, tile);
+      const VisibleKeys<T> visible = segments_and_mask(p, scratch.keys, block, r, tile);
       softmax.step(r, visible.count, count, visible.max, score, scratch.out + r * dim, dim);
-      apply_dropout(p, block.b, block.h, block.row_index[r], first, visible.count, scratch.dropout, score);
+      apply_dropout(p, block.b, block.h, block.row_index[r], tile.first_key, visible.count, scratch.dropout, score);
     }
     tile.repeat_last_row(block.count, rows);
     add_values(sizes, tile, rows, scratch.value_rows, scratch.out);
   }
-  store_rows(p, sizes, scratch.keys.ranks, block, softmax, scratch.out);
+  store_rows(p, sizes, chunk, scratch.keys.ranks, block, softmax, scratch.out);
 }
 
 template <typename T>

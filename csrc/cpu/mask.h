@@ -1,7 +1,7 @@
-// The mask: RankMask, the dense bool mask, and keys ahead of the query where rel_key is causal. It is asked at three
+// The mask: RankMask, the dense bool mask, and pairs for whose distance rel_key has no row. It is asked at three
 // grains: groups of keys that a whole block of rows skips, rows that see all keys of a tile, single pairs.
 
-// Ranks of the keys of one sequence, padded to whole groups, and their bounds in each group
+// Ranks of a chunk's keys, padded to whole groups, and their bounds in each group
 struct KeyRanks {
   int32_t *rank, *group_min, *group_max;
 
@@ -10,12 +10,12 @@ struct KeyRanks {
     carver.take(key_groups, group_min, group_max);
   }
 
-  void load(const RelAttention& p, int64_t b, int64_t key_groups) const {
-    const int64_t keys = p.mem_len + p.key_len;
-    for (int64_t j = 0; j < key_groups * KEY_GROUP; ++j)
-      rank[j] = j < keys && p.rank_mask.key_rank != nullptr ? p.rank_mask.key_rank[b * keys + j] : INT32_MAX;
-    for (int64_t g = 0; g < key_groups; ++g) {
-      const int64_t first = g * KEY_GROUP, last = smaller(first + KEY_GROUP, keys);
+  void load(const RelAttention& p, const Chunk& chunk) const {
+    const int32_t* from = p.rank_mask.key_rank;
+    if (from != nullptr) from += chunk.b * (p.mem_len + p.key_len) + chunk.first_key;
+    for (int64_t j = 0; j < chunk.padded_keys; ++j) rank[j] = j < chunk.keys && from != nullptr ? from[j] : INT32_MAX;
+    for (int64_t g = 0; g < chunk.key_groups; ++g) {
+      const int64_t first = g * KEY_GROUP, last = smaller(first + KEY_GROUP, chunk.keys);
       group_min[g] = group_max[g] = rank[first];
       for (int64_t j = first + 1; j < last; ++j) {
         group_min[g] = rank[j] < group_min[g] ? rank[j] : group_min[g];
@@ -44,11 +44,10 @@ struct MaskRows {
     if (mask.query_floor != nullptr) min_floor = smaller(min_floor, mask.query_floor[b * p.length + row_index]);
   }
 
-  // Whether any row may see a key of group g; false only if none does.
-  bool sees_group(const RelAttention& p, bool is_causal, const KeyRanks& keys, int64_t g) const {
-    const int64_t first = g * KEY_GROUP, last = first + KEY_GROUP;  // keys
+  // Whether any row may see a key of the chunk's group g, by rank; false only if none does.
+  bool sees_group(const RelAttention& p, const Chunk& chunk, const KeyRanks& keys, int64_t g) const {
+    const int64_t first = chunk.first_key + g * KEY_GROUP, last = first + KEY_GROUP;  // keys
     const RankMask& mask = p.rank_mask;
-    if (is_causal && first > last_own) return false;
     if (mask.query_rank == nullptr) return true;
     if (keys.group_min[g] < max_rank && (mask.query_floor == nullptr || keys.group_max[g] >= min_floor)) return true;
     return mask.sees_self != nullptr && first_own < last && last_own >= first;
@@ -56,33 +55,45 @@ struct MaskRows {
 };
 
 // The tile scheduler: cuts the groups of keys that some row of a block sees into tiles, those of a run of groups about
-// equally long.
-template <typename T>
+// equally long. Outside of the keys that have a row of rel_key there are none.
 struct TileScheduler {
   const RelAttention& p;
-  const Sizes<T>& sizes;
+  const Chunk& chunk;
   const KeyRanks& keys;
   const MaskRows& rows;
-  int64_t max_keys;                                 // of a tile
-  int64_t start = 0, end = 0, tile = 0, tiles = 0;  // the run's groups and tiles
+  int64_t max_keys;             // of a tile
+  int64_t begin_key, end_key;   // of the chunk's keys, where tiles may be
+  int64_t start = 0, end;       // the run's groups
+  int64_t tile = 0, tiles = 0;  // the run's
 
-  // False after the last tile; else it holds keys first .. first + count - 1.
+  TileScheduler(const RelAttention& p, const Chunk& chunk, const KeyRanks& keys, const MaskRows& rows, int64_t max_keys)
+      : p(p), chunk(chunk), keys(keys), rows(rows), max_keys(max_keys) {
+    const KeyRange range(p, rows.first_own, rows.last_own);
+    const bool none = range.end == range.begin;
+    begin_key = none ? 0 : round_down(range.begin - chunk.first_key, KEY_STEP);
+    end_key = none ? 0 : range.end - chunk.first_key;
+    end = begin_key / KEY_GROUP;
+  }
+
+  // False after the last tile; else it holds keys first .. first + count - 1 of the chunk.
   bool next(int64_t& first, int64_t& count) {
     if (tile == tiles && !next_run()) return false;
-    first = (start + (end - start) * tile / tiles) * KEY_GROUP;
+    first = larger((start + (end - start) * tile / tiles) * KEY_GROUP, begin_key);
     ++tile;
-    count = smaller((start + (end - start) * tile / tiles) * KEY_GROUP, sizes.all_keys) - first;
+    const int64_t last = (start + (end - start) * tile / tiles) * KEY_GROUP;
+    count = smaller(smaller(last, chunk.keys) - first, round_up(end_key - first, ROW_ROWS));
     return true;
   }
 
  private:
-  bool sees(int64_t g) const { return rows.sees_group(p, sizes.is_causal, keys, g); }
+  bool sees(int64_t g) const { return rows.sees_group(p, chunk, keys, g); }
 
   bool next_run() {
+    const int64_t groups = (end_key + KEY_GROUP - 1) / KEY_GROUP;
     start = end;
-    while (start < sizes.key_groups && !sees(start)) ++start;
+    while (start < groups && !sees(start)) ++start;
     end = start;
-    while (end < sizes.key_groups && sees(end)) ++end;
+    while (end < groups && sees(end)) ++end;
     const int64_t tile_groups = max_keys / KEY_GROUP;
     tile = 0;
     tiles = (end - start + tile_groups - 1) / tile_groups;
@@ -90,7 +101,7 @@ struct TileScheduler {
   }
 };
 
-// RankMask for one row against the first keys of a tile
+// RankMask for one row against the first keys of a tile; `first` counts the chunk's keys.
 template <typename T>
 struct RankRow {
   const int32_t* key_rank;
@@ -122,14 +133,15 @@ struct RankRow {
 
 // Whether a row sees any key, asked key by key; for rows that have no finite score
 template <typename T>
-static bool sees_any_key(const RelAttention& p, const Sizes<T>& sizes, const KeyRanks& keys, int64_t b, int64_t h,
-                         int64_t row_index, int64_t position) {
-  const int64_t own = p.mem_len + position, end = sizes.is_causal ? smaller(sizes.all_keys, own + 1) : sizes.all_keys;
+static bool sees_any_key(const RelAttention& p, const Chunk& chunk, const KeyRanks& keys, int64_t row_index,
+                         int64_t position) {
+  const int64_t own = p.mem_len + position;
+  const KeyRange range(p, own, own);
   const bool* dense = static_cast<const bool*>(p.mask.data);
-  if (dense != nullptr) dense += row_start(p.mask, b, h, row_index);
-  for (int64_t first = 0; first < end; first += KEY_GROUP) {
-    const int64_t count = smaller(KEY_GROUP, end - first);
-    const RankRow<T> ranks(p, keys, first, count, b, row_index, own - first);
+  if (dense != nullptr) dense += row_start(p.mask, chunk.b, chunk.h, row_index);
+  for (int64_t first = range.begin, count; first < range.end; first += count) {
+    count = smaller(KEY_GROUP, range.end - first);
+    const RankRow<T> ranks(p, keys, first - chunk.first_key, count, chunk.b, row_index, own - first);
     if (!ranks.sees_any && !ranks.sees_self) continue;
     for (int64_t j = 0; j < count; ++j) {
       const int32_t rank = ranks.key_rank[j];

@@ -169,9 +169,9 @@ struct RowSequence {
   }
 };
 
-// Memory first, then the current segment
-INLINE RowSequence keys_of(const RelAttention& p, const Tensor4& memory, const Tensor4& current) {
-  return {{memory, current}, {p.mem_len, p.key_len}, 0};
+// A chunk's keys: memory first, then the current segment
+INLINE RowSequence keys_of(const RelAttention& p, const Tensor4& memory, const Tensor4& current, const Chunk& chunk) {
+  return {{memory, current}, {p.mem_len, p.key_len}, chunk.first_key};
 }
 
 INLINE RowSequence window_of(const RelAttention& p, int64_t rel_first) {

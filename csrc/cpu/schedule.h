@@ -6,33 +6,22 @@ constexpr int64_t BACKWARD_BLOCK_N = 288;  // keys of a tile of backward at most
 constexpr int64_t KEY_GROUP = 96;          // keys that are skipped or taken together
 constexpr int64_t MAX_SPAN = 512;          // largest difference of positions within a block of rows
 
+// A tile begins at a multiple of this: whole vectors, and whole register tiles of keys.
+constexpr int64_t KEY_STEP = KEY_GROUP / 2;
+
 static_assert(BLOCK_M % PANEL_ROWS == 0 && BLOCK_M % ROW_ROWS == 0, "a block is whole register tiles");
-static_assert(KEY_GROUP % ROW_ROWS == 0, "a key group is whole register tiles");
+static_assert(KEY_STEP % ROW_ROWS == 0 && KEY_STEP % LANES<float> == 0, "a key step is whole register tiles");
 
-// What follows from the shapes alone. Work is cut into chunks of query rows by shape, never by the number of threads:
-// sums are then grouped the same way whoever computes them.
-template <typename T>
-struct Sizes {
-  int64_t all_keys;    // M + K
-  int64_t key_groups;  // groups of KEY_GROUP keys
-  int64_t padded_keys;
-  int64_t padded_dim;  // D rounded up to whole vectors
-  int64_t chunk_rows, chunks;
-  int64_t max_window;  // packed rows of rel_key that one chunk can need, with room for whole register tiles
-  bool is_causal;      // rel_key has no rows for keys ahead of the query
+INLINE int64_t round_down(int64_t x, int64_t multiple) { return x / multiple * multiple; }
 
-  Sizes(const RelAttention& p, int64_t min_chunk_rows) {
-    all_keys = p.mem_len + p.key_len;
-    key_groups = (all_keys + KEY_GROUP - 1) / KEY_GROUP;
-    padded_keys = key_groups * KEY_GROUP;
-    padded_dim = round_up(p.head_dim, LANES<T>);
-    constexpr int64_t enough_tasks = 32;
-    const int64_t wanted = p.length * p.batch * p.heads / enough_tasks;
-    chunk_rows = round_up(smaller(larger(wanted, min_chunk_rows), 2048), BLOCK_M);
-    chunks = (p.length + chunk_rows - 1) / chunk_rows;
-    const int64_t span = p.rows.order == nullptr ? smaller(chunk_rows, p.length) : p.key_len;
-    max_window = round_up(padded_keys + span + 4 * PANEL_WIDTH<T>, PANEL_WIDTH<T>);
-    is_causal = p.rel_len == p.rel_key.max_distance + 1;
+// The keys for whose distance rel_key has a row, of query rows whose own keys are first_own .. last_own
+struct KeyRange {
+  int64_t begin, end;
+
+  KeyRange(const RelAttention& p, int64_t first_own, int64_t last_own)
+      : begin(larger(first_own - p.rel_key.max_distance, 0)),
+        end(smaller(last_own - p.rel_key.max_distance + p.rel_len, p.mem_len + p.key_len)) {
+    if (end <= begin) begin = end = 0;
   }
 };
 
@@ -43,13 +32,19 @@ INLINE int64_t position_at(const RelAttention& p, int64_t b, int64_t sorted) {
   return p.rows.order == nullptr ? sorted : p.rows.position[b * p.length + sorted];
 }
 
-// A task: a chunk of the query rows of one head of one sequence.
+template <typename T>
+struct Sizes;
+
+// A task: a chunk of the query rows of one head of one sequence, and the keys that they may see.
 struct Chunk {
   int64_t index, b, h;
   int64_t begin, end;     // rows sorted by position
   int64_t last_position;  // of its rows
-  int64_t rel_first;      // row of rel_key that is packed row 0
-  int64_t window;         // packed rows of rel_key
+  int64_t first_key;      // that is packed key 0; a multiple of KEY_GROUP
+  int64_t keys;
+  int64_t key_groups, padded_keys;  // groups of KEY_GROUP keys
+  int64_t rel_first;                // row of rel_key that is packed row 0
+  int64_t window;                   // packed rows of rel_key
 
   template <typename T>
   Chunk(const RelAttention& p, const Sizes<T>& sizes, int64_t task)
@@ -57,9 +52,37 @@ struct Chunk {
     begin = index * sizes.chunk_rows;
     end = smaller(begin + sizes.chunk_rows, p.length);
     last_position = position_at(p, b, end - 1);
-    rel_first = p.rel_key.max_distance - p.mem_len - last_position;
-    const int64_t span = last_position - position_at(p, b, begin);
-    window = round_up(sizes.padded_keys + span + 3 * PANEL_WIDTH<T>, LANES<T>);
+    const int64_t first_position = position_at(p, b, begin);
+    const KeyRange range(p, p.mem_len + first_position, p.mem_len + last_position);
+    first_key = round_down(range.begin, KEY_GROUP);
+    keys = range.end - first_key;
+    key_groups = (keys + KEY_GROUP - 1) / KEY_GROUP;
+    padded_keys = key_groups * KEY_GROUP;
+    rel_first = p.rel_key.max_distance - p.mem_len - last_position + first_key;
+    window = round_up(padded_keys + last_position - first_position + 3 * PANEL_WIDTH<T>, LANES<T>);
+  }
+};
+
+// How large things are. Work is cut into chunks of query rows by shape, never by the number of threads: sums are then
+// grouped the same way whoever computes them.
+template <typename T>
+struct Sizes {
+  int64_t padded_dim;  // D rounded up to whole vectors
+  int64_t chunk_rows, chunks;
+  int64_t max_keys = 0;    // of a chunk, whole groups
+  int64_t max_window = 0;  // packed rows of rel_key that one chunk can need, with room for whole register tiles
+
+  Sizes(const RelAttention& p, int64_t min_chunk_rows) {
+    padded_dim = round_up(p.head_dim, LANES<T>);
+    constexpr int64_t enough_tasks = 32;
+    const int64_t wanted = p.length * p.batch * p.heads / enough_tasks;
+    chunk_rows = round_up(smaller(larger(wanted, min_chunk_rows), 2048), BLOCK_M);
+    chunks = (p.length + chunk_rows - 1) / chunk_rows;
+    for (int64_t task = 0; p.heads > 0 && task < chunks * p.batch; ++task) {
+      const Chunk chunk(p, *this, task * p.heads);
+      max_keys = larger(max_keys, chunk.padded_keys);
+      max_window = larger(max_window, round_up(chunk.window + PANEL_WIDTH<T>, PANEL_WIDTH<T>));
+    }
   }
 };
 

@@ -37,19 +37,18 @@ INLINE Vec<T> segments_and_ranks(const SegmentRow<T> segments, const RankRow<T> 
   return max;
 }
 
-// Labels of the keys of one sequence
+// Labels of a chunk's keys
 struct KeyTerms {
   KeySegments segments;
   KeyRanks ranks;
 
   template <typename T>
   KeyTerms(Carver& carver, const Sizes<T>& sizes)
-      : segments(carver, sizes.padded_keys), ranks(carver, sizes.key_groups) {}
+      : segments(carver, sizes.max_keys), ranks(carver, sizes.max_keys / KEY_GROUP) {}
 
-  template <typename T>
-  void load(const RelAttention& p, int64_t b, const Sizes<T>& sizes) const {
-    segments.load(p, b, sizes.padded_keys);
-    ranks.load(p, b, sizes.key_groups);
+  void load(const RelAttention& p, const Chunk& chunk) const {
+    segments.load(p, chunk);
+    ranks.load(p, chunk);
   }
 };
 
@@ -63,16 +62,22 @@ struct VisibleKeys {
 // Adds the segment term to row r of a tile and hides (-inf) what the row may not see. Past the visible keys, up to
 // whole vectors, is -inf too.
 template <typename T>
-static VisibleKeys<T> segments_and_mask(const RelAttention& p, const Sizes<T>& sizes, const KeyTerms& keys,
-                                        const RowBlock<T>& block, int64_t r, const Tile<T>& tile) {
+static VisibleKeys<T> segments_and_mask(const RelAttention& p, const KeyTerms& keys, const RowBlock<T>& block,
+                                        int64_t r, const Tile<T>& tile) {
   const int64_t b = block.b, row_index = block.row_index[r], first = tile.first;
-  const int64_t own = p.mem_len + block.position[r] - first;
-  const int64_t count = sizes.is_causal ? smaller(tile.count, own + 1) : tile.count;
-  if (count <= 0) return {0, 0};
+  const int64_t own_key = p.mem_len + block.position[r], own = own_key - tile.first_key;
+  const KeyRange range(p, own_key, own_key);
+  const int64_t before = larger(range.begin - tile.first_key, 0),
+                count = smaller(tile.count, range.end - tile.first_key);
+  if (count <= before) return {0, 0};
   T* score = tile.score[r];
   const int64_t whole = round_up(count, LANES<T>);
-  for (int64_t j = count; j < whole; ++j) score[j] = -static_cast<T>(INFINITY);
-  hide_by_dense_mask(p, b, block.h, row_index, first, count, score);
+  const auto hide_without_ranks = [&] {
+    for (int64_t j = 0; j < before; ++j) score[j] = -static_cast<T>(INFINITY);
+    for (int64_t j = count; j < whole; ++j) score[j] = -static_cast<T>(INFINITY);
+    hide_by_dense_mask(p, b, block.h, row_index, tile.first_key, count, score);
+  };
+  hide_without_ranks();
 
   const SegmentRow<T> segments(p, keys.segments, first, b, row_index, block.segments.different[r]);
   const RankRow<T> ranks(p, keys.ranks, first, count, b, row_index, own);
@@ -94,8 +99,7 @@ static VisibleKeys<T> segments_and_mask(const RelAttention& p, const Sizes<T>& s
     if (own_score > visible.max) visible.max = own_score;
   }
   if (!is_finite(segments.different)) {  // added to -inf it may have undone what was hidden before
-    for (int64_t j = count; j < whole; ++j) score[j] = -static_cast<T>(INFINITY);
-    hide_by_dense_mask(p, b, block.h, row_index, first, count, score);
+    hide_without_ranks();
     visible.max = maximum_of<T>(segments_and_ranks<T, false, false>(segments, ranks, whole, score));
   }
   return visible;

@@ -37,16 +37,16 @@ struct SegmentRows {
   }
 };
 
-// Segments of the keys of one sequence, padded to whole groups
+// Segments of a chunk's keys, padded to whole groups
 struct KeySegments {
   int32_t* id;
 
   KeySegments(Carver& carver, int64_t padded_keys) : id(carver.take<int32_t>(padded_keys)) {}
 
-  void load(const RelAttention& p, int64_t b, int64_t padded_keys) const {
-    const int64_t keys = p.mem_len + p.key_len;
-    for (int64_t j = 0; j < padded_keys; ++j)
-      id[j] = j < keys && p.segments.key_ids != nullptr ? p.segments.key_ids[b * keys + j] : 0;
+  void load(const RelAttention& p, const Chunk& chunk) const {
+    const int32_t* from = p.segments.key_ids;
+    if (from != nullptr) from += chunk.b * (p.mem_len + p.key_len) + chunk.first_key;
+    for (int64_t j = 0; j < chunk.padded_keys; ++j) id[j] = j < chunk.keys && from != nullptr ? from[j] : 0;
   }
 };
 

@@ -7,7 +7,8 @@ static_assert(BAND_MARGIN >= ROW_ROWS && BAND_MARGIN >= PANEL_ROWS, "a margin is
 
 template <typename T>
 struct Tile {
-  int64_t first, count;    // keys
+  int64_t first, count;    // of the chunk's keys
+  int64_t first_key;       // the same among all keys
   int64_t window;          // packed row of rel_key at band column 0
   int64_t shift[BLOCK_M];  // descending
   T* band[BLOCK_M];
@@ -17,10 +18,11 @@ struct Tile {
     return BLOCK_M * (block_n + MAX_SPAN + 2 * BAND_MARGIN + 4 * PANEL_WIDTH<T>);
   }
 
-  // `last_position` is that of packed rel_key row 0: row t of it belongs to key j and position last_position - t + j.
-  Tile(const RowBlock<T>& block, int64_t last_position, int64_t first, int64_t count, T* buffer)
-      : first(first), count(count) {
+  // Packed rel_key row t belongs to the chunk's key j and position last_position - t + j.
+  Tile(const RowBlock<T>& block, const Chunk& chunk, int64_t first, int64_t count, T* buffer)
+      : first(first), count(count), first_key(chunk.first_key + first) {
     const int64_t rows = block.padded(PANEL_ROWS > ROW_ROWS ? PANEL_ROWS : ROW_ROWS);
+    const int64_t last_position = chunk.last_position;
     const int64_t low = last_position - block.position[block.count - 1] + first;
     const int64_t span = block.position[block.count - 1] - block.position[0];
     window = low / LANES<T> * LANES<T>;

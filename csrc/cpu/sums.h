@@ -20,17 +20,17 @@ INLINE void add_row(const Tensor4& to, int64_t b, int64_t h, int64_t row, const 
 
 template <typename T>
 struct ChunkSums {
-  T *dK, *dV, *dR;  // of padded keys and of packed rows of rel_key
+  T *dK, *dV, *dR;  // of the chunk's keys and of packed rows of rel_key
   T *grad_content_bias, *grad_position_bias, *grad_segment_bias, *grad_same, *grad_different;
 
   void carve(Carver& carver, const Sizes<T>& sizes) {
-    carver.take(sizes.padded_keys * sizes.padded_dim, dK, dV);
+    carver.take(sizes.max_keys * sizes.padded_dim, dK, dV);
     carver.take(sizes.max_window * sizes.padded_dim, dR);
     carver.take(sizes.padded_dim, grad_content_bias, grad_position_bias, grad_segment_bias, grad_same, grad_different);
   }
 
   void start(const Sizes<T>& sizes, const Chunk& chunk) const {
-    clear(sizes.padded_keys * sizes.padded_dim, dK, dV);
+    clear(chunk.padded_keys * sizes.padded_dim, dK, dV);
     clear(chunk.window * sizes.padded_dim, dR);
     clear(sizes.padded_dim, grad_content_bias, grad_position_bias, grad_segment_bias, grad_same, grad_different);
   }
@@ -39,14 +39,14 @@ struct ChunkSums {
               const Chunk& chunk) const {
     const T unscale = static_cast<T>(LN2);
     const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim;
-    for (int64_t j = 0; j < sizes.all_keys; ++j) {
-      const Keys& to = j < p.mem_len ? g.memory : g.keys;
-      const int64_t row = j < p.mem_len ? j : j - p.mem_len;
+    for (int64_t j = 0; j < chunk.keys; ++j) {
+      const int64_t of_all = chunk.first_key + j, row = of_all < p.mem_len ? of_all : of_all - p.mem_len;
+      const Keys& to = of_all < p.mem_len ? g.memory : g.keys;
       if (wanted.key) add_row(to.key, b, h, row, dK + j * dim, unscale, p.head_dim);
       if (wanted.value) add_row(to.value, b, h, row, dV + j * dim, T(1), p.head_dim);
     }
     if (wanted.rel_key)
-      for (int64_t t = 0; t < chunk.window && chunk.rel_first + t < p.rel_len; ++t)
+      for (int64_t t = larger(0, -chunk.rel_first); t < chunk.window && chunk.rel_first + t < p.rel_len; ++t)
         add_row(g.rel_key, b, h, chunk.rel_first + t, dR + t * dim, unscale, p.head_dim);
 
     const auto add_parameter = [&](void* to, int64_t row, const T* from) {

@@ -103,6 +103,48 @@ def test_tiles_that_no_row_sees_cost_nothing(threads, kind):
     assert min(seconds(mask) for _ in range(3)) < min(seconds(full) for _ in range(3)) / 2
 
 
+def test_time_of_a_window_of_distances_is_linear_in_length(threads):
+    """8 times as many rows: 8 times the processor's time, where all pairs would be 64 times; between the two is 16."""
+    threads(1)
+    rel_key = torch.randn(1, 65, 32, requires_grad=True)
+
+    def seconds(length) -> float:
+        leaves = [torch.randn(1, 1, length, 32, requires_grad=True) for _ in "qkv"]
+        before = time.thread_time()
+        xk.rel_attention(*leaves, rel_key, max_distance=32, backend="cpu").sum().backward()
+        return time.thread_time() - before
+
+    assert min(seconds(16384) for _ in range(3)) < 16 * min(seconds(2048) for _ in range(3))
+
+
+WINDOW_PEAK = """
+import resource, sys, torch
+import xlnet_kernels as xk
+
+def run(length):
+    query, key, value = (torch.randn(1, 1, length, 16, requires_grad=True) for _ in range(3))
+    rel_key = torch.randn(1, 65, 16, requires_grad=True)
+    xk.rel_attention(query, key, value, rel_key, max_distance=32, backend="cpu").sum().backward()
+
+torch.set_num_threads(1)
+run(64)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+run(int(sys.argv[1]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_scratch_of_a_window_of_distances_does_not_grow_with_length():
+    if sys.platform != "linux":
+        pytest.skip("ru_maxrss has other units elsewhere")
+    length, width = 2**17, 16
+    found = subprocess.run([sys.executable, "-c", WINDOW_PEAK, str(length)], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    vectors = 4 * length * (8 * width + 4)  # query, key, value, out, their gradients; a row's statistics
+    scratch_of_all_keys = 4 * length * 8 * width
+    assert int(found.stdout) * 1024 < vectors + scratch_of_all_keys / 2
+
+
 def test_memory_is_linear_in_length():
     if sys.platform != "linux":
         pytest.skip("ru_maxrss has other units elsewhere")

@@ -83,7 +83,6 @@ def make_extension():
         include_dirs=[str(ROOT / "csrc"), str(ROOT / "csrc" / "cuda")],
         define_macros=macros,
         depends=find("csrc/**/*.h", "csrc/**/*.cuh"),
-        py_limited_api=True,  # csrc/module.cpp: one wheel for all versions of Python; it stays one per version of torch
         extra_compile_args={"cxx": flags, "nvcc": ["-O3", "-Xptxas", "-v", "-Xfatbin", "-compress-all"]},
     )
 
@@ -106,7 +105,6 @@ def make_extension():
                 raise SystemExit(f"{PACKAGE}: compiling the extension failed: {error}\n{HELP}") from error
 
         def copy_extensions_to_source(self):  # `build_ext --inplace`, and editable installs
-            remove_extensions(ROOT / PACKAGE)
             super().copy_extensions_to_source()
             record(ROOT / PACKAGE)
 
@@ -122,12 +120,6 @@ class NoTorch(build_ext):
             f"{PACKAGE}: {found}, and compiling needs {decide.TORCH_REQUIREMENT}. Install it first, or do without "
             f"--no-build-isolation, or install without compiled kernels: XLNET_KERNELS_SKIP_EXT=1 pip install ."
         )
-
-
-def remove_extensions(folder):
-    """Those of an earlier build, under whichever name: Python might load one of them instead of the new."""
-    for left_over in folder.glob("_C.*.so"):
-        left_over.unlink()
 
 
 def say(line):
@@ -153,8 +145,9 @@ class BuildPy(build_py):
         say(f"CUDA: {cuda}")
         if getattr(self, "editable_mode", False):
             folder = ROOT / PACKAGE
-            if not extension.build:
-                remove_extensions(folder)
+            if not extension.build:  # one compiled earlier would be loaded
+                for left_over in folder.glob("_C.*.so"):
+                    left_over.unlink()
         else:
             folder = Path(self.build_lib, PACKAGE)
             shutil.rmtree(folder, ignore_errors=True)  # build/ is used again: modules deleted since would be installed
@@ -171,6 +164,5 @@ else:
 
 setup(
     ext_modules=[module] if module else [],
-    options={"bdist_wheel": {"py_limited_api": "cp310"}} if module else {},
     cmdclass={"build_ext": build_command, "build_py": BuildPy},
 )

@@ -14,6 +14,8 @@
 #ifndef XLNET_KERNELS_NAMESPACE
 #define XLNET_KERNELS_NAMESPACE xlnet_kernels
 #endif
+#define XLNET_KERNELS_QUOTE_(name) #name
+#define XLNET_KERNELS_QUOTE(name) XLNET_KERNELS_QUOTE_(name)
 
 namespace xlnet_kernels {
 

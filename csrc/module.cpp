@@ -1,9 +1,10 @@
-// The extension module xlnet_kernels._C: what it was built with and for, and nothing else. Importing it runs the
-// operator registrations of each register.cpp, which torch finds through the dispatcher.
+// The extension module xlnet_kernels._C: what it was built with and for, and gradients of operators. Importing it runs
+// the operator registrations of each register.cpp, which torch finds through the dispatcher.
 
 #include <pybind11/pybind11.h>
 #include <torch/version.h>
 
+#include "autograd.h"
 #include "cpu/kernels.h"
 #include "cuda/kernels.h"
 
@@ -59,6 +60,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("cuda_version") = cuda_version;              // None in a build without CUDA
   module.attr("cuda_architectures") = cuda_architectures;  // e.g. "8.0;9.0+PTX"
   module.def("cuda_kernels", cuda_kernels);
+  module.def("register_autograd", xlnet_kernels::register_autograd, pybind11::arg("name"),
+             "Gives the operator of that name and its backward their gradients (csrc/autograd.h).");
 #ifdef XLNET_KERNELS_CUDA_VERSION
   module.def("cuda_shared_memory", xlnet_kernels::cuda::shared_memory_limit, pybind11::arg("device"),
              "Bytes of shared memory that a block may have on the device of this index, -1 if there is none.");

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
 import xlnet_kernels as xk
-from tests.cases import BACKENDS, COMPILED, INTERPRETED, READY, assert_right, make
+from tests.cases import BACKENDS, COMPILED, INTERPRETED, MODULES, READY, assert_right, make
 
 # What torch.library checks: schema, that nothing is aliased, fake against real (strides too), gradients, AOTAutograd.
 PROBLEMS = {
@@ -148,6 +149,42 @@ def test_gradient_checkpointing(backend):
     loss = torch.utils.checkpoint.checkpoint(run, *leaves, use_reentrant=False)
     for f, w in zip(torch.autograd.grad(loss, leaves), wanted, strict=True):
         assert torch.equal(f, w)
+
+
+def python_gradients():
+    """The operator with its gradients wired up in Python, as it is where there is no extension."""
+    with mock.patch.object(xk._extension, "module", None):
+        call = xk.ops.define("rel_attention_python")
+    for end in ("", "_backward"):
+        kernel = getattr(torch.ops.xlnet_kernels, f"rel_attention{end}")
+        torch.library.impl(f"xlnet_kernels::rel_attention_python{end}", "CPU")(lambda *args, of=kernel: of(*args))
+    return call
+
+
+@pytest.mark.skipif("cpu" not in COMPILED, reason="the compiled extension is not there")
+def test_gradients_wired_up_in_python_and_in_cpp_are_the_same():
+    problem = make(2, 2, 20, mem=5, mask="order", dtype=torch.bfloat16)
+    wanted = problem.results("cpu")
+    with mock.patch.object(MODULES["cpu"], "rel_attention", python_gradients()):
+        found = problem.results("cpu")
+        problem = problem.map(lambda leaf: leaf.requires_grad_())
+        out = problem.call("cpu")[0]
+        assert "Generated" in type(out.grad_fn).__name__
+        gradients = torch.autograd.grad(out.sum(), problem.leaves["query"], create_graph=True)
+        with pytest.raises(RuntimeError, match="second derivatives"):
+            gradients[0].sum().backward()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_compiled_autograd(backend):
+    problem = make(2, 2, 20, mask="order").map(lambda leaf: leaf.requires_grad_())
+    leaves = list(problem.leaves.values())
+    wanted = torch.autograd.grad(problem.call(backend)[0].square().sum(), leaves)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        problem.call(backend)[0].square().sum().backward()
+    for leaf, w in zip(leaves, wanted, strict=True):
+        assert torch.allclose(leaf.grad, w, rtol=1e-4, atol=1e-4)
 
 
 def test_second_derivatives_are_right_or_refused(backend):

@@ -28,7 +28,9 @@ const char* const NUMBER_NAMES[] = {"max_distance", "dropout_p", "scale", "deter
 constexpr size_t NUMBERS = std::size(NUMBER_NAMES), ARGUMENTS = TENSORS + NUMBERS + 1;
 const char* const OPERATOR = "operator";  // where the context keeps its name
 
-OperatorHandle find(const std::string& name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), ""); }
+OperatorHandle find(const std::string& name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
+}
 
 // Leaves the operator's results in place of its arguments.
 void call_below_autograd(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
@@ -140,8 +142,8 @@ void backward(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
 
 void register_autograd(const std::string& name) {
   static std::deque<torch::Library> libraries;  // for as long as the process lives
-  torch::Library& library =
-      libraries.emplace_back(torch::Library::IMPL, XLNET_KERNELS_QUOTE(XLNET_KERNELS_NAMESPACE), c10::DispatchKey::Autograd, __FILE__, __LINE__);
+  torch::Library& library = libraries.emplace_back(torch::Library::IMPL, XLNET_KERNELS_QUOTE(XLNET_KERNELS_NAMESPACE),
+                                                   c10::DispatchKey::Autograd, __FILE__, __LINE__);
   library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<forward>());
   library.impl((name + "_backward").c_str(), torch::CppFunction::makeFromBoxedFunction<backward>());
 }

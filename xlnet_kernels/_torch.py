@@ -64,6 +64,15 @@ def in_dispatch_mode() -> bool:
     return _get_current_dispatch_mode() is not None
 
 
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether somebody wants to know of calls of the module, which must be called then.
+
+    When one of the names goes: say True, and the table of tied words and logits gets its gradient in three pieces.
+    """
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name, True) for name in names)
+
+
 def has_onednn_linear() -> bool:
     """Whether `onednn_linear` is there."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import check_range
-from ..linear import Linear
+from ..linear import Linear, linear
 from .checkpoint import PretrainedModel
 from .config import ACTIVATIONS, XLNetConfig
 from .encoder import XLNetModel
 from .generation import Generation
-from .inputs import check_labels, check_tensor
+from .inputs import check_labels, check_tensor, check_words
 from .outputs import HeadOutput, SpanOutput
+from .tied import words_and_table
 
 
 class HeadedModel(PretrainedModel):
@@ -55,9 +56,20 @@ class XLNetLMHeadModel(Generation, HeadedModel):
         if self.config.tie_word_embeddings:
             self.lm_loss.weight = self.transformer.word_embedding.weight
 
-    def forward(self, *inputs, labels: Tensor | None = None, **options) -> HeadOutput:
-        output = self.transformer(*inputs, **options)
-        logits = self.lm_loss(output.last_hidden_state)
+    def forward(
+        self, input_ids: Tensor | None = None, *inputs, labels: Tensor | None = None, **options
+    ) -> HeadOutput:
+        tied = None
+        if input_ids is not None and len(inputs) < 7 and options.get("inputs_embeds") is None:
+            check_words(input_ids, None, self.config, self.lm_loss.weight)
+            tied = words_and_table(self.transformer.word_embedding, self.lm_loss, input_ids)
+        if tied is None:
+            output = self.transformer(input_ids, *inputs, **options)
+            logits = self.lm_loss(output.last_hidden_state)
+        else:
+            words, table = tied
+            output = self.transformer(None, *inputs, **options | {"inputs_embeds": words})
+            logits = linear(output.last_hidden_state, table, self.lm_loss.bias)
         return HeadOutput(_token_loss(logits, labels), logits, *output[1:])
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import xlnet_kernels
-from xlnet_kernels import _extension
+from xlnet_kernels import _extension, linear
 from xlnet_kernels._version import __version__
 from xlnet_kernels.backends import _BACKENDS, self_check
 
@@ -38,6 +38,14 @@ def cpu_name() -> str:
 def cuda_devices() -> list[str]:
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [f"{device.name} (sm_{device.major}{device.minor})" for device in devices]
+
+
+def linear_library() -> str:
+    """Which library multiplies in `xk.Linear`, and why; or what is wrong with the choice."""
+    try:
+        return "{} ({})".format(*linear.choice())
+    except ValueError as error:
+        return str(error)
 
 
 def compiled() -> dict | None:
@@ -63,6 +71,7 @@ def collect() -> dict:
             "threads": torch.get_num_threads(),
             "instructions": torch.backends.cpu.get_cpu_capability(),
         },
+        "linear": linear_library(),
         "cuda_devices": cuda_devices(),
         "compiled": compiled(),
         "not_compiled_because": _extension.reason,
@@ -80,6 +89,7 @@ def render(facts: dict) -> str:
         ("torch", f"{facts['torch']}, {cuda}"),
         ("triton", facts["triton"]),
         ("CPU", f"{cpu['name']}, {cpu['cores']} cores, {cpu['threads']} threads, {cpu['instructions']}"),
+        ("Linear", facts["linear"]),
         ("CUDA devices", "; ".join(facts["cuda_devices"]) or "none"),
     ]
     if built:

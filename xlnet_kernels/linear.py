@@ -64,19 +64,28 @@ def library() -> str:
     """Which library serves float32 products on the CPU: "onednn" or "mkl", where mkl means whatever torch takes.
 
     Raises:
-        ValueError: XLNET_KERNELS_LINEAR names neither.
+        ValueError: XLNET_KERNELS_LINEAR names neither, or oneDNN where torch has none.
     """
-    return _library()
+    return choice()[0]
 
 
 @functools.cache
-def _library() -> str:
+def choice() -> tuple[str, str]:
+    """`library`, and why it is that one."""
     wish = os.environ.get("XLNET_KERNELS_LINEAR", "")
     if wish not in ("", "mkl", "onednn"):
         raise ValueError(f"XLNET_KERNELS_LINEAR must be mkl or onednn, got {wish!r}")
+    if wish == "onednn" and not has_onednn_linear():
+        raise ValueError("XLNET_KERNELS_LINEAR must be mkl or unset, got 'onednn', which this torch does not have")
+    if wish:
+        return wish, "XLNET_KERNELS_LINEAR says so"
     if not has_onednn_linear():
-        return "mkl"
-    return wish or ("onednn" if torch.backends.mkl.is_available() and _is_amd() else "mkl")
+        return "mkl", "this torch has no oneDNN"
+    if not torch.backends.mkl.is_available():
+        return "mkl", "this torch has no MKL, and its own choice is taken"
+    if _is_amd():
+        return "onednn", "MKL is slower on AMD processors"
+    return "mkl", "no AMD processor, on which alone MKL is slower"
 
 
 def _is_amd() -> bool:

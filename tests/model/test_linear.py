@@ -15,6 +15,7 @@ from torch import nn
 import xlnet_kernels as xk
 from tests import ROOT
 from tests.model.twins import theirs
+from xlnet_kernels import info
 from xlnet_kernels import linear as module
 from xlnet_kernels.integrations import transformers
 from xlnet_kernels.linear import linear
@@ -26,16 +27,16 @@ LARGE = (4, 96, 128, 192)  # batch, rows, in, out: enough multiplications to be 
 @pytest.fixture(params=["onednn", "mkl"])
 def library(request, monkeypatch):
     monkeypatch.setenv("XLNET_KERNELS_LINEAR", request.param)
-    module._library.cache_clear()
-    if module.library() != request.param:
+    module.choice.cache_clear()
+    if request.param == "onednn" and not module.has_onednn_linear():
         pytest.skip("this torch has no oneDNN")
     yield request.param
-    module._library.cache_clear()
+    module.choice.cache_clear()
 
 
 @pytest.fixture
 def onednn(monkeypatch):
-    monkeypatch.setattr(module, "_library", lambda: "onednn")
+    monkeypatch.setattr(module, "choice", lambda: ("onednn", "for a test"))
 
 
 def operands(batch, rows, inside, outside, dtype=torch.float32):
@@ -145,6 +146,29 @@ def test_a_wrong_name_is_an_error():
     environment = {"PYTHONPATH": str(ROOT), "XLNET_KERNELS_LINEAR": "blas"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert run.returncode and "XLNET_KERNELS_LINEAR must be mkl or onednn, got 'blas'" in run.stderr
+
+
+@pytest.mark.parametrize("wish", ["", "mkl", "onednn"])
+@pytest.mark.parametrize("has_onednn", [False, True])
+@pytest.mark.parametrize("amd", [False, True])
+def test_the_choice_and_its_reason_are_told(monkeypatch, wish, has_onednn, amd):
+    monkeypatch.setenv("XLNET_KERNELS_LINEAR", wish)
+    monkeypatch.setattr(module, "has_onednn_linear", lambda: has_onednn)
+    monkeypatch.setattr(module, "_is_amd", lambda: amd)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    module.choice.cache_clear()
+    try:
+        said = info.linear_library()
+        if wish == "onednn" and not has_onednn:
+            with pytest.raises(ValueError, match="got 'onednn', which this torch does not have"):
+                module.library()
+            assert "which this torch does not have" in said
+        else:
+            assert said.split()[0] == module.library() == (wish or ("onednn" if amd and has_onednn else "mkl"))
+            assert (wish and "XLNET_KERNELS_LINEAR" in said) or ("AMD" if has_onednn else "no oneDNN") in said
+        assert said in info.render(info.collect())
+    finally:
+        module.choice.cache_clear()
 
 
 @pytest.mark.parametrize("case", ["vector", "bias of one", "weight of one dimension", "no features"])

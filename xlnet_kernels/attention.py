@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from . import dropout
 from ._checks import check_range
+from ._unused import with_unused
 from .backends import check_name, reference
 from .functional import autocasts, rel_attention
 from .linear import linear
@@ -241,13 +242,16 @@ class TwoStreamAttention(nn.Module):
         if mapping is not None:
             length = mapping.shape[2]
             query = torch.cat([query[:, :, :length], mapping.mT[:, None] @ query[:, :, length:]], 2)
+        content_bias: Tensor = self.r_w_bias
+        if segment_rows is None:
+            content_bias = with_unused(content_bias, self.seg_embed, self.r_s_bias)
         out, weights = self._attention(
             query,
             *key_value,
             rel_key,
             memory=memory,
             need_weights=need_weights,
-            content_bias=self.r_w_bias,
+            content_bias=content_bias,
             position_bias=self.r_r_bias,
             segments=None if segment_rows is None else Segments(*segment_rows, self.seg_embed, self.r_s_bias),
             mask=mask,

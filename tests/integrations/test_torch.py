@@ -47,7 +47,7 @@ class Layer(nn.Module):
 def make(kind: str, **options) -> nn.Module:
     if kind == "accelerated":
         return xk.integrations.transformers.accelerate(theirs("XLNetLMHeadModel", n_layer=1, **options))
-    return {"operator": Operator, "module": Layer}[kind]().eval() if kind != "model" else ours(n_layer=1, **options)
+    return {"operator": Operator, "module": Layer}[kind]().eval() if "model" not in kind else ours(n_layer=1, **options)
 
 
 def inputs_of(kind: str, batch: int = B, length: int = L, mem: int = M, targets: int = N) -> dict:
@@ -144,7 +144,7 @@ def step(kind, model, rows=slice(None)):
     sum(x.float().square().mean() for x in found).backward()
     return found
 
-for kind in ("module", "accelerated"):
+for kind in ("module", "model without targets", "accelerated"):
     torch.manual_seed(0)
     model = tests.make(kind)
     step(kind, model)
@@ -153,14 +153,18 @@ for kind in ("module", "accelerated"):
     for how in ("ddp", "fsdp2", "fsdp2 in bfloat16"):
         model.zero_grad()
         if how == "ddp":
-            step(kind, DistributedDataParallel(model, find_unused_parameters=True), mine)
+            replica = DistributedDataParallel(model)
+            for _ in range(2):  # the second finds out whether the first left a parameter without a gradient
+                model.zero_grad()
+                step(kind, replica, mine)
             found = {name: p.grad for name, p in model.named_parameters()}
         else:
             low = "bfloat16" in how
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if low else MixedPrecisionPolicy()
             other = tests.make(kind)
             other.load_state_dict(model.state_dict())
-            for part in getattr(getattr(other, "transformer", None), "layer", [getattr(other, "attn", other)]):
+            parts = [other.attn] if kind == "module" else getattr(other, "transformer", other).layer
+            for part in parts:
                 fully_shard(part, mesh=mesh, mp_policy=policy)
             step(kind, fully_shard(other, mesh=mesh, mp_policy=policy), mine)
             found = {name: p.grad.full_tensor() for name, p in other.named_parameters() if p.grad is not None}

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.xlnet import modeling_xlnet
 
+from .._unused import with_unused
 from ..attention import TwoStreamAttention
 from ..masks import RankMask
 from ..model.inputs import find_mask, find_padding, find_targets, stack_rows
@@ -119,7 +120,9 @@ class XLNetModel(modeling_xlnet.XLNetModel):
             output_attentions,
         )
         h, g = self.dropout(words), None
-        if target_mapping is not None:
+        if target_mapping is None:
+            h = with_unused(h, self.mask_emb)
+        else:
             g = self.dropout(self.mask_emb.to(words.dtype).expand(target_mapping.shape[1], batch, -1))
         rel_pos = self.dropout(self._find_positions(words, past))
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .._checks import readable
+from .._unused import with_unused
 from ..attention import TwoStreamAttention
 from ..linear import Linear
 from ..masks import RankMask
@@ -269,6 +270,8 @@ class XLNetModel(PretrainedModel):
         if positions is not None:
             count = positions.shape[1] - length if mapping is None else mapping.shape[1]
             g = self.mask_emb.expand(batch, count, -1)
+        else:
+            h = with_unused(h, self.mask_emb)
         rel_pos, reach, behind = self._find_positions(h, past, mems, mem_len)
         rel_rows = (reach - past - length, past + length + (length if config.attn_type == "bi" else 1))
         shared = Shared(length, rel_pos, rel_rows, mask, segment_rows, positions, mapping, output_attentions)

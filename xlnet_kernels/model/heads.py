@@ -56,9 +56,7 @@ class XLNetLMHeadModel(Generation, HeadedModel):
         if self.config.tie_word_embeddings:
             self.lm_loss.weight = self.transformer.word_embedding.weight
 
-    def forward(
-        self, input_ids: Tensor | None = None, *inputs, labels: Tensor | None = None, **options
-    ) -> HeadOutput:
+    def forward(self, input_ids: Tensor | None = None, *inputs, labels: Tensor | None = None, **options) -> HeadOutput:
         tied = None
         if input_ids is not None and len(inputs) < 7 and options.get("inputs_embeds") is None:
             check_words(input_ids, None, self.config, self.lm_loss.weight)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import check_range
+from .._unused import with_unused
 from .config import XLNetConfig
 from .heads import HeadedModel
 from .inputs import check_tensor
@@ -109,6 +110,8 @@ class XLNetForQuestionAnswering(HeadedModel):
                 check_tensor("is_impossible", is_impossible.reshape(-1), (batch,), hidden)
                 scores = self.answer_class(start[:, 0], cls)
                 loss = loss + F.binary_cross_entropy_with_logits(scores, is_impossible.reshape(-1).to(scores.dtype)) / 2
+            else:
+                loss = with_unused(loss, *self.answer_class.parameters())
             return BeamOutput(loss, mems=output.mems, hidden_states=output.hidden_states, attentions=output.attentions)
 
         start_log_probs = start_logits.log_softmax(-1)

@@ -11,10 +11,11 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.xlnet import modeling_xlnet
 
+from .._torch import has_hooks
 from .._unused import with_unused
 from ..attention import TwoStreamAttention
 from ..masks import RankMask
-from ..model.inputs import find_mask, find_padding, find_targets, stack_rows
+from ..model.inputs import find_mask, find_padding, find_targets, of_rows, stack_rows
 from ..segments import Segments
 from ._blind import average_weights, find_blind_rows
 
@@ -32,6 +33,16 @@ class Rows:
     positions: Tensor | None
     mapping: Tensor | None
     blind: tuple[Tensor, Tensor] | None
+    query_rows_only: bool = False
+
+    def of_query_rows(self, length: int) -> Rows:
+        """For a last layer, whose L content rows nobody reads: they are keys and values alone."""
+        assert self.positions is not None and self.mapping is None, "there are query rows, each at a position"
+        batch, total = self.positions.shape
+        wanted = torch.arange(length, total, device=self.positions.device).expand(batch, -1)
+        mask, segment_rows, positions = of_rows(wanted, self.mask, self.segment_rows, self.positions)
+        blind = None if self.blind is None else (self.blind[0] - length, self.blind[1])
+        return Rows(mask, segment_rows, positions, None, blind, query_rows_only=True)
 
 
 class XLNetPreTrainedModel(modeling_xlnet.XLNetPreTrainedModel):
@@ -127,7 +138,10 @@ class XLNetModel(modeling_xlnet.XLNetModel):
         rel_pos = self.dropout(self._find_positions(words, past))
 
         new_mems, hidden_states, attentions = [], [], []
-        for layer, kept in zip(self.layer, mems, strict=True):
+        brief = g is not None and rows.mapping is None and not (output_hidden_states or output_attentions)
+        for index, (layer, kept) in enumerate(zip(self.layer, mems, strict=True)):
+            if brief and index == len(self.layer) - 1 and not any(has_hooks(part) for part in layer.modules()):
+                rows = rows.of_query_rows(length)
             if use_mems:
                 new_mems.append(self.cache_mem(h, kept))
             if output_hidden_states:
@@ -209,8 +223,14 @@ class XLNetRelativeAttention(modeling_xlnet.XLNetRelativeAttention, TwoStreamAtt
         content = h.transpose(0, 1).contiguous()
         rel_key = self.project_positions(r.transpose(0, 1))
         rel_key = rel_key[0] if len(rel_key) == 1 else rel_key.repeat_interleave(batch // len(rel_key), 0)
+        if g is None:
+            stacked = content
+        elif rows.query_rows_only:
+            stacked = g.transpose(0, 1)
+        else:
+            stacked = torch.cat([content, g.transpose(0, 1)], 1)
         out, weights = self.attend(
-            content if g is None else torch.cat([content, g.transpose(0, 1)], 1),
+            stacked,
             self.project(content),
             rel_key,
             memory=None if mems is None else self.project(mems.transpose(0, 1)),
@@ -221,6 +241,8 @@ class XLNetRelativeAttention(modeling_xlnet.XLNetRelativeAttention, TwoStreamAtt
             need_weights=output_attentions,
         )
         out = out.transpose(0, 1)
+        if rows.query_rows_only:
+            return out[:0], out
         outputs = (out, None) if g is None else (out[:length], out[length:])
         if output_attentions:
             weights = weights.permute(2, 3, 0, 1)

@@ -188,6 +188,20 @@ def pick_rows(rows: Tensor, wanted: Tensor) -> Tensor:
     return rows.gather(1, wanted[:, :, None].expand(-1, -1, rows.shape[2]))
 
 
+def of_rows(
+    wanted: Tensor, mask: RankMask | Tensor | None, segment_rows: tuple[Tensor, Tensor] | None, positions: Tensor | None
+) -> tuple[RankMask | Tensor | None, tuple[Tensor, Tensor] | None, Tensor]:
+    """What `stack_rows` returns of all rows, mask, segment_rows and positions, for the rows `wanted` (B, n) alone."""
+    if isinstance(mask, RankMask):
+        mask = mask.rows(wanted)
+    elif mask is not None:
+        index = wanted[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
+        mask = mask.expand(wanted.shape[0], -1, -1, -1).gather(2, index)
+    if segment_rows is not None:
+        segment_rows = (segment_rows[0].gather(1, wanted), segment_rows[1])
+    return mask, segment_rows, wanted if positions is None else positions.gather(1, wanted)
+
+
 def _one_hot_positions(mapping: Tensor) -> tuple[Tensor, Tensor | None] | None:
     """Positions (B, N) if every row is one-hot or zero and no position comes twice; which rows are zero, if any.
 

@@ -10,6 +10,9 @@ and the attention alone, the same layer without projections. Outputs and gradien
 against transformers' layer in float64; beyond 1000 frames the outputs of some of them against plain torch in float64.
 There only the attention's forward pass is measured: training is on shorter clips, and projections weigh little.
 
+Accelerated with linears=True: projections too take the faster of torch's libraries of products. Without gradients the
+projected positions are kept from call to call, as they are in use while audio is of one length or gets shorter.
+
 transformers compiled is torch.compile of its sdpa, measured on GPUs and where it is asked for (--implementations).
 """
 
@@ -120,7 +123,7 @@ def _run(case: SpeechCase, layer: nn.Module, dtype: torch.dtype, compiled: bool 
 
 
 def our_run(case: SpeechCase) -> Run:
-    return _run(case, accelerate(copy.deepcopy(_problem(case)[0])), case.dtype)
+    return _run(case, accelerate(copy.deepcopy(_problem(case)[0]), linears=True), case.dtype)
 
 
 def transformers_run(case: SpeechCase, attention: str, compiled: bool = False) -> Run:

@@ -272,6 +272,32 @@ def test_gradient_checkpointing_and_inference_mode():
     assert torch.allclose(found, restore(model)(x).last_hidden_state, atol=1e-12)
 
 
+def test_positions_are_projected_once_at_inference():
+    """A shorter audio's are the middle rows of a longer one's; what is kept is gone where it is no longer right."""
+    model = build("parakeet")
+    plain = copy.deepcopy(model)
+    layer = accelerate(model).layers[0].self_attn
+    projection, projected = layer.relative_k_proj, []
+    forward = projection.forward
+    projection.forward = lambda x: projected.append(len(x)) or forward(x)
+    with torch.no_grad():
+        for length in (9, 9, 5, 11):
+            x = torch.randn(2, length, 32, dtype=torch.float64)
+            call = (x, model.encode_positions(x), None)
+            wanted = plain.layers[0].self_attn(*call)[0]
+            assert torch.allclose(layer(*call)[0], wanted, atol=1e-12)
+        assert projected == [17, 1, 1, 1, 21, 1]
+        projection.weight.data.mul_(2)
+        assert not torch.allclose(layer(*call)[0], wanted, atol=1e-3)
+        projection.weight.data.div_(2)
+        positions = call[1].mul_(2)
+        assert torch.allclose(layer(*call)[0], plain.layers[0].self_attn(x, positions, None)[0], atol=1e-12)
+    projected.clear()
+    layer(*call)[0].sum().backward()
+    assert projected == [21] and projection.weight.grad is not None
+    assert "kept" in vars(layer) and "kept" not in vars(restore(model).layers[0].self_attn)
+
+
 def test_a_layer_compiles():
     """In one graph, for any length: masks stay maps there, and positions are projected for each sequence."""
     model = build("parakeet")

@@ -138,7 +138,7 @@ def test_kept_positions_follow_the_weights(monkeypatch):
     with torch.no_grad():
         first = model(ids).last_hidden_state
         assert torch.equal(model(ids).last_hidden_state, first)
-        assert projected == [1, 2 * L] * 2 + [1] * 2  # one row to see whether the weights are the same
+        assert projected == [2 * L, 1] * 2 + [1] * 2  # one row to see whether the weights are the same
         weight.data.mul_(2)  # leaves no trace in weight._version
         changed = model(ids).last_hidden_state
         assert not torch.equal(changed, first)

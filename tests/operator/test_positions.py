@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from transformers import XLNetConfig, XLNetModel
 
-from xlnet_kernels import relative_positions
+from xlnet_kernels import _kept, relative_positions
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +53,45 @@ def test_dtype_is_the_one_asked_for(dtype):
 def test_bad_arguments_are_named(arguments, text):
     with pytest.raises(ValueError, match=text):
         relative_positions(**({"key_len": 4, "query_len": 4, "d_model": 8} | arguments))
+
+
+def test_a_kept_table_serves_what_it_may():
+    weight, calls = torch.randn(4, 3), []
+    kept = _kept.KeptTable()
+
+    def project(rows):
+        calls.append(rows.shape[-2])
+        return (rows @ weight.mT).unflatten(-1, (2, 2)).transpose(-3, -2)
+
+    def served(rows, weight=weight):
+        calls.clear()
+        assert torch.allclose(kept(rows, weight, project), (rows @ weight.mT).unflatten(-1, (2, 2)).transpose(-3, -2))
+        return calls == [1]
+
+    rows = torch.randn(7, 3)
+    assert not served(rows) and calls == [7]  # gradients may be wanted
+    with torch.no_grad():
+        assert not served(rows) and served(rows) and served(rows.clone()) and served(rows[2:5])
+        assert not served(rows[1:5])  # no middle: the sizes differ by an odd number
+        assert served(rows[1:5]) and not served(rows[3:6])
+        assert not served(rows[None]) and served(rows[None].clone())
+        view = rows[1:5]
+        assert not served(view) and served(view)
+        rows.mul_(2)
+        assert not served(view)
+        assert pickle.loads(pickle.dumps(kept))._kept is None
+        kept.forget()
+        assert not served(rows)
+    with torch.inference_mode():
+        rows = torch.randn(5, 3)
+        assert not served(rows) and served(rows)
+
+
+def test_a_large_table_is_not_kept(monkeypatch):
+    monkeypatch.setattr(_kept, "_LARGEST", 20)
+    kept, weight = _kept.KeptTable(), torch.randn(4, 3)
+    with torch.no_grad():
+        kept(torch.randn(6, 3), weight, lambda rows: rows @ weight.mT)
+        assert kept._kept is None
+        kept(torch.randn(5, 3), weight, lambda rows: rows @ weight.mT)
+        assert kept._kept is not None

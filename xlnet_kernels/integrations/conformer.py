@@ -7,6 +7,7 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
+from .._kept import KeptTable
 from ..backends import check_name
 from ..functional import rel_attention
 from ..linear import Linear
@@ -77,6 +78,7 @@ class RelPositionAttention(nn.Module):
         self.pos_bias_u = nn.Parameter(torch.empty(n_head, n_feat // n_head).uniform_(-bound, bound))
         self.pos_bias_v = nn.Parameter(torch.empty(n_head, n_feat // n_head).uniform_(-bound, bound))
         self.dropout = nn.Dropout(dropout_rate)
+        self._kept = KeptTable()
 
     def forward(
         self,
@@ -125,7 +127,7 @@ class RelPositionAttention(nn.Module):
             self._heads(self.linear_q(x)),
             self._heads(self.linear_k(frames)),
             self._heads(self.linear_v(frames)),
-            self._heads(self.linear_pos(pos_emb)),
+            self._kept(pos_emb, self.linear_pos.weight, lambda rows: self._heads(self.linear_pos(rows))),
             content_bias=self.pos_bias_u,
             position_bias=self.pos_bias_v,
             mask=mask,

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import readable
+from .._kept import KeptTable
+from .._torch import has_hooks
 from ..functional import rel_attention
 from ._masks import EVERYTHING, LayerMask, OfLast, layer_mask, padding_mask
 
@@ -46,7 +48,7 @@ class _RelativeAttention(_Original):
     """Project, attend and project back: what all of these layers do. Subclasses say what their parts are called."""
 
     backend: str | None = None
-    made_here = ("backend",)
+    made_here = ("backend", "kept")
     # query, key, value, output, position
     projections = ("linear_q", "linear_k", "linear_v", "linear_out", "linear_pos")
     biases = ("pos_bias_u", "pos_bias_v")
@@ -76,7 +78,7 @@ class _RelativeAttention(_Original):
             rel_key = self._table(keys).to(query.dtype).expand(count, -1, -1)
         else:
             assert positions is not None, "such a model always passes its position embeddings"
-            rel_key = self._heads(_shared(positions), 4)
+            rel_key = self._rel_key(_shared(positions))
         query_positions = None
         if keys != length:
             query_positions = torch.arange(keys - length, keys, device=query.device).expand(batch, -1)
@@ -95,6 +97,15 @@ class _RelativeAttention(_Original):
         )
         out = self._fill_blind(out, mask, query, key, value, content_bias)
         return getattr(self, self.projections[3])(out.transpose(1, 2).flatten(2)), None
+
+    def _rel_key(self, positions: Tensor) -> Tensor:
+        """The projected positions; at inference from the call before, which had the same more often than not."""
+        projection = getattr(self, self.projections[4])
+        weight = getattr(projection, "weight", None)
+        if not readable(positions) or not isinstance(weight, Tensor) or has_hooks(projection):
+            return self._heads(positions, 4)
+        kept = vars(self).setdefault("kept", KeptTable())
+        return kept(positions, weight, lambda rows: self._heads(rows, 4))
 
     def _table(self, keys: int) -> Tensor:
         """Row p of the learned table is for distance keys - 1 - p, (P, D)."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .._checks import readable
+from .._kept import KeptTable
 from .._unused import with_unused
 from ..attention import TwoStreamAttention
 from ..linear import Linear
@@ -26,6 +26,7 @@ from .inputs import (
     find_output_rows,
     find_padding,
     find_targets,
+    of_rows,
     pick_rows,
     stack_rows,
 )
@@ -69,15 +70,7 @@ class Shared:
 
     def of_rows(self, wanted: Tensor) -> Shared:
         """For a last layer of which only these rows are wanted: attention and feed-forward of n rows, not L + N."""
-        mask, segment_rows = self.mask, self.segment_rows
-        if isinstance(mask, RankMask):
-            mask = mask.rows(wanted)
-        elif mask is not None:
-            index = wanted[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
-            mask = mask.expand(wanted.shape[0], -1, -1, -1).gather(2, index)
-        if segment_rows is not None:
-            segment_rows = (segment_rows[0].gather(1, wanted), segment_rows[1])
-        positions = wanted if self.positions is None else self.positions.gather(1, wanted)
+        mask, segment_rows, positions = of_rows(wanted, self.mask, self.segment_rows, self.positions)
         return replace(self, mask=mask, segment_rows=segment_rows, positions=positions, wanted=wanted)
 
 
@@ -90,10 +83,10 @@ class XLNetLayer(nn.Module):
             config.d_model, config.n_head, config.d_head, config.dropout, config.layer_norm_eps, backend
         )
         self.ff = XLNetFeedForward(config)
-        self._kept: tuple[Tensor, Tensor, Tensor] | None = None  # positions, a row of their table, the table
+        self._kept = KeptTable()
 
     def train(self, mode: bool = True) -> XLNetLayer:
-        self._kept = None
+        self._kept.forget()
         return super().train(mode)
 
     def forward(
@@ -110,7 +103,7 @@ class XLNetLayer(nn.Module):
         """
         attn, batch = self.rel_attn, rows.shape[0]
         if shared.rel_pos is not None:
-            table = self._project_positions(shared.rel_pos)
+            table = self._kept(shared.rel_pos, attn.r, attn.project_positions)
         else:
             assert projected is not None, "positions are left out only where projected memory has them"
             table = projected[2]
@@ -135,25 +128,6 @@ class XLNetLayer(nn.Module):
             need_weights=shared.need_weights,
         )
         return self.ff(rows), weights, None if projected is None else (key, value, table)
-
-    def _project_positions(self, rel_pos: Tensor) -> Tensor:
-        """The rel_key table, kept from call to call at inference on a CPU, where it is a tenth of a batch of one."""
-        project = self.rel_attn.project_positions
-        if (
-            self.training
-            or torch.is_grad_enabled()
-            or not readable(rel_pos)
-            or not readable(self.rel_attn.r)
-            or rel_pos.device.type != "cpu"
-        ):
-            return project(rel_pos)
-        # Weights may change in ways that leave no trace (x.data): one row, computed again, tells.
-        row = project(rel_pos[..., :1, :])
-        if self._kept is not None and self._kept[0] is rel_pos and self._kept[1].dtype == row.dtype:
-            if torch.equal(self._kept[1], row):
-                return self._kept[2]
-        self._kept = (rel_pos, row, project(rel_pos))
-        return self._kept[2]
 
 
 class XLNetModel(PretrainedModel):

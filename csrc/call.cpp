@@ -74,6 +74,9 @@ void check_inputs(const Inputs& in) {
   const int64_t P = in.rel_key.dim() < 3 ? 0 : in.rel_key.size(-2);
   check("rel_key", in.rel_key, in.rel_key.dim() == 4 ? std::vector<int64_t>{B, H, P, D} : std::vector<int64_t>{H, P, D},
         dtype);
+  constexpr int64_t LIMIT = int64_t(1) << 30;  // GPU kernels count rows in 32 bits
+  TORCH_CHECK_VALUE(in.max_distance < LIMIT && in.max_distance > -LIMIT, "max_distance must be below 2^30, got ",
+                    in.max_distance);
   TORCH_CHECK_VALUE(in.query_positions || L <= K, "query has more rows than key and no query_positions");
   for (const auto& [name, bias] : {std::pair{"content_bias", &in.content_bias},
                                    {"position_bias", &in.position_bias},

@@ -83,7 +83,7 @@ DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const Back
   state.slices.for_each([&](int r) { return rows.shift[r]; }, true, lane.id,
                         [&](const BandSlice& slice) {
                           add_position<T, S::HEAD_DIM>(score, memory.ring, step.window + part_keys, tile.rel_bias,
-                                                       slice, call.tf32, lane.id, load_query);
+                                                       int(p.rel_len), slice, call.tf32, lane.id, load_query);
                         });
   state.window = step.window;
   state.has_window = true;
@@ -155,7 +155,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
   const Lane lane = this_lane();
   const WarpPart of{lane, lane.warp % S::M_TILES, lane.warp / S::M_TILES};
   const int keys = int(p.mem_len + p.key_len), head_dim = int(p.head_dim);
-  const int tiles = tiles_of(keys, BLOCK_N), row_tiles = tiles_of(p.length, BLOCK_M);
+  const int tiles = tiles_of(keys, BLOCK_N);
   const bool atomically = !a.gradients.deterministic;
   const int64_t slot = atomically ? 0 : block_index().x;
   const BackwardMemory<S> memory(shared_memory());
@@ -174,13 +174,13 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
 
     float dK[COLUMNS / 8][4] = {}, dV[COLUMNS / 8][4] = {}, key_sum[4] = {};
     BackwardState<S> state;
-    TileScheduler scheduler{row_tiles};
+    TileScheduler scheduler(rows_within_reach(p, tile.j0, BLOCK_N), BLOCK_M);
     while (true) {
       Visibility visibility;
       const int row_tile = scheduler.next(visibility, lane.id, [&](int i) {
         return tile_visibility(call, load_row_tile(call, b, i * BLOCK_M, BLOCK_M), b, tile.j0, BLOCK_N);
       });
-      if (row_tile >= row_tiles) break;
+      if (row_tile >= scheduler.tiles) break;
       const int first_row = row_tile * BLOCK_M;
       const int last_position = row_position(p, b, smaller(first_row + BLOCK_M, int(p.length)) - 1);
       const int span = last_position - row_position(p, b, first_row);

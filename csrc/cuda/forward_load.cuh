@@ -56,6 +56,9 @@ struct ForwardTile {
     origin = int(p.rel_key.max_distance - p.mem_len) - last_position;
   }
 
+  // The key at the first row's position
+  DEVICE int first_own(const RelAttention& p) const { return int(p.mem_len) + last_position - span; }
+
   // This lane's rows of tile m of 16: this one and the eighth from it
   DEVICE int sorted_row(int m) const { return first_row + 16 * (S::M_TILES * lane.warp + m) + lane.g; }
   // Of a row in the band, or -1 beyond the last row
@@ -128,7 +131,7 @@ struct ForwardPipeline {
         key_rows(key_rows_of<const T>(call.p, call.p.memory.key, call.p.keys.key, rows.b, rows.h)),
         value_rows(key_rows_of<const T>(call.p, call.p.memory.value, call.p.keys.value, rows.b, rows.h)),
         rel_rows(rows_of<const T>(call.p.rel_key.rows, rows.b, rows.h)),
-        scheduler{tiles_of(keys, S::BLOCK_N)} {}
+        scheduler(keys_within_reach(call.p, rows.first_own(call.p), rows.first_own(call.p) + rows.span), S::BLOCK_N) {}
 
   DEVICE bool has_tile() const { return tile < scheduler.tiles; }
 

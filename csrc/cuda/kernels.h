@@ -18,13 +18,13 @@ struct RowBounds {
   int32_t min_rank, max_rank, min_floor, max_floor, any_sees_self;
 };
 
-// Windows of rel_key reach beyond its last row by less than this.
+// Windows of rel_key reach beyond its first and its last row by less than this where a pair has a row in them.
 constexpr int REL_MARGIN = 3 * BOUNDS_TILE;
 
 // Device memory beside the operator's own arguments. All float32 and contiguous.
 struct Workspace {
   float* key_bias;        // (B, H, M + K), u.k
-  float* rel_bias;        // (B or 1, H, rel_bias_rows), v.r; beyond P whatever was there: no distance needs it
+  float* rel_bias;        // (B or 1, H, rel_bias_rows), v.r from row 0 on; outside of P whatever was there
   KeyBounds* key_bounds;  // (B, tiles of keys)
   RowBounds* row_bounds;  // (B, tiles of rows)
 };
@@ -59,7 +59,7 @@ struct Call {
   Workspace workspace;
   bool tf32;              // float32: one TF32 product instead of three
   bool shared_rel_key;    // rel_key has no batch dimension
-  int64_t rel_bias_rows;  // max_distance + K + REL_MARGIN
+  int64_t rel_bias_rows;  // P + 2 REL_MARGIN
 };
 
 struct Backward {

@@ -1,4 +1,4 @@
-// Which rows see which keys, pair by pair: ranks, floors, own keys, dense masks.
+// Which rows see which keys, pair by pair: rows of rel_key, ranks, floors, own keys, dense masks.
 #pragma once
 
 #include "rows.cuh"
@@ -10,8 +10,24 @@ constexpr int32_t LOWEST = -2147483647 - 1, HIGHEST = 2147483647;
 // How much of a tile is visible. by_rank: ranks alone say which pairs; some: other things may, too.
 enum class Visibility { none, some, by_rank, all };
 
-// rel_key ends at distance 0.
-DEVICE bool is_causal(const RelAttention& p) { return p.rel_len == p.rel_key.max_distance + 1; }
+struct Range {
+  int begin, end;
+};
+
+// The keys for whose distance rel_key has a row, of rows whose own keys are first_own to last_own; empty at 0.
+DEVICE Range keys_within_reach(const RelAttention& p, int first_own, int last_own) {
+  const int begin = larger(first_own - int(p.rel_key.max_distance), 0);
+  const int end = smaller(last_own - int(p.rel_key.max_distance - p.rel_len), int(p.mem_len + p.key_len));
+  return begin < end ? Range{begin, end} : Range{0, 0};
+}
+
+// The sorted rows that keys j0 .. j0 + count - 1 are within reach of; all of them where positions have to be looked up.
+DEVICE Range rows_within_reach(const RelAttention& p, int j0, int count) {
+  if (p.rows.position) return {0, int(p.length)};
+  const int first = j0 + int(p.rel_key.max_distance - p.mem_len);  // the last row that key j0 is within reach of
+  const int begin = larger(first - int(p.rel_len) + 1, 0), end = smaller(first + count, int(p.length));
+  return begin < end ? Range{begin, end} : Range{0, 0};
+}
 
 // What decides about most pairs of a query row.
 struct RowLabels {
@@ -96,12 +112,13 @@ DEVICE uint32_t unmasked_columns(const RelAttention& p, const QueryRow& row, int
 // Whether a row sees any of the keys t, t + 4, .., asked one by one.
 DEVICE bool sees_any_key(const RelAttention& p, const QueryRow& row, int b, int h, int t) {
   const int keys = int(p.mem_len + p.key_len);
-  const int end = is_causal(p) ? smaller(keys, row.position + int(p.mem_len) + 1) : keys;
+  const int own = row.position + int(p.mem_len);
+  const Range reach = keys_within_reach(p, own, own);
   const int32_t* key_rank = p.rank_mask.key_rank ? p.rank_mask.key_rank + int64_t(b) * keys : nullptr;
   const int64_t* stride = p.mask.stride;
   const bool* mask = static_cast<const bool*>(p.mask.data);
   if (mask) mask += b * stride[0] + h * stride[1] + row.index * stride[2];
-  for (int j = t; j < end; j += 4) {
+  for (int j = reach.begin + t; j < reach.end; j += 4) {
     const bool by_labels = key_rank == nullptr || sees_by_rank(row, key_rank[j]) || j == row.own_key;
     if (by_labels && (mask == nullptr || mask[j * stride[3]])) return true;
   }
@@ -120,20 +137,21 @@ DEVICE void apply_mask(float (&score)[N][4], Visibility visibility, const RelAtt
       for (int i = 0; i < 4; ++i)
         if (!sees_by_rank(labels[i / 2], key_rank[8 * n + 2 * t + i % 2])) score[n][i] = -INFINITY;
   } else if (visibility == Visibility::some) {
-    const int keys = int(p.mem_len + p.key_len);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const QueryRow row = load_query_row(p, b, sorted_row + 8 * r);
-      // this lane's own key and the last one it may see, as columns of the tile less 2 t
-      const int own = row.own_key - j0 - 2 * t, ahead = is_causal(p) ? row.position + int(p.mem_len) : keys;
-      const int last = row.inside ? smaller(ahead, keys - 1) - j0 - 2 * t : -1;
+      const Range reach = keys_within_reach(p, row.position + int(p.mem_len), row.position + int(p.mem_len));
+      // this lane's own key and the first within its reach, as columns of the tile less 2 t
+      const int own = row.own_key - j0 - 2 * t, first = reach.begin - j0 - 2 * t;
+      const uint32_t within = row.inside ? reach.end - reach.begin : 0;
       const uint32_t bits = p.mask.data ? unmasked_columns<8 * N>(p, row, b, h, j0, t) : ~0u;
 #pragma unroll
       for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int parity = 0; parity < 2; ++parity) {
           const int k = 8 * n + parity;
-          const bool by_labels = (sees_by_rank(labels[r], key_rank[k + 2 * t]) || k == own) && k <= last;
+          const bool by_labels =
+              (sees_by_rank(labels[r], key_rank[k + 2 * t]) || k == own) && uint32_t(k - first) < within;
           if (!by_labels || !(bits >> (2 * n + parity) & 1)) score[n][2 * r + parity] = -INFINITY;
         }
     }

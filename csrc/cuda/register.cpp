@@ -65,8 +65,8 @@ struct DeviceCall {
     const RelAttention& p = call.p;
     const int64_t keys = p.mem_len + p.key_len;
     if (p.content_bias) call.workspace.key_bias = floats({p.batch, p.heads, keys});
-    call.rel_bias_rows = p.rel_key.max_distance + p.key_len + REL_MARGIN;
-    call.workspace.rel_bias = floats({call.shared_rel_key ? 1 : p.batch, p.heads, call.rel_bias_rows});
+    call.rel_bias_rows = p.rel_len + 2 * REL_MARGIN;
+    call.workspace.rel_bias = floats({call.shared_rel_key ? 1 : p.batch, p.heads, call.rel_bias_rows}) + REL_MARGIN;
     if (p.rank_mask.query_rank) {
       call.workspace.key_bounds = structs<KeyBounds>(p.batch * ((keys + BOUNDS_TILE - 1) / BOUNDS_TILE));
       call.workspace.row_bounds = structs<RowBounds>(p.batch * ((p.length + BOUNDS_TILE - 1) / BOUNDS_TILE));

@@ -35,8 +35,12 @@ DEVICE Visibility tile_visibility(const Call& call, const RowTile& rows, int b, 
   const RelAttention& p = call.p;
   const int keys = int(p.mem_len + p.key_len), last = j0 + count - 1;
   const int first_own = rows.first_position + int(p.mem_len), last_own = rows.last_position + int(p.mem_len);
-  if (is_causal(p) && j0 > last_own) return Visibility::none;
-  const bool plain = p.mask.data == nullptr && last < keys && (!is_causal(p) || last <= first_own);
+  const Range some = keys_within_reach(p, first_own, last_own);
+  if (j0 >= some.end || last < some.begin) return Visibility::none;
+  // each key of the tile is within reach of each row: of the last one it begins latest, of the first one it ends first
+  const int latest_begin = last_own - int(p.rel_key.max_distance);
+  const int first_end = first_own - int(p.rel_key.max_distance - p.rel_len);
+  const bool plain = p.mask.data == nullptr && last < keys && j0 >= latest_begin && last < first_end;
   if (p.rank_mask.query_rank == nullptr) return plain ? Visibility::all : Visibility::some;
   const KeyBounds& of_keys = call.workspace.key_bounds[b * tiles_of(keys, BOUNDS_TILE) + j0 / BOUNDS_TILE];
   const RowBounds& of_rows = rows.bounds;
@@ -49,8 +53,11 @@ DEVICE Visibility tile_visibility(const Call& call, const RowTile& rows, int b, 
 
 // Finds the tiles of which something is visible, looking at 32 of them at a time, one for each lane.
 struct TileScheduler {
-  int tiles, first = -WARP;                    // how many there are; the first of those looked at
+  int tiles, first;                            // where they end; the first of those looked at
   uint32_t waiting = 0, by_rank = 0, all = 0;  // of those: not yet gone to, and what is known of them
+
+  // Tiles of `size` keys, or rows, outside of which there is nothing to see
+  DEVICE TileScheduler(Range range, int size) : tiles(tiles_of(range.end, size)), first(range.begin / size - WARP) {}
 
   // The next tile, or `tiles`; look(tile) gives its visibility, which `visibility` becomes.
   template <typename Look>

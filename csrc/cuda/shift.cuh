@@ -119,9 +119,10 @@ DEVICE const float* rel_bias_of(const Call& call, int b, int h) {
 // Adds the position term of a slice to the warp's scores (16 x 8 N). `window` is the window's first row of rel_key;
 // load_query(k) gives the fragment at depth k.
 template <typename T, int HEAD_DIM, int N, typename Ring, typename Query>
-DEVICE void add_position(float (&score)[N][4], const Ring& ring, int window, const float* bias, const BandSlice& slice,
-                         bool tf32, int lane, Query load_query) {
-  float band[4][4] = {};  // tiles n - 2 .. n + 1 of eight columns
+DEVICE void add_position(float (&score)[N][4], const Ring& ring, int window, const float* bias, int rel_len,
+                         const BandSlice& slice, bool tf32, int lane, Query load_query) {
+  bias += larger(-REL_MARGIN, smaller(window, rel_len)) - window;  // no pair reads a window beyond its margins
+  float band[4][4] = {};                                           // tiles n - 2 .. n + 1 of eight columns
 #pragma unroll
   for (int n = 0; n < N + 2; n += 2) {
     const int row = window + slice.begin + 8 * n;

@@ -18,7 +18,7 @@ from . import cpu, cuda, reference, self_check, triton
 
 _LOGGER = logging.getLogger("xlnet_kernels")
 _BACKENDS = {"cpu": cpu, "cuda": cuda, "triton": triton, "reference": reference}  # best first
-_WITHOUT_WINDOWS = ("cuda", "triton")  # those that take rel_key in its two standard sizes only
+_WITHOUT_WINDOWS = ("triton",)  # those that take rel_key in its two standard sizes only
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,12 @@ def transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
+@constant_for_compilers
+def exports_to_onnx() -> bool:
+    """Whether torch.onnx.export is tracing the call: what it keeps must be torch's own operators."""
+    return torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export()
+
+
 def is_wrapped(values: Tensor) -> bool:
     """Whether a transform of torch.func has wrapped the tensor: its numbers cannot be read.
 

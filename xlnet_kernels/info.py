@@ -1,5 +1,5 @@
-"""`python -m xlnet_kernels.info [--json | --check]`: versions, devices, what was compiled, which backends are
-ready, and whether they compute right on this machine."""
+"""`python -m xlnet_kernels.info [--json | --check | --models]`: versions, devices, what was compiled, which backends
+are ready, whether they compute right on this machine, and which models of other libraries `accelerate` knows."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import xlnet_kernels
 from xlnet_kernels import _extension, linear
 from xlnet_kernels._version import __version__
 from xlnet_kernels.backends import _BACKENDS, self_check
+from xlnet_kernels.integrations._libraries import LIBRARIES
 
 
 def installed_version(package: str) -> str:
@@ -136,12 +137,28 @@ def check() -> bool:
     return not failures
 
 
+def models() -> str:
+    """The libraries that `accelerate` knows, their classes, and those it refuses."""
+    lines = []
+    for library in LIBRARIES:
+        lines.append(f"{library.name}, from {library.least} on; here: {installed_version(library.package)}")
+        lines += [f"  {name:<40} {where}" for name, (_, where) in library.classes.items()]
+        if library.refused:
+            lines.append("  not served:")
+        lines += [f"    {name}: {reason}" for name, reason in library.refused.items()]
+    return "\n".join(lines + ["xlnet_kernels.accelerate(model) finds them in any model: docs/how-to/accelerate.md"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m xlnet_kernels.info", description=__doc__)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print everything as one JSON object")
     form.add_argument("--check", action="store_true", help="compare every ready backend with the reference; seconds")
+    form.add_argument("--models", action="store_true", help="list the models of other libraries that accelerate knows")
     options = parser.parse_args()
+    if options.models:
+        print(models())
+        return 0
     if options.check:
         return 0 if check() else 1
     facts = collect()

@@ -22,6 +22,7 @@ from torch import nn
 import xlnet_kernels as xk
 from tests.integrations import conventions
 from tests.integrations.conventions import HEADS, WIDTH
+from xlnet_kernels import info
 from xlnet_kernels.integrations import _relative, accelerated
 from xlnet_kernels.integrations._libraries import LIBRARIES
 
@@ -504,7 +505,7 @@ def test_models_with_nothing_to_replace_say_what_they_have():
     with pytest.raises(ValueError, match="got Linear; .*transformers, NeMo, ESPnet, SpeechBrain, fairseq2"):
         xk.accelerate(nn.Linear(1, 1))
     capped = type("Gemma4AudioAttention", (nn.Module,), {"__module__": "transformers.models.gemma4.modeling_gemma4"})
-    with pytest.raises(ValueError, match=r"got Gemma4AudioAttention \(scores are capped before the softmax\)"):
+    with pytest.raises(ValueError, match=r"got Gemma4AudioAttention \(its scores are capped before the softmax\)"):
         xk.accelerate(nn.Sequential(capped()))
     assert accelerated(layer) == {} and xk.restore(layer) is layer
 
@@ -547,3 +548,20 @@ roots = {name.partition(".")[0] for name in sys.modules}
 assert not roots & {"transformers", "nemo", "espnet", "espnet2", "speechbrain", "fairseq2", "onnx"}
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_info_lists_what_is_known(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["info", "--models"])
+    assert info.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    for library in LIBRARIES:
+        (head,) = (line for line in lines if line.startswith(f"{library.name}, from {library.least} on; here: "))
+        for name in (*library.classes, *library.refused):
+            assert any(line.strip().startswith(name) for line in lines), name
+
+
+def test_every_stand_in_is_there():
+    for library in LIBRARIES[1:]:  # those of transformers import it
+        for name, (module, _) in library.classes.items():
+            assert getattr(importlib.import_module(f"xlnet_kernels.integrations.{module}"), name).__name__ == name

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._torch import transformed
+from .._torch import exports_to_onnx, transformed
 from . import cpu, cuda, reference, self_check, triton
 
 _LOGGER = logging.getLogger("xlnet_kernels")
@@ -81,6 +81,11 @@ def choose(
         RuntimeError: the backend asked for by name cannot serve the call.
     """
     call = device_type, dtype, head_dim, check_on, is_window
+    if exports_to_onnx():  # which knows torch's operators alone
+        check_name(name)
+        if name not in (None, "reference"):
+            raise RuntimeError(f'backend="{name}" is unavailable: torch.onnx.export needs the reference')
+        return reference
     if name is None:
         found = next(backend for name, backend in _BACKENDS.items() if _refusal(name, backend, *call) is None)
         if found is reference and not torch.compiler.is_compiling() and not transformed():

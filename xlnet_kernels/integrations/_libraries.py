@@ -76,9 +76,10 @@ LIBRARIES = (
             "SeamlessM4Tv2ConformerSelfAttention": ("parakeet", "SeamlessM4T v2"),
         },
         {
-            "Gemma3nAudioAttention": "scores are capped before the softmax",
-            "Gemma4AudioAttention": "scores are capped before the softmax",
+            "Gemma3nAudioAttention": "its scores are capped before the softmax",
+            "Gemma4AudioAttention": "its scores are capped before the softmax",
             "GraniteSpeechConformerAttention": "it attends in blocks, with a table of those",
+            "the speech encoders above with rotary positions, or none": "they have no relative term",
         },
     ),
     Library(
@@ -87,11 +88,14 @@ LIBRARIES = (
         ("nemo",),
         "2.0",
         {
-            "RelPositionMultiHeadAttention": ("nemo", "Conformer, FastConformer: rel_pos"),
-            "RelPositionMultiHeadAttentionLongformer": ("nemo", "the same with rel_pos_local_attn"),
-            "ConformerEncoder": ("nemo", "their encoder: its masks are vectors then"),
+            "RelPositionMultiHeadAttention": ("nemo", "Conformer, FastConformer"),
+            "RelPositionMultiHeadAttentionLongformer": ("nemo", "the same, rel_pos_local_attn"),
+            "ConformerEncoder": ("nemo", "their encoder, for its masks"),
         },
-        {"RelPositionMultiHeadAttentionLongformer with global tokens": "they see, and are seen, without positions"},
+        {
+            "RelPositionMultiHeadAttentionLongformer with global tokens": "these see, and are seen, without positions",
+            "RelPositionMultiHeadAttentionLongformer with unequal sides": "NeMo adds its scores to other columns there",
+        },
     ),
     Library(
         "ESPnet",
@@ -99,17 +103,20 @@ LIBRARIES = (
         ("espnet", "espnet2"),
         "202301",
         {
-            "RelPositionMultiHeadedAttention": ("espnet", "Conformer, (E-)Branchformer: rel_selfattn"),
-            "LegacyRelPositionMultiHeadedAttention": ("espnet", "the same, legacy, with zero_triu"),
+            "RelPositionMultiHeadedAttention": ("espnet", "Conformer, (E-)Branchformer"),
+            "LegacyRelPositionMultiHeadedAttention": ("espnet", "the same, with zero_triu"),
         },
-        {"LegacyRelPositionMultiHeadedAttention without zero_triu": "keys ahead get the scores of other queries"},
+        {
+            "LegacyRelPositionMultiHeadedAttention without zero_triu": "keys ahead get the scores of other queries",
+            "RelPositionMultiHeadedAttention of espnet2.asr_transducer": "another class by the same name",
+        },
     ),
     Library(
         "SpeechBrain",
         "speechbrain",
         ("speechbrain",),
         "1.0",
-        {"RelPosMHAXL": ("speechbrain", "Conformer, Branchformer, Transformer: RelPosMHAXL")},
+        {"RelPosMHAXL": ("speechbrain", "Conformer, Branchformer, Transformer")},
         {},
     ),
     Library(
@@ -117,7 +124,7 @@ LIBRARIES = (
         "fairseq2",
         ("fairseq2",),
         "0.5",
-        {"RelativePositionSDPA": ("fairseq2", "Conformer of wav2vec 2.0 and S2T: relative")},
+        {"RelativePositionSDPA": ("fairseq2", "Conformer of wav2vec 2.0 and S2T")},
         {"ShawRelativePositionSDPA": "Shaw's positions are another term"},
     ),
 )

@@ -177,4 +177,8 @@ def _chunked_with_look_ahead(frame: Tensor, left: int, chunk: int, right: int) -
     return start - left, start + chunk + right
 
 
-_STYLES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"regular": _regular, "chunked_limited": _chunked, "chunked_limited_with_rc": _chunked_with_look_ahead}
+_STYLES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "regular": _regular,
+    "chunked_limited": _chunked,
+    "chunked_limited_with_rc": _chunked_with_look_ahead,
+}

@@ -1,0 +1,111 @@
+"""torch.onnx.export of modules and models: onnxruntime computes what torch does, on other lengths too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import xlnet_kernels as xk
+from tests import ROOT
+from tests.docs.test_pages import BLOCK
+from tests.integrations import conventions
+from xlnet_kernels.integrations.conformer import RelPositionAttention, conformer_positions
+
+for needed in ("onnx", "onnxscript", "onnxruntime"):
+    onnxruntime = pytest.importorskip(needed, reason="pip install xlnet-kernels[onnx]")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+B, L = torch.export.Dim("B", min=1), torch.export.Dim("L", min=2)
+
+
+class Call(nn.Module):
+    """A module with tensors for arguments and outputs."""
+
+    def __init__(self, inner: nn.Module, call) -> None:
+        super().__init__()
+        self.inner, self.call = inner.eval(), call
+
+    def forward(self, *inputs):
+        return self.call(self.inner, *inputs)
+
+
+def assert_exports(model, inputs, dynamic_shapes=None, others=None) -> None:
+    program = torch.onnx.export(model, inputs, dynamo=True, dynamic_shapes=dynamic_shapes, verbose=False)
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
+    names = [x.name for x in session.get_inputs()]
+    for given in (inputs, others) if others else (inputs,):
+        found = session.run(None, {name: x.numpy() for name, x in zip(names, given, strict=True)})
+        wanted = model(*given)
+        wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+        for one, other in zip(found, wanted, strict=True):
+            # sums in another order, twice: 1e-5 relative, as for float32 everywhere
+            assert torch.allclose(torch.from_numpy(one), other.detach(), rtol=1e-5, atol=1e-5)
+
+
+def seen(*lengths: int) -> torch.Tensor:
+    return torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+
+
+@pytest.mark.slow
+def test_conformer_attention():
+    """With padding, and a sequence that is all padding: zeros, then the bias."""
+
+    def call(attention, x, mask):
+        return attention(x, conformer_positions(x.shape[1], 32, dtype=x.dtype), mask[:, None])
+
+    inputs, others = ((torch.randn(*mask.shape, 32), mask) for mask in (seen(7, 4), seen(11, 5, 0)))
+    model = Call(RelPositionAttention(4, 32), call)
+    assert_exports(model, inputs, (({0: B, 1: L}, {0: B, 1: L}),), others)
+
+
+@pytest.mark.slow
+def test_two_streams_memory_and_segments():
+    torch.manual_seed(0)
+    attention = xk.TwoStreamAttention(32, 4)
+
+    def call(inner, h, g, mems, steps, targets, positions, ids):
+        mask = xk.RankMask.from_order(steps=steps, targets=targets, mem_len=3)
+        return inner(h, g, mask=mask, mems=mems, target_positions=positions, segment_ids=ids)
+
+    positions = torch.tensor([[1, 3, 5], [0, 2, 6]])
+    targets = torch.zeros(2, 7, dtype=torch.bool).scatter(1, positions, True)
+    steps = torch.stack([torch.randperm(7) for _ in range(2)])
+    ids = (torch.arange(7) > 3).long().expand(2, -1).contiguous()
+    h, g, mems = torch.randn(2, 7, 32), torch.randn(2, 3, 32), torch.randn(2, 3, 32)
+    assert_exports(Call(attention, call), (h, g, mems, steps, targets, positions, ids))
+
+
+@pytest.mark.slow
+def test_language_model():
+    config = xk.XLNetConfig(vocab_size=50, d_model=32, n_layer=2, n_head=4, d_inner=64, use_mems_eval=False)
+    model = Call(xk.XLNetLMHeadModel(config), lambda lm, ids, mask: lm(ids, attention_mask=mask).logits)
+    inputs, others = ((torch.randint(50, mask.shape), mask.long()) for mask in (seen(9, 5), seen(12, 12, 2)))
+    assert_exports(model, inputs, (({0: B, 1: L}, {0: B, 1: L}),), others)
+
+
+@pytest.mark.slow
+def test_accelerated_attention():
+    """NeMo's, with a mask that a file must keep as it is."""
+    with conventions.installed():
+        attention = xk.accelerate(conventions.RelPositionMultiHeadAttention())
+
+    def call(inner, x, table, hidden):
+        return inner(x, x, x, hidden, table)
+
+    hidden = torch.rand(2, 7, 7) < 0.5
+    assert_exports(Call(attention, call), (torch.randn(2, 7, 32), torch.randn(1, 13, 32), hidden))
+
+
+def test_other_backends_are_refused():
+    attention = xk.TwoStreamAttention(32, 4, backend="cpu")
+    with pytest.raises(Exception, match='backend="cpu" is unavailable: torch.onnx.export needs the reference'):
+        torch.onnx.export(Call(attention, lambda inner, h: inner(h)[0]), (torch.randn(2, 7, 32),), dynamo=True)
+
+
+@pytest.mark.slow
+def test_the_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "how-to" / "export-to-onnx.md").read_text()
+    names: dict = {}
+    exec("\n".join(code for _, code in BLOCK.findall(page)), names)
+    assert (tmp_path / "encoder.onnx").exists()

@@ -1,0 +1,12 @@
+{
+  description = "xlnet_kernels: Transformer-XL and XLNet attention";
+
+  inputs.kernel-builder.url = "github:huggingface/kernels";
+
+  outputs =
+    { self, kernel-builder }:
+    kernel-builder.lib.genKernelFlakeOutputs {
+      inherit self;
+      path = ./.;
+    };
+}

@@ -1,0 +1,1 @@
+"""Modules of other libraries, by the names of their parameters."""

@@ -1,0 +1,140 @@
+"""Writes a repository for Hugging Face's `kernels` from this tree's sources.
+
+    python build_backend/hugging_face/write.py FOLDER
+    python build_backend/hugging_face/write.py FOLDER --build    and the variant for this machine's CPU and torch
+
+    build.toml flake.nix CARD.md LICENSE
+    csrc/                                  the C++ and CUDA sources
+    torch-ext/torch_binding.cpp            what csrc/module.cpp is to the package
+    torch-ext/xlnet_kernels/               the operator, its backends and modules; in python/, beside this file, is
+                                           what differs from the package's
+    build/torch213-cxx11-cpu-x86_64-linux/ what --build makes; `kernels.get_local_kernel(FOLDER)` loads it
+
+Operators are registered under the name of the extension, which differs from build to build, so that several versions
+can be loaded at once. `_ops.py` is kernel-builder's, and for --build the one made here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import json
+import platform
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+NAME = "xlnet_kernels"
+VERSION = 0  # by their convention: not yet stable
+# What needs more than torch and the standard library, or is of the package alone
+LEFT_OUT = ("model", "pretraining", "integrations", "info.py", "_ops.py", "_sources.py", "py.typed", "_build_info.json")
+NAMESPACE = "#define XLNET_KERNELS_NAMESPACE "
+CXX_FLAGS = ("-O3", "-fopenmp", "-Wno-psabi")
+OPS = """import torch
+
+from . import {id}
+
+ops = torch.ops.{id}
+
+
+def add_op_namespace_prefix(op_name):
+    return f"{id}::{{op_name}}"
+"""
+
+
+def write_sources(folder: Path) -> None:
+    shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("module.cpp"))
+    header = folder / "csrc" / "call.h"
+    text = header.read_text()
+    assert text.count(f"{NAMESPACE}{NAME}\n") == 1, "csrc/call.h no longer names the operators' namespace"
+    header.write_text(text.replace(f"{NAMESPACE}{NAME}\n", f"{NAMESPACE}TORCH_EXTENSION_NAME\n"))
+    package = folder / "torch-ext" / NAME
+    binary = shutil.ignore_patterns("__pycache__", "*.so", *LEFT_OUT)
+    shutil.copytree(ROOT / NAME, package, ignore=binary)
+    shutil.copytree(HERE / "python", package, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / NAME / "integrations" / "conformer.py", package / "integrations" / "conformer.py")
+    shutil.copy(HERE / "torch_binding.cpp", package.parent)
+    for file in (HERE / "CARD.md", HERE / "flake.nix", ROOT / "LICENSE"):
+        shutil.copy(file, folder)
+
+
+def sources(folder: Path, *patterns: str) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern))
+
+
+def build_toml(folder: Path) -> str:
+    """The CUDA extension serves CPU tensors too, so it has the sources of both."""
+    cpu = sources(folder, "csrc/*.cpp", "csrc/*.h", "csrc/cpu/*.*", "csrc/cuda/kernels.h", "csrc/cuda/shapes.h")
+    cuda = sources(folder, "csrc/cuda/**/*.*")
+    parts = {"cpu": cpu, "cuda": sorted({*cpu, *cuda})}
+    lines = ["[general]", f'name = "{NAME.replace("_", "-")}"', f"version = {VERSION}", "edition = 5"]
+    lines += ['license = "apache-2.0"', f"backends = {json.dumps([*parts])}", ""]
+    lines += ["[torch]", 'src = ["torch-ext/torch_binding.cpp"]', 'include = ["csrc"]', 'minver = "2.6"']
+    for backend, files in parts.items():
+        lines += ["", f"[kernel.{NAME}_{backend}]", f'backend = "{backend}"', 'depends = ["torch"]']
+        lines += ['include = ["csrc", "csrc/cuda"]', f"cxx-flags = {json.dumps(CXX_FLAGS)}"]
+        if backend == "cuda":
+            lines.append('cuda-capabilities = ["8.0", "9.0", "10.0"]')  # _extension.py has them too
+        lines += ["src = [", *(f'  "{file}",' for file in files), "]"]
+    return "\n".join(lines) + "\n"
+
+
+def build(folder: Path) -> Path:
+    """Compiles the CPU's variant with the torch that is here; returns its folder."""
+    import torch
+    from torch.utils import cpp_extension
+
+    digest = runpy.run_path(str(ROOT / NAME / "_sources.py"))["digest"]
+    unique = hashlib.sha256((digest(folder / "csrc") + digest(folder / "torch-ext")).encode()).hexdigest()[:7]
+    name = f"_{NAME}_cpu_{unique}"
+    files = ["torch-ext/torch_binding.cpp", *sources(folder, "csrc/*.cpp", "csrc/cpu/*.cpp")]
+    objects = folder / "build-objects"
+    objects.mkdir(exist_ok=True)
+    cpp_extension.load(
+        name,
+        [str(folder / file) for file in files],
+        extra_include_paths=[str(folder / "csrc")],
+        extra_cflags=[*CXX_FLAGS, "-DPy_LIMITED_API=0x03090000", "-DCPU_KERNEL"],
+        build_directory=str(objects),
+        is_python_module=False,
+        verbose=True,
+    )
+    version = "".join(torch.__version__.split(".")[:2])
+    variant = folder / "build" / f"torch{version}-cxx11-cpu-{platform.machine()}-{sys.platform}"
+    shutil.rmtree(variant, ignore_errors=True)
+    shutil.copytree(folder / "torch-ext" / NAME, variant)
+    shutil.copy(objects / f"{name}.so", variant / f"{name}.abi3.so")
+    shutil.rmtree(objects)
+    (variant / "_ops.py").write_text(OPS.format(id=name))
+    hashes = {
+        path.relative_to(variant).as_posix(): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
+        for path in sorted(variant.rglob("*"))
+        if path.is_file()
+    }
+    facts = {"id": name, "name": NAME.replace("_", "-"), "version": VERSION, "license": "apache-2.0"}
+    facts |= {"python-depends": [], "backend": {"type": "cpu"}, "digest": {"algorithm": "sha256", "files": hashes}}
+    (variant / "metadata.json").write_text(json.dumps(facts, indent=2) + "\n")
+    return variant
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="new or empty")
+    parser.add_argument("--build", action="store_true", help="compile the variant for this machine's CPU and torch")
+    options = parser.parse_args(arguments)
+    folder = options.folder.resolve()
+    if folder.is_dir() and any(folder.iterdir()):
+        parser.error(f"{folder} is not empty")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_sources(folder)
+    (folder / "build.toml").write_text(build_toml(folder))
+    print(build(folder) if options.build else folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

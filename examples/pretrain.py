@@ -6,7 +6,8 @@
     torchrun --nproc-per-node 2 examples/pretrain.py --parallel fsdp2
 
 Writes whole checkpoints (model, tokenizer, generation config, model card) that `from_pretrained` and transformers read,
-of which --output itself shows the newest, and metrics.jsonl with a line for each step. Ctrl-C writes one and stops. Needs pip install '.[examples]'.
+of which --output itself shows the newest; metrics.jsonl with a line for each step, the same for TensorBoard, and a
+picture. Ctrl-C writes a checkpoint and stops. Needs pip install '.[examples]'.
 """
 
 from __future__ import annotations
@@ -18,15 +19,13 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
 try:
     from rich.console import Console
 except ImportError:
     raise SystemExit("pretrain.py needs rich: pip install '.[examples]'") from None
 
-import xlnet_kernels as xk
-from parts import checkpoint
+from parts import checkpoint, command
+from parts.command import number
 from parts.corpus import unigram_entropy
 from parts.parallel import check_place, processes
 from parts.run import Run, make_run
@@ -35,7 +34,6 @@ from parts.training import (
     add_optimizer_options,
     make_exact,
     memory_used,
-    number,
     progress_bar,
     stop_signals,
     update,
@@ -44,25 +42,31 @@ from xlnet_kernels.pretraining import batch_loader
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command.make_parser(__doc__)
     add = parser.add_argument_group("text").add_argument
     add("--text", metavar="PATH", help="a file or a folder; default the manual that comes with Python")
     add("--tokenizer", metavar="PATH", help="of train_tokenizer.py, or a tokenizer.json; default one token per byte")
     add("--held-out", type=number(float, 0, 1), default=0.1, help="last share of the text, for validation")
     add = parser.add_argument_group("objective").add_argument
-    add("--objective", choices=("permutation", "autoregressive", "masked"), default="permutation")
+    add(
+        "--objective",
+        choices=("permutation", "autoregressive", "masked"),
+        default="permutation",
+        help="of pre-training",
+    )
     add("--num-predict", type=number(int, 1), help="targets per sequence; default a sixth of --seq-len")
     add("--perm-size", type=number(int, 1), help="tokens that one order permutes; default all")
     add("--pairs", action=argparse.BooleanOptionalAction, default=True, help="[A, SEP, B, SEP, CLS] or running text")
     add("--bi-data", action="store_true", help="half of each batch reads the text backwards")
-    add("--seq-len", type=number(int, 2), default=128)
+    add("--seq-len", type=number(int, 2), default=128, help="tokens of a sequence")
     add("--reuse-len", type=number(int, 1), help="text before A, which is remembered; default half of --seq-len")
     add("--mem-len", type=number(int, 0), default=64, help="tokens of memory before each sequence; 0 for none")
     add = parser.add_argument_group("model").add_argument
-    add("--layers", type=number(int, 1), default=4)
-    add("--d-model", type=number(int, 2), default=128)
-    add("--heads", type=number(int, 1), default=4)
+    add("--layers", type=number(int, 1), default=4, help="how many")
+    add("--d-model", type=number(int, 2), default=128, help="width of the hidden states")
+    add("--heads", type=number(int, 1), default=4, help="how many")
     add("--d-inner", type=number(int, 1), help="default 4 x --d-model")
+    add("--initializer-range", type=number(float, 0), help="of weights; default XLNet's 0.02 x sqrt(1024 / --d-model)")
     add_optimizer_options(parser, steps=1500, lr=2e-3, layer_decay=1.0)
     add = parser.add_argument_group("run").add_argument
     add("--output", type=Path, default=Path("runs/pretrain"), help="folder of checkpoints and metrics")
@@ -73,13 +77,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--eval-every", type=number(int, 1), default=100, metavar="STEPS")
     add("--eval-batches", type=number(int, 1), default=16, metavar="N", help="the same ones each time")
     add("--stop-at", type=number(int, 1), metavar="STEP", help="stop there, with a checkpoint; --resume goes on")
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: autocast")
-    add("--backend", choices=tuple(xk.backends()), help="of the attention; default the best there is")
     add("--compile", action="store_true", help="torch.compile")
     add("--parallel", choices=("ddp", "fsdp2"), default="ddp", help="under torchrun: replicas, or shards")
-    add("--threads", type=number(int, 1), help="CPU threads; exact resuming needs the same number")
     add("--workers", type=number(int, 0), default=0, help="processes that prepare batches")
+    command.add_place(parser)
     return parser
 
 

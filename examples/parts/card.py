@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 LOADING = """```python
 import xlnet_kernels as xk
-from transformers import AutoModel{kind}, AutoTokenizer
+from transformers import AutoTokenizer, {model}
 
 tokenizer = AutoTokenizer.from_pretrained("this folder")
-model = xk.{ours}.from_pretrained("this folder")
-same = AutoModel{kind}.from_pretrained("this folder")  # transformers' own XLNet
+model = xk.{model}.from_pretrained("this folder")
+same = {model}.from_pretrained("this folder")  # transformers' own
 ```"""
 
 
@@ -53,13 +53,13 @@ def of_pretraining(run: Run) -> ModelCard:
     names = {"loss": "training loss of the last batch", "validation_loss": "loss in the held-out part"}
     rows |= {names[name]: corpus.describe(loss) for name, loss in run.losses.items()}
     rows["unigram entropy of the text"] = corpus.describe(unigram_entropy(corpus.text))
-    return make("XLNet, pre-trained", rows, kind="ForCausalLM", ours="XLNetLMHeadModel", pipeline="text-generation")
+    return make("XLNet, pre-trained", rows, xk.XLNetLMHeadModel, "text-generation")
 
 
-def make(title: str, rows: dict[str, str], *, kind: str, ours: str, pipeline: str) -> ModelCard:
+def make(title: str, rows: dict[str, str], model: type, pipeline: str) -> ModelCard:
     """A card with a table of facts and how to load the model."""
     made = {"made with": f"xlnet_kernels {commit()}, torch {torch.__version__}"}
     table = "\n".join(f"| {name} | {value} |" for name, value in (rows | made).items())
     header = ModelCardData(library_name="transformers", pipeline_tag=pipeline, tags=["xlnet"])
-    loading = LOADING.format(kind=kind, ours=ours)
+    loading = LOADING.format(model=model.__name__)
     return ModelCard(f"---\n{header.to_yaml()}\n---\n\n# {title}\n\n| | |\n|---|---|\n{table}\n\n{loading}\n")

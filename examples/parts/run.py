@@ -146,6 +146,8 @@ def make_config(options: argparse.Namespace, corpus: Corpus) -> xk.XLNetConfig:
         ff_activation="gelu_new",
         attn_type="uni" if options.objective == "autoregressive" else "bi",
         dropout=options.dropout,
+        # 0.02 is for 1024: with it, narrow models stay for long at the frequencies of tokens
+        initializer_range=options.initializer_range or 0.02 * (1024 / options.d_model) ** 0.5,
         mem_len=options.mem_len,
         use_mems_train=options.mem_len > 0,
         use_mems_eval=options.mem_len > 0,

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -19,18 +20,8 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-
-def number(kind: type, least: float, below: float = math.inf) -> Callable[[str], float]:
-    """An argparse type: an int or float in [least, below)."""
-
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not least <= value < below:
-            raise argparse.ArgumentTypeError(f"must be in [{least}, {below}), got {text}")
-        return value
-
-    parse.__name__ = kind.__name__  # what argparse calls it where the text is no number
-    return parse
+from parts.command import number
+from parts.curves import draw_curves
 
 
 def add_optimizer_options(parser: argparse.ArgumentParser, *, steps: int, lr: float, layer_decay: float) -> None:
@@ -42,9 +33,9 @@ def add_optimizer_options(parser: argparse.ArgumentParser, *, steps: int, lr: fl
     add("--layer-decay", type=number(float, 0), default=layer_decay, help="update of a layer relative to the next one")
     add("--weight-decay", type=number(float, 0), default=0.01, help="of matrices")
     add("--clip", type=number(float, 0), default=1.0, help="longest gradient; longer ones are scaled down")
-    add("--dropout", type=number(float, 0, 1), default=0.0)
+    add("--dropout", type=number(float, 0, 1), default=0.0, help="everywhere in the model")
     add("--batch-size", type=number(int, 1), default=16, help="sequences per step, in all processes together")
-    add("--seed", type=number(int, 0), default=0)
+    add("--seed", type=number(int, 0), default=0, help="decides all that is random")
 
 
 def make_optimizer(model: nn.Module, options: argparse.Namespace) -> tuple[AdamW, LambdaLR]:
@@ -101,15 +92,17 @@ def update(model: nn.Module, optimizer: AdamW, scheduler: LambdaLR, loss: torch.
 
 
 class Metrics:
-    """One line of JSON per event, each with its "step", readable while the run goes on.
+    """One line of JSON per event, each with its "step", readable while the run goes on; TensorBoard beside it.
 
     Args:
+        path: the file. TensorBoard's, where it is installed, go to tensorboard/ beside it, and a picture is drawn at
+            the end where matplotlib is.
         after: lines of later steps, which a run that was killed after its last checkpoint left, are dropped.
         write: False in all processes but one.
     """
 
     def __init__(self, path: Path, after: int = 0, write: bool = True) -> None:
-        self._file = None
+        self.path, self._file, self._board = path, None, None
         if not write:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,11 +113,22 @@ class Metrics:
         temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         os.replace(temporary, path)
         self._file = open(path, "a", encoding="utf-8")
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return
+        folder = path.parent / "tensorboard"
+        if not after:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._board = SummaryWriter(str(folder), purge_step=after + 1)
 
-    def write(self, **numbers: float) -> None:
+    def write(self, *, step: int, **numbers: float) -> None:
         if self._file:
-            self._file.write(json.dumps(numbers) + "\n")
+            self._file.write(json.dumps({"step": step} | numbers) + "\n")
             self._file.flush()
+        if self._board:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, step)
 
     def __enter__(self) -> Metrics:
         return self
@@ -132,6 +136,9 @@ class Metrics:
     def __exit__(self, *error: object) -> None:
         if self._file:
             self._file.close()
+            draw_curves(self.path)
+        if self._board:
+            self._board.close()
 
 
 def _step(line: str) -> float:

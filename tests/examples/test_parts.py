@@ -176,7 +176,10 @@ def test_metrics_lose_what_the_checkpoint_does_not_know(tmp_path):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "loss": 0.5}\n'
 
 
-@pytest.mark.parametrize("script", ["pretrain.py", "finetune.py"])
+COMMANDS = ("train_tokenizer", "pretrain", "evaluate", "finetune", "generate", "score")
+
+
+@pytest.mark.parametrize("script", [f"{name}.py" for name in COMMANDS])
 def test_without_extras_one_line_says_which(script):
     code = "import runpy, sys; sys.modules['rich'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code, script], cwd=ROOT / "examples", capture_output=True, text=True)

@@ -321,3 +321,27 @@ def test_memory_is_linear():
     with Watch():
         model.fill(ids, missing, seed=0)
     assert 2 * length * model.config.d_model <= largest < length**2
+
+
+def test_a_watcher_sees_every_token_and_ends_texts(lm):
+    seen = []
+
+    def watch(texts):
+        seen.append([text.tolist() for text in texts])
+        return [len(text) - len(prompt) == 3 for text, prompt in zip(texts, PROMPTS[:2], strict=True)][:1] + [False]
+
+    options = dict(temperature=1.0, seed=3, eos_token_id=())
+    whole = [text.tolist() for text in lm.generate(PROMPTS[:2], 6, **options)]
+    found = [text.tolist() for text in lm.generate(PROMPTS[:2], 6, **options, watch=watch)]
+    assert found == [whole[0][: len(PROMPTS[0]) + 3], whole[1]]
+    assert seen[0] == [text[: len(prompt) + 1] for text, prompt in zip(whole, PROMPTS, strict=False)]
+    assert len(seen) == 6 and seen[-1] == found
+    assert lm.generate(PROMPTS[:2], 6, **options, watch=lambda texts: None)[0].tolist() == whole[0]
+
+
+def test_a_watcher_sees_gaps_close(lm):
+    ids, missing, seen = torch.tensor([[7, 0, 9, 0, 11]]), torch.tensor([[False, True, False, True, False]]), []
+    found = lm.fill(ids, missing, "confident", 0, watch=lambda tokens, left: seen.append((tokens, left)))
+    assert [int(left.sum()) for _, left in seen] == [1, 0]
+    tokens, left = seen[0]
+    assert torch.equal(tokens[~left], found[~left]) and torch.equal(seen[1][0], found)

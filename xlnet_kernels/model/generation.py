@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ class Generation(nn.Module):
         eos_token_id: int | Sequence[int] | None = None,
         stream: str | None = None,
         causal_prompt: bool = False,
+        watch: Callable[[list[Tensor]], Sequence[bool] | None] | None = None,
     ) -> Tensor | list[Tensor]:
         """Continue each prompt, token by token; a token costs its own rows, not those of the text so far.
 
@@ -51,6 +52,8 @@ class Generation(nn.Module):
                 one position before (auto-regressive LM). Default "query", with attn_type="uni" "content".
             causal_prompt: whether a prompt's tokens see only what precedes them, as they always do with the "content"
                 stream and with attn_type="uni". Otherwise all of them see each other, as context does in pre-training.
+            watch: called after each token with the texts so far, prompts included; may return which of them end here,
+                one bool each (stop words), or None.
 
         Returns:
             Prompts and what follows them: a list of 1-dimensional tensors, or for (B, L) prompts one tensor, with
@@ -102,10 +105,13 @@ class Generation(nn.Module):
                 places, valid = end, running
                 end = end + running
                 running = running & ~torch.isin(token, stop)
+                if watch is not None:
+                    ended = watch(_texts(ids, end))
+                    if ended is not None:
+                        running = running & ~torch.tensor(list(ended), device=device)[:, None]
                 if not running.any():
                     break
-        texts = [row[:count] for row, count in zip(ids, end[:, 0].tolist(), strict=True)]
-        return ids[:, : int(end.max())] if isinstance(prompt_ids, Tensor) else texts
+        return ids[:, : int(end.max())] if isinstance(prompt_ids, Tensor) else _texts(ids, end)
 
     @torch.no_grad()
     def fill(
@@ -120,6 +126,7 @@ class Generation(nn.Module):
         *,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        watch: Callable[[Tensor, Tensor], object] | None = None,
     ) -> Tensor:
         """Fill in the missing tokens, each given all that are known and those filled in before it.
 
@@ -133,6 +140,7 @@ class Generation(nn.Module):
                 (B, L) integers: lower ones first, positions with equal ones in one step, independently of each other.
             temperature, top_k, top_p, seed: as in `generate`.
             attention_mask: (B, L), 1 or True = token. token_type_ids: (B, L) integers, segments.
+            watch: called after each step with the tokens and with what is still missing, both (B, L).
 
         Returns:
             (B, L) integers.
@@ -186,7 +194,14 @@ class Generation(nn.Module):
                 filled[sequence, place] = tokens[sequence, row]
                 mask.query_rank[sequence, place] = mask.key_rank[sequence, place] = step
                 left[sequence, place] = False
+                if watch is not None:
+                    watch(filled.clone(), left.clone())
         return torch.where(missing, filled, input_ids.long())
+
+
+def _texts(ids: Tensor, end: Tensor) -> list[Tensor]:
+    """The first end (B, 1) tokens of each row of ids (B, K)."""
+    return [row[:count] for row, count in zip(ids, end[:, 0].tolist(), strict=True)]
 
 
 def _most_confident(positions: Tensor, valid: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,213 @@
+"""The other commands: a tokenizer is trained, a model is measured, writes, fills gaps and scores."""
+
+from __future__ import annotations
+
+import json
+import math
+import pydoc_data.topics
+from pathlib import Path
+
+import pytest
+import torch
+
+import xlnet_kernels as xk
+from xlnet_kernels.pretraining import PermutationLM, joint_log_prob
+
+# The examples need the [examples] extra; the package itself does not.
+pytest.importorskip("rich")
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("scripts", "one_thread")
+
+TINY = "--seq-len 32 --mem-len 16 --layers 2 --d-model 16 --heads 2 --eval-batches 2 --threads 1 --batch-size 4".split()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A folder with a text and, made on demand by `trained`, a run of each objective."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text").mkdir()
+    for name in ("assignment", "strings"):
+        (folder / "text" / name).write_bytes(pydoc_data.topics.topics[name].encode()[:3000])
+    return folder
+
+
+@pytest.fixture
+def trained(runs):
+    from pretrain import main
+
+    def run(objective: str) -> Path:
+        output = runs / objective
+        if not output.exists():
+            places = ["--text", str(runs / "text"), "--output", str(output), "--objective", objective]
+            assert main([*TINY, *places, "--steps", "20", "--lr", "0.02"]) == 0
+        return output
+
+    return run
+
+
+def test_help_shows_defaults(capsys):
+    import evaluate
+    import finetune
+    import generate
+    import pretrain
+    import score
+    import train_tokenizer
+
+    for module in (train_tokenizer, pretrain, evaluate, finetune, generate, score):
+        with pytest.raises(SystemExit, match="0"):
+            module.main(["--help"])
+        shown = capsys.readouterr().out
+        assert "(default: " in shown and "None" not in shown and shown.count(module.__doc__.splitlines()[0]) == 1
+
+
+def test_a_tokenizer_is_trained(runs, tmp_path, capsys):
+    from parts.tokenizer import load_tokenizer
+    from train_tokenizer import main
+
+    arguments = ["--text", str(runs / "text"), "--vocab-size", "300", "--output", str(tmp_path / "tokenizer")]
+    assert main(arguments) == 0
+    assert "300 ids; 2 documents of 6,000 bytes are" in capsys.readouterr().out
+    made = load_tokenizer(tmp_path / "tokenizer")
+    assert made.vocabulary.size == 300 and len(made.encode(b"Assignment statements")) < 21
+    assert main(arguments) == 2 and "is there already: --overwrite replaces it" in capsys.readouterr().err
+    assert main([*arguments, "--kind", "bytes", "--overwrite"]) == 0
+    assert load_tokenizer(tmp_path / "tokenizer").is_bytes
+    (tmp_path / "empty").write_text("")
+    assert main(["--text", str(tmp_path / "empty"), "--output", str(tmp_path / "none")]) == 2
+    assert "holds no text" in capsys.readouterr().err and not (tmp_path / "none").exists()
+
+
+def test_a_run_leaves_curves_and_events(trained):
+    pytest.importorskip("matplotlib")
+    run = trained("permutation")
+    assert (run / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 21))
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses)
+
+
+@pytest.mark.parametrize("objective", ["permutation", "autoregressive", "masked"])
+def test_evaluation(trained, runs, tmp_path, objective, capsys):
+    """Orders fit the objective, and a text without any structure costs what its bytes' number says."""
+    from evaluate import main
+
+    run = trained(objective)
+    common = ["--checkpoint", str(run), "--threads", "1", "--overwrite", "--output", str(tmp_path / "found")]
+    assert main(common) == 0
+    found = json.loads((tmp_path / "found" / "results.json").read_text())
+    orders = {
+        "permutation": ["causal", "permutation", "partial"],
+        "autoregressive": ["causal"],
+        "masked": ["partial"],
+    }[objective]
+    assert list(found) == orders
+    for order, numbers in found.items():
+        # a byte is a token; the held-out part has 600, the last of one document
+        assert numbers["perplexity"] == pytest.approx(math.exp(numbers["nats per token"]))
+        assert numbers["bits per byte"] == pytest.approx(numbers["nats per token"] / math.log(2))
+        wanted = {"causal": 600 - (objective == "autoregressive"), "permutation": 600}.get(order)
+        assert numbers["targets"] == wanted or order == "partial" and 90 <= numbers["targets"] <= 100
+        assert numbers["nats per token"] < math.log(260) - 1
+    if objective != "permutation":
+        assert main([*common, "--order", "permutation"]) == 2
+        assert f"the {objective} objective has" in capsys.readouterr().err
+
+
+def test_causal_loss_is_that_of_the_model(trained, tmp_path):
+    """Two segments, the second with the first as memory, against the model's own calls."""
+    from evaluate import main
+
+    run, text = trained("permutation"), tmp_path / "text"
+    text.write_bytes(pydoc_data.topics.topics["with"].encode()[:24])
+    arguments = ["--checkpoint", run, "--text", text, "--seq-len", 16, "--mem-len", 16, "--order", "causal"]
+    assert main([*map(str, arguments), "--output", str(tmp_path / "found"), "--threads", "1"]) == 0
+    found = json.loads((tmp_path / "found" / "results.json").read_text())["causal"]
+
+    lm = xk.XLNetLMHeadModel.from_pretrained(run)
+    ids, total, mems = torch.tensor([list(text.read_bytes())]), 0.0, None
+    for part in ids.split(16, 1):
+        places = torch.arange(part.shape[1])[None]
+        past = 0 if mems is None else mems[0].shape[0]
+        mask = xk.RankMask.from_order(places, torch.ones_like(places, dtype=torch.bool), mem_len=past)
+        with torch.no_grad():
+            out = lm(part, mask=mask, target_positions=places, labels=part, mems=mems, use_mems=True, mem_len=16)
+        total, mems = total + out.loss.item() * part.shape[1], out.mems
+    assert found["nats per token"] == pytest.approx(total / 24, rel=1e-5)
+
+
+def test_prompts_are_continued(trained, tmp_path, capsys):
+    from generate import main
+
+    def write(*arguments: str) -> list[str]:
+        place = ["--checkpoint", str(trained("permutation")), "--output", str(tmp_path / "texts"), "--threads", "1"]
+        assert main([*place, "--overwrite", *arguments]) == 0
+        return [json.loads(line)["text"] for line in (tmp_path / "texts").read_text().splitlines()]
+
+    prompt = ("--prompt", "The value", "--max-new-tokens", "12", "--seed", "3")
+    first = write(*prompt)[0]
+    assert first.startswith("The value") and first in capsys.readouterr().out
+    assert write(*prompt, "--count", "2")[0] == first == write(*prompt)[0]
+    assert write(*prompt, "--seed", "4")[0] == write(*prompt, "--count", "2")[1] != first
+    word = first[len("The value") + 3]
+    cut = write(*prompt, "--stop", word)[0]
+    assert cut.endswith(word) and word not in cut[len("The value") : -1] and first.startswith(cut)
+    lm = xk.XLNetLMHeadModel.from_pretrained(trained("permutation"))
+    best = lm.generate([list(b"The value")], 12, temperature=0)[0]
+    assert write(*prompt, "--temperature", "0")[0] == bytes(best.tolist()).decode("utf-8", "replace")
+
+
+def test_gaps_are_filled(trained, tmp_path, capsys):
+    from generate import main
+
+    place = ["--checkpoint", str(trained("permutation")), "--output", str(tmp_path / "texts"), "--overwrite"]
+    for order in ("left-to-right", "random", "confident"):
+        assert main([*place, "--fill", "The [2] of an [3].", "--order", order, "--count", "2"]) == 0
+        for line in (tmp_path / "texts").read_text().splitlines():
+            filled = json.loads(line)["text"]
+            assert filled.startswith("The ") and " of an " in filled and filled.endswith(".")
+    capsys.readouterr()
+    assert main([*place, "--fill", "no gap"]) == 2 and "--fill has no gap" in capsys.readouterr().err
+    assert main([*place, "--fill", "[1]", "--prompt", "a"]) == 2 and "either" in capsys.readouterr().err
+    place[1] = str(trained("autoregressive"))
+    assert main([*place, "--fill", "[1]"]) == 2 and "needs a permutation LM" in capsys.readouterr().err
+
+
+def test_marked_words_are_scored(trained, tmp_path, capsys):
+    from score import main
+
+    run = trained("permutation")
+    arguments = ["--checkpoint", str(run), "--output", str(tmp_path / "scores"), "--overwrite", "--threads", "1"]
+    assert main([*arguments, "The [[with]] statement", "--order", "right-to-left"]) == 0
+    found = json.loads((tmp_path / "scores").read_text())
+    lm = xk.XLNetLMHeadModel.from_pretrained(run)
+    ids, targets = torch.tensor([list(b"The with statement")]), torch.tensor([[7, 6, 5, 4]])
+    with torch.no_grad():
+        each, total = joint_log_prob(lm, PermutationLM(), xk.pretraining.ByteTokenizer.vocabulary, ids, targets)
+    assert found["log_prob"] == pytest.approx(total.item(), rel=1e-5)
+    assert [token for token, _ in found["tokens"]] == list("htiw")
+    assert [value for _, value in found["tokens"]] == pytest.approx(each[0].tolist(), rel=1e-5)
+    (tmp_path / "lines").write_text("one\n\ntwo\n")
+    arguments[1] = str(trained("autoregressive"))
+    assert main([*arguments, "--file", str(tmp_path / "lines")]) == 0
+    results = [json.loads(line) for line in (tmp_path / "scores").read_text().splitlines()]
+    assert [len(result["tokens"]) for result in results] == [2, 2]  # the first token is given
+    assert main([*arguments, "[[]]"]) == 2 and "nothing to score" in capsys.readouterr().err
+    assert main([*arguments, "a b", "--order", "right-to-left"]) == 2
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path, capsys):
+    import evaluate
+    import generate
+    import score
+
+    (tmp_path / "empty").mkdir()
+    for module, arguments in ((evaluate, []), (generate, ["--prompt", "a"]), (score, ["a"])):
+        assert module.main(["--checkpoint", str(tmp_path / "empty"), *arguments]) == 2
+        assert "there is no checkpoint in" in capsys.readouterr().err

@@ -64,14 +64,14 @@ void mma(void* const* lanes, ToFloat to_float) {
 }  // namespace
 
 void mma_half(void* const* lanes) {
-  mma<uint16_t, 16>(lanes, [](uint16_t number) { return half_to_float(number); });
+  mma<uint16_t, 16>(lanes, [](uint16_t number) { return F16::get(number); });
 }
 void mma_bfloat16(void* const* lanes) {
-  mma<uint16_t, 16>(lanes, [](uint16_t number) { return float_of(uint32_t(number) << 16); });
+  mma<uint16_t, 16>(lanes, [](uint16_t number) { return Bf16::get(number); });
 }
 // The hardware does not look at the lower bits.
 void mma_tf32(void* const* lanes) {
-  mma<uint32_t, 8>(lanes, [](uint32_t word) { return float_of(word & TF32_BITS); });
+  mma<uint32_t, 8>(lanes, [](uint32_t word) { return machine::tf32(as_float(word)); });
 }
 
 }  // namespace simt

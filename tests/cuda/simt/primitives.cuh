@@ -129,21 +129,21 @@ DEVICE void mma(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
   simt::meet("mma", place, &mine, complete);
 }
 
-DEVICE uint32_t bits_of(float x) { return simt::bits_of(x); }
-DEVICE float float_of(uint32_t bits) { return simt::float_of(bits); }
+DEVICE uint32_t bits_of(float x) { return simt::as_bits(x); }
+DEVICE float float_of(uint32_t bits) { return simt::as_float(bits); }
 
 DEVICE uint32_t round_to_tf32(float x) { return simt::round_to_tf32(x); }
 
 template <typename T>
 DEVICE uint32_t pack(float low, float high) {
   static_assert(std::is_same_v<T, Half> || std::is_same_v<T, BFloat16>);
-  constexpr auto round = std::is_same_v<T, Half> ? simt::round_to_half : simt::round_to_bfloat16;
-  return round(low) | uint32_t(round(high)) << 16;
+  using Format = std::conditional_t<std::is_same_v<T, Half>, simt::F16, simt::Bf16>;
+  return Format::make(low) | uint32_t(Format::make(high)) << 16;
 }
 
 DEVICE float to_float(float x) { return x; }
 DEVICE float to_float(BFloat16 x) { return float_of(uint32_t(x.bits) << 16); }
-DEVICE float to_float(Half x) { return simt::half_to_float(x.bits); }
+DEVICE float to_float(Half x) { return simt::F16::get(x.bits); }
 
 template <int BYTES>
 DEVICE void copy_async(void* shared, const void* global, bool inside, Place place = Place::here()) {

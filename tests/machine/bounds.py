@@ -1,7 +1,12 @@
 """From what a launch counted to the cycles that each resource of a multiprocessor needs at least.
 
 Rates per cycle and multiprocessor. Sources: [guide] CUDA C++ programming guide, table "Throughput of native arithmetic
-instructions", columns 8.0 and 9.0; [A100] NVIDIA A100 whitepaper (2020); [H100] NVIDIA H100 whitepaper (2022).
+instructions", columns 8.0 and 9.0; [A100] NVIDIA A100 whitepaper (2020); [H100] NVIDIA H100 whitepaper (2022); [cudnn]
+github.com/NVIDIA/cudnn-frontend/pull/650: 4096 operations of 16 bits a cycle and multiprocessor, 132 of them at 1.83 GHz.
+
+Assumed, as no source at hand gives a figure: H100's level-2 cache (as A100's), atomic sectors, and that mma.sync is as
+fast on sm_90 as wgmma, which bounds the CUDA kernels there from too far below if it is not (Luo et al. measured both:
+arXiv 2402.13499, 2501.12084).
 """
 
 from __future__ import annotations
@@ -20,14 +25,14 @@ class Gpu:
     name: str
     multiprocessors: int
     clock: float  # GHz, boost
-    tensor: int  # multiply-adds of 16-bit numbers, dense [A100, H100]
+    tensor: int  # multiply-adds of 16-bit numbers, dense [A100, H100, cudnn]
     floats: int  # additions, multiplications, multiply-adds of float32 [guide]
     logic: int  # selections, comparisons, logic: the pipe beside that of float32 [guide]
     special: int  # exp2, log2, reciprocals [guide]
     shuffles: int  # lanes [guide]
     shared: int  # passes through shared memory's 32 banks [guide]
     sectors: (
-        float  # of 32 bytes from the level-2 cache: 5120 bytes a cycle for all of A100 [A100]; H100 taken as the same
+        float  # of 32 bytes from the level-2 cache: 5120 bytes a cycle for all of A100 [A100]; H100: assumed the same
     )
     atomics: float  # sectors: one a cycle in each 64-byte-wide slice of that cache (assumed, NVIDIA gives no figure)
 

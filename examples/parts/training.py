@@ -60,6 +60,7 @@ def make_optimizer(model: nn.Module, options: argparse.Namespace) -> tuple[AdamW
             for (height, decays), parameters in sorted(groups.items(), key=lambda group: group[0])
         ],
         eps=1e-6,
+        fused=True,
     )
     return optimizer, LambdaLR(optimizer, lambda step: learning_rate(step, options))
 

@@ -3,6 +3,7 @@
     python benchmarks/speech.py --plot      Parakeet's layer (1024 wide, 8 heads) over 10 s, 60 s and 10 min of audio
     python benchmarks/speech.py --device cuda --dtype bfloat16
     python benchmarks/speech.py --quick     a tiny layer, to see that everything runs
+    python benchmarks/speech.py --toolkit nemo espnet speechbrain fairseq2 --audio 10 60
 
 Parakeet makes 12.5 frames of a second (8 x subsampling of 10 ms steps). A call is its layer with the mask of its
 encoder for audio without padding: whole, with the projections of frames and positions, which all implementations share;
@@ -12,6 +13,10 @@ There only the attention's forward pass is measured: training is on shorter clip
 
 Accelerated with linears=True: projections too take the faster of torch's libraries of products. Without gradients the
 projected positions are kept from call to call, as they are in use while audio is of one length or gets shorter.
+
+With --toolkit, a call is one whole encoder layer of that toolkit, feed-forward and convolution included, made by the
+toolkit itself: accelerated, and in each of its own ways. All are checked against the accelerated layer in float64 on
+the reference. A toolkit that is not installed is skipped with the reason.
 
 transformers compiled is torch.compile of its sdpa, measured on GPUs and where it is asked for (--implementations).
 """
@@ -28,7 +33,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lib import session
+from lib import session, toolkits
 from lib.harness import CannotRun, Run
 from lib.measure import DIRECTIONS, Bench, Job
 from lib.session import positive
@@ -39,6 +44,7 @@ THEIRS = ("transformers sdpa", "transformers eager", COMPILED)
 NAMES = (OWN, *THEIRS)
 FRAMES_PER_SECOND = 12.5
 PARTS = {"attention": "speech", "layer": "speech-layer"}  # and their sections of the report
+TOOLKIT = "speech-toolkit"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "relative_k_proj")
 CHECKED = 64  # frames of long audio whose outputs are checked
 QUICK = dict(d_model=32, heads=4, audio=[2.0, 4.0], train_frames=30, seconds=0.01)
@@ -195,11 +201,62 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
         _problem.cache_clear()
 
 
-def _relate(rows: list[dict]) -> None:
-    """How many times faster than the fastest of transformers' implementations."""
+def toolkit_run(
+    case: SpeechCase, layer: toolkits.Layer, way: str, dtype: torch.dtype, backend: str | None = None
+) -> Run:
+    """The toolkit's layer in one of its ways, or OWN: accelerated."""
+    module = copy.deepcopy(layer.module).to(case.device, dtype)
+    if way == OWN:
+        accelerate(module, backend)
+    else:
+        layer.ways[way](module)
+    torch.manual_seed(1)
+    x, grad_out = torch.randn(2, case.batch, case.length, case.d_model).to(case.device, case.dtype).to(dtype)
+    x = x.clone().requires_grad_()
+    # Scores may be shifted by a constant in each row, so what the keys' bias has for a gradient is rounding alone.
+    keys = ("linear_k.bias", "k_proj.bias")
+    parameters = {name: value for name, value in module.named_parameters() if not name.endswith(keys)}
+    return Run(lambda: layer.call(module, x), {"input": x} | parameters, grad_out)
+
+
+def measure_toolkits(options: argparse.Namespace, bench: Bench) -> None:
+    """The encoder layer of every toolkit on every length of audio."""
+    sizes = {name: getattr(options, name) for name in ("batch", "d_model", "heads", "device", "train_frames")}
+    for toolkit, audio in itertools.product(options.toolkit, options.audio):
+        case = SpeechCase("layer", audio, dtype=getattr(torch, options.dtype), **sizes)
+        labels = case.labels | {"case": f"{toolkit}, {case.labels['case']}"}
+        measured = replace(bench, directions=("forward",) if case.long else DIRECTIONS)
+        try:
+            layer = toolkits.build(toolkit, case.length, case.d_model, case.heads)
+        except CannotRun as error:
+            measured.skip(TOOLKIT, toolkit, labels, str(error))
+            continue
+
+        @functools.cache
+        def known(direction: str, case: SpeechCase = case, layer: toolkits.Layer = layer) -> dict[str, Tensor]:
+            run = toolkit_run(case, layer, OWN, torch.float64, "reference")
+            outputs = run.step(direction)
+            return {"out": outputs[0]} if direction == "forward" else dict(zip(run.leaves, outputs, strict=True))
+
+        jobs = [
+            Job(
+                way,
+                functools.partial(toolkit_run, case, layer, way, case.dtype),
+                known,
+                needs={} if way == OWN else case.needs(),
+                dtype=case.dtype,
+            )
+            for way in (OWN, *layer.ways)
+        ]
+        _relate(measured.group(TOOLKIT, jobs, labels), tuple(layer.ways))
+        bench.save()
+
+
+def _relate(rows: list[dict], theirs: tuple[str, ...] = THEIRS) -> None:
+    """How many times faster than the fastest of their implementations."""
     for direction in DIRECTIONS:
         here = [row for row in rows if row["direction"] == direction and "median_ms" in row]
-        best = min((row["median_ms"] for row in here if row["implementation"] in THEIRS), default=None)
+        best = min((row["median_ms"] for row in here if row["implementation"] in theirs), default=None)
         for row in here:
             if best is not None:
                 row["speedup"] = round(best / row["median_ms"], 3)
@@ -211,6 +268,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--audio", type=float, nargs="+", default=[10.0, 60.0, 600.0], metavar="SECONDS", help="default 10 60 600")
     add("--parts", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
+    add("--toolkit", nargs="+", choices=toolkits.NAMES, help="whole encoder layers of these instead")
     add("--batch", type=positive, default=1)
     add("--d-model", type=positive, default=1024)
     add("--heads", type=positive, default=8)
@@ -239,7 +297,7 @@ def main(arguments: list[str] | None = None) -> int:
         "speech",
         options,
         {name: value for name, value in vars(options).items() if name not in ("output", "plot", "quick")},
-        functools.partial(measure, options),
+        functools.partial(measure_toolkits if options.toolkit else measure, options),
         directions=DIRECTIONS,
         rounds=(3, 5) if options.quick else (3, 50),
         seconds=options.seconds,

@@ -32,6 +32,7 @@ TITLES = {
     "recurrence": "Evaluation with memory against a sliding window recomputed for every token",
     "speech": "Attention of a speech encoder against the best of transformers' own",
     "speech-layer": "The same with the layer's projections",
+    "speech-toolkit": "An encoder layer of a speech toolkit against the best of its own ways",
 }
 RATIOS = dict.fromkeys(("core", "terms", "long"), "x baseline") | {"streams": "x content", "precision": "x float32"}
 DIRECTION_NAMES = {"forward": "forward", "backward": "fwd + bwd"}
@@ -107,9 +108,10 @@ def _capacity(make: MakeTable, section: str, rows: list[dict]):
 
 
 def _table(make: MakeTable, section: str, rows: list[dict]):
-    speedups = section in ("core", "module", "model", "speech", "speech-layer")
+    speedups = section in ("core", "module", "model", "speech", "speech-layer", "speech-toolkit")
     table = make(TITLES[section])
     heads = {"model": "task, L x B + memory", "speech": "audio, L x B", "speech-layer": "audio, L x B"}
+    heads["speech-toolkit"] = "toolkit, audio, L x B"
     heads["terms"] = "L x B, parts"
     head = heads.get(section, "L x B")
     for header in (head, "direction", "implementation"):
@@ -120,7 +122,8 @@ def _table(make: MakeTable, section: str, rows: list[dict]):
     if section in RATIOS:
         table.add_column(RATIOS[section], justify="right", no_wrap=True)
     if speedups:
-        table.add_column("vs transformers", justify="right", no_wrap=True)
+        whom = "toolkit" if section == "speech-toolkit" else "transformers"
+        table.add_column(f"vs {whom}", justify="right", no_wrap=True)
     if section == "model":
         table.add_column("vs its compiled", justify="right", no_wrap=True)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import ROOT
+from tests.integrations import conventions
 
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -204,6 +205,32 @@ def test_a_wrong_speech_layer_is_found(tmp_path, monkeypatch, capsys, seconds):
     arguments = ["--device", "cpu", "--quick", "--audio", str(seconds), "--parts", "attention"]
     assert speech.main([*arguments, "--implementations", speech.OWN, "--output", str(tmp_path / "speech.json")]) == 1
     assert "WRONG xlnet_kernels, forward" in capsys.readouterr().out
+
+
+def test_toolkits_that_are_not_there_are_skipped_and_others_are_checked(tmp_path, monkeypatch, capsys):
+    """With an attention of ours in the place of NeMo's layer."""
+    import speech
+    from lib import toolkits
+
+    def build(length, d_model, heads):
+        table = torch.randn(1, 2 * length - 1, d_model)
+        attention = conventions.RelPositionMultiHeadAttention()
+        return toolkits.Layer(attention, lambda one, x: one(x, x, x, None, table.to(x)), {"NeMo": lambda one: None})
+
+    monkeypatch.setitem(toolkits._BUILD, "nemo", build)
+    output = tmp_path / "toolkits.json"
+    arguments = ["--device", "cpu", "--quick", "--output", str(output), "--toolkit", "nemo", "espnet"]
+    with conventions.installed():  # of ESPnet nothing but the attention
+        assert speech.main(arguments) == 0
+    rows = [row for row in rows_of(output) if row["section"] == speech.TOOLKIT]
+    for row in rows:
+        if row["case"].startswith("nemo"):
+            assert row["status"] == "ok" and row["check"]["passed"] and "speedup" in row, row
+        else:
+            assert row["status"] == "skipped" and "espnet cannot be imported" in row["reason"]
+    found = {(row["case"], row["implementation"], row["direction"]) for row in rows}
+    assert {("nemo, 2 s: 25 x 1", name, "backward") for name in (speech.OWN, "NeMo")} <= found
+    assert "vs toolkit" in capsys.readouterr().out
 
 
 def test_transformers_is_left_out_where_its_maps_do_not_fit(tmp_path, monkeypatch):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.machinery
+import importlib.util
 import logging
 import pickle
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,23 +35,20 @@ FILES = {
     "speechbrain": "speechbrain.nnet.attention",
     "fairseq2": "fairseq2.models.transformer.sdpa.relative",
 }
-# What a toolkit imports and its attention does not need: torchaudio is built for one torch, fairseq2n for one GPU.
-UNNEEDED = {"speechbrain": "torchaudio", "fairseq2": "fairseq2n"}
 
 
 def real(toolkit: str):
     """The toolkit's own module."""
     if importlib.util.find_spec(toolkit) is None:
         pytest.skip(f"{toolkit} is not installed")
-    unneeded = UNNEEDED.get(toolkit)
-    if unneeded is not None and unneeded not in sys.modules:
-        sys.modules[unneeded] = ModuleType(unneeded)
-        sys.modules[unneeded].__spec__ = importlib.machinery.ModuleSpec(unneeded, None)
+    from lib.toolkits import leave_out_unneeded
+
+    leave_out_unneeded(toolkit)
     return importlib.import_module(FILES[toolkit])
 
 
 @pytest.fixture(params=["small", pytest.param("real", marks=pytest.mark.slow)])
-def toolkits(request):
+def toolkits(request, scripts):
     """toolkit -> what has its classes."""
     if request.param == "real":
         yield real

@@ -1,0 +1,126 @@
+"""One encoder layer of a speech toolkit, made by the toolkit itself, and the ways in which it computes it."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from .harness import CannotRun
+
+# Built for one torch, or one GPU.
+UNNEEDED = {"speechbrain": "torchaudio", "fairseq2": "fairseq2n"}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer in eval mode without dropout, how frames (B, L, d_model) go through it, and how it is told its ways.
+
+    `call(module, x)` gives (B, L, d_model), without padding.
+    """
+
+    module: nn.Module
+    call: Callable[[nn.Module, Tensor], Tensor]
+    ways: dict[str, Callable[[nn.Module], object]]
+
+
+def leave_out_unneeded(toolkit: str) -> None:
+    """An empty module in the place of what the toolkit imports and its layers do not need."""
+    unneeded = UNNEEDED.get(toolkit)
+    if unneeded is None or unneeded in sys.modules or importlib.util.find_spec(toolkit) is None:
+        return
+    module = sys.modules[unneeded] = ModuleType(unneeded)
+    module.__spec__ = importlib.machinery.ModuleSpec(unneeded, None)
+    module.DOC_MODE = True  # what fairseq2 asks of fairseq2n: whether to do without it
+
+
+def build(toolkit: str, length: int, d_model: int, heads: int) -> Layer:
+    """CannotRun where the toolkit is not there, with the reason."""
+    leave_out_unneeded(toolkit)
+    torch.manual_seed(0)
+    try:
+        layer = _BUILD[toolkit](length, d_model, heads)
+    except ImportError as error:
+        raise CannotRun(f"{toolkit} cannot be imported: {error}") from error
+    for name, parameter in layer.module.named_parameters():
+        if "bias_u" in name or "bias_v" in name or "u_bias" in name or "v_bias" in name:  # of some size: they count
+            nn.init.normal_(parameter, std=0.3)
+    layer.module.eval()
+    return layer
+
+
+def _nemo(length: int, d_model: int, heads: int) -> Layer:
+    from nemo.collections.asr.parts.submodules.conformer_modules import ConformerLayer
+    from nemo.collections.asr.parts.submodules.multi_head_attention import RelPositionalEncoding
+
+    module = ConformerLayer(d_model, 4 * d_model, n_heads=heads, conv_kernel_size=9, dropout=0.0, dropout_att=0.0)
+    encoding = RelPositionalEncoding(d_model, 0.0)
+    encoding.extend_pe(length, "cpu", torch.float32)
+    table = encoding.pe
+
+    def use(sdpa: bool) -> Callable[[nn.Module], object]:
+        return lambda layer: setattr(layer.self_attn, "use_pytorch_sdpa", sdpa)
+
+    def call(layer: nn.Module, x: Tensor) -> Tensor:
+        middle = table.shape[1] // 2
+        return layer(x, pos_emb=table[:, middle - x.shape[1] + 1 : middle + x.shape[1]].to(x))
+
+    return Layer(module, call, {"NeMo sdpa": use(True), "NeMo": use(False)})
+
+
+def _espnet(length: int, d_model: int, heads: int) -> Layer:
+    from espnet.nets.pytorch_backend.conformer.convolution import ConvolutionModule
+    from espnet.nets.pytorch_backend.conformer.encoder_layer import EncoderLayer
+    from espnet.nets.pytorch_backend.transformer.attention import RelPositionMultiHeadedAttention
+    from espnet.nets.pytorch_backend.transformer.embedding import RelPositionalEncoding
+    from espnet.nets.pytorch_backend.transformer.positionwise_feed_forward import PositionwiseFeedForward
+
+    feed = (PositionwiseFeedForward(d_model, 4 * d_model, 0.0, nn.SiLU()) for _ in range(2))
+    attention = RelPositionMultiHeadedAttention(heads, d_model, 0.0)
+    module = EncoderLayer(d_model, attention, *feed, ConvolutionModule(d_model, 9, nn.SiLU()), 0.0)
+    table = RelPositionalEncoding(d_model, 0.0)(torch.zeros(1, length, d_model))[1]
+    return Layer(module, lambda layer, x: layer((x, table.to(x)), None)[0][0], {"ESPnet": lambda layer: None})
+
+
+def _speechbrain(length: int, d_model: int, heads: int) -> Layer:
+    from speechbrain.lobes.models.transformer.Conformer import ConformerEncoderLayer
+    from speechbrain.nnet.attention import RelPosEncXL
+
+    module = ConformerEncoderLayer(d_model, 4 * d_model, heads, kernel_size=9)
+    table = RelPosEncXL(d_model).make_pe(length)
+    call = lambda layer, x: layer(x, pos_embs=table.to(x))[0]  # noqa: E731
+    return Layer(module, call, {"SpeechBrain": lambda layer: None})
+
+
+def _fairseq2(length: int, d_model: int, heads: int) -> Layer:
+    from fairseq2.models.conformer import ConformerBlock, ConformerConvolution
+    from fairseq2.models.transformer import (
+        RelativePositionalEncoding,
+        RelativePositionSDPA,
+        StandardFeedForwardNetwork,
+        StandardMultiheadAttention,
+    )
+    from fairseq2.models.transformer.attention_bias import AttentionBiasCache, IdentityBias
+    from fairseq2.nn import BatchLayout, StandardLayerNorm
+
+    feed = [StandardFeedForwardNetwork(d_model, 4 * d_model, True, inner_activation=nn.SiLU()) for _ in range(2)]
+    norms = [StandardLayerNorm(d_model, bias=True) for _ in range(5)]
+    sdpa = RelativePositionSDPA(d_model, heads, RelativePositionalEncoding(d_model, length), IdentityBias())
+    attention = StandardMultiheadAttention(d_model, heads, sdpa)
+    convolution = ConformerConvolution(d_model, 9)
+    module = ConformerBlock(norms[0], feed[0], norms[1], attention, norms[2], convolution, norms[3], feed[1], norms[4])
+
+    def call(layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x, BatchLayout((x.shape[0], x.shape[1]), None, device=x.device), AttentionBiasCache())
+
+    return Layer(module, call, {"fairseq2": lambda layer: None})
+
+
+_BUILD = {"nemo": _nemo, "espnet": _espnet, "speechbrain": _speechbrain, "fairseq2": _fairseq2}
+NAMES = tuple(_BUILD)

@@ -35,6 +35,8 @@ _HEADS = (
 class PretrainedModel(nn.Module):
     """A model with a configuration, an initialisation and a folder."""
 
+    accepts_loss_kwargs = False  # transformers' Trainer then passes on what the collator gives, and nothing more
+
     def __init__(self, config: XLNetConfig) -> None:
         super().__init__()
         if not isinstance(config, XLNetConfig):

@@ -1,0 +1,100 @@
+"""Batches for transformers' Trainer, or any DataLoader: rows of tokens in, what a language model wants out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..masks import RankMask
+from .objective import Objective, PermutationLM
+from .tokens import Vocabulary
+
+
+@dataclass(frozen=True)
+class DataCollatorForPermutationLM:
+    """Rows of tokens to a batch of the permutation LM (or another objective), new targets and orders each time.
+
+    What is random is drawn from torch's generator, so that `TrainingArguments(seed=...)` decides it. Rows are padded on
+    the left, with token type 3; no one sees padding, and it is never a target.
+
+    transformers' DataCollatorForPermutationLanguageModeling does not train a permutation LM. It writes MASK over the
+    targets in the input, so that no target ever sees another one's token and the order decides nothing; its SEP and CLS
+    are seen by all although they see targets; it returns no attention_mask, so that padding is seen as text; spans have
+    uniform lengths and begin anywhere, and their number varies; both halves of a sequence have the same order; lengths
+    must be even; and its query stream has as many rows as there are tokens, not as there are targets.
+
+    Args:
+        vocabulary: its Vocabulary.
+        objective: PermutationLM, AutoregressiveLM or MaskedLM.
+        dense: False: `mask` (RankMask) and `target_positions`, for this package's models. True: `perm_mask` (B, L, L),
+            `target_mapping` (B, N, L) and `attention_mask` (B, L), for transformers' and accelerated ones.
+
+    Calling it with rows (lists or 1-dimensional integer tensors), or dictionaries with `input_ids` and, if need be,
+    `token_type_ids`, gives keyword arguments of a model: input_ids and token_type_ids (B, L), what `dense` says, and
+    labels (B, N), or (B, L) where the content stream predicts; -100 does not count. Trainer needs
+    `TrainingArguments(remove_unused_columns=False)`.
+
+    Raises:
+        ValueError: a row is empty or holds something else than ids of the vocabulary, or `dense` and an objective other
+            than PermutationLM are combined.
+
+    >>> vocabulary = Vocabulary(size=100, sep=4, cls=3, pad=5, mask=6)
+    >>> batch = DataCollatorForPermutationLM(vocabulary)([list(range(10, 34)), list(range(40, 52))])
+    >>> batch["input_ids"].shape, batch["target_positions"].shape, batch["labels"].shape
+    (torch.Size([2, 24]), torch.Size([2, 4]), torch.Size([2, 4]))
+    """
+
+    vocabulary: Vocabulary
+    objective: Objective = PermutationLM()
+    dense: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dense and not isinstance(self.objective, PermutationLM):
+            raise ValueError(f"dense is for PermutationLM, got {type(self.objective).__name__}")
+
+    def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
+        rows = [self._row(index, feature) for index, feature in enumerate(features)]
+        length = max(len(ids) for ids, _ in rows)
+        ids = np.stack([np.pad(x, (length - len(x), 0), constant_values=self.vocabulary.pad) for x, _ in rows])
+        types = np.stack([np.pad(x, (length - len(x), 0), constant_values=3) for _, x in rows])
+        self.objective.check((length,), 0)
+        rng = np.random.default_rng(int(torch.randint(2**62, ())))
+        examples = [self.objective.example(row, self.vocabulary, (length,), rng) for row in ids]
+
+        def stacked(name: str) -> Tensor:
+            return torch.from_numpy(np.stack([getattr(example, name) for example in examples]))
+
+        mask = RankMask(stacked("query_rank"), stacked("key_rank"))
+        batch = {
+            "input_ids": stacked("input_ids"),
+            "token_type_ids": torch.from_numpy(types),
+            "labels": stacked("labels"),
+        }
+        if examples[0].target_positions is None:
+            return batch | {"mask": mask}
+        positions = stacked("target_positions")
+        if not self.dense:
+            return batch | {"mask": mask, "target_positions": positions}
+        mapping = torch.nn.functional.one_hot(positions, length).float()
+        visible = torch.from_numpy(ids != self.vocabulary.pad).long()
+        perm_mask = (~mask.to_bool(stream="query")).float()
+        return batch | {"perm_mask": perm_mask, "target_mapping": mapping, "attention_mask": visible}
+
+    def _row(self, index: int, feature: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and token types of one feature."""
+        types = None
+        if isinstance(feature, Mapping):
+            feature, types = feature["input_ids"], feature.get("token_type_ids")
+        ids = np.asarray(feature)
+        size = self.vocabulary.size
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size or not (0 <= ids.min() and ids.max() < size):
+            raise ValueError(f"features[{index}] must be at least one integer in [0, {size}), got {feature!r}")
+        types = np.zeros_like(ids) if types is None else np.asarray(types)
+        if types.shape != ids.shape:
+            raise ValueError(f"features[{index}] must have a token type for each of {len(ids)} ids, got {types.shape}")
+        return ids.astype(np.int64), types.astype(np.int64)

@@ -53,7 +53,7 @@ bench-suite: $(VENV)/installed
 SITE := build/docs-source
 docs: $(VENV)/installed
 	rm -rf $(SITE) && mkdir -p $(SITE)/benchmarks
-	ln -s $(CURDIR)/README.md $(CURDIR)/CHANGELOG.md $(CURDIR)/docs $(SITE) && ln -s $(CURDIR)/benchmarks/results $(SITE)/benchmarks
+	ln -s $(addprefix $(CURDIR)/,README.md CHANGELOG.md CONTRIBUTING.md CITATION.cff docs) $(SITE) && ln -s $(CURDIR)/benchmarks/results $(SITE)/benchmarks
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
 
 gpu-check:

@@ -3,10 +3,11 @@
     python benchmarks/report.py RESULTS.json                              tables, printed as Markdown
     python benchmarks/report.py RESULTS.json PAGE.md                      put into a page
     python benchmarks/report.py --headline RESULTS.json [...] [PAGE.md]   in multiples of plain SDPA's time
+    python benchmarks/report.py --highlights RESULTS.json [README.md]     README's three numbers
     python benchmarks/report.py --plot RESULTS.json [PICTURE.png]         drawn; default beside the JSON
 
-A page has a line `<!-- RESULTS.json -->`, or `<!-- headline -->`, for where they begin and `<!-- end -->` for where
-they end.
+A page has a line `<!-- RESULTS.json -->`, `<!-- headline -->` or `<!-- highlights -->` for where they begin and
+`<!-- end -->` for where they end.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument(
         "--headline", action="store_true", help="of runs of attn.py, a line per dtype, head_dim, length, backend"
     )
+    what.add_argument("--highlights", action="store_true", help="of a run of attn.py, README's three numbers")
     what.add_argument("--plot", action="store_true", help="a picture")
     options = parser.parse_args(arguments)
     target = options.files.pop() if len(options.files) > 1 and options.files[-1].suffix != ".json" else None
@@ -40,11 +42,15 @@ def main(arguments: list[str] | None = None) -> int:
             plot(runs[0], target)
             print(target)
         else:
-            text = headline.markdown(runs) if options.headline else report.markdown(runs[0])
+            text, place = report.markdown, options.files[0].name
+            if options.headline:
+                text, place = lambda _: headline.markdown(runs), "headline"
+            elif options.highlights:
+                text, place = headline.highlights, "highlights"
             if target is None:
-                print(text)
+                print(text(runs[0]))
             else:
-                report.put(target, "headline" if options.headline else options.files[0].name, text)
+                report.put(target, place, text(runs[0]))
     except (OSError, ValueError, KeyError) as error:
         print(f"{options.files[0]}: {error}", file=sys.stderr)
         return 1

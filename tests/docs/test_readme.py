@@ -1,5 +1,6 @@
-"""The README's examples run, and what it calls equivalent is."""
+"""README: its examples run, its numbers are those of their file, it is short; what is called equivalent is."""
 
+import json
 import re
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 import xlnet_kernels as xk
 from tests import ROOT
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+PAGES = [ROOT / name for name in ("README.md", "docs/api/operator.md", "docs/how-to/model.md")]
+README = PAGES[0].read_text()
+BLOCKS = [code for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
 def block(text: str) -> str:
@@ -19,7 +22,28 @@ def block(text: str) -> str:
 def test_drop_in_example_runs():
     names: dict = {}
     exec(block("TwoStreamAttention(512, 8)"), names)
-    assert names["h"].shape == (2, 100, 512) and names["g"].shape == (2, 15, 512)
+    assert names["h"].shape == names["attn"](names["h"])[0].shape == (2, 100, 512)
+    exec(block("to_rel_key"), names)
+    assert names["out"].shape == (2, 8, 100, 64)
+
+
+def test_numbers_are_those_of_the_picture(monkeypatch):
+    """Both come from one results file."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from lib.headline import highlights
+
+    (picture,) = re.findall(r"!\[.*?\]\((benchmarks/results/[\w-]+)\.png\)", README)
+    (shown,) = re.findall(r"<!-- highlights -->\n(.*?)<!-- end -->", README, re.DOTALL)
+    assert shown.strip() == highlights(json.loads((ROOT / f"{picture}.json").read_text()))
+    assert len(re.findall(r"^\* \*\*", shown, re.MULTILINE)) == 3
+
+
+def test_short():
+    lines = README.splitlines()
+    assert len(lines) <= 150 and len(re.findall(r"\w+", re.sub(r"```.*?```", "", README, flags=re.DOTALL))) < 1000
+    first_screen = "\n".join(lines[:45])
+    for part in ("![", "<!-- highlights -->", "pip install .", "info --check", "= attn(h"):
+        assert part in first_screen, part
 
 
 def test_model_example_runs():
@@ -34,7 +58,7 @@ def test_model_example_runs():
 def test_accelerate_example_runs():
     transformers = pytest.importorskip("transformers")
     names: dict = {}
-    exec(block("integrations.transformers.accelerate"), names)
+    exec(block("xk.accelerate(model)"), names)
     assert type(names["model"]) is transformers.XLNetLMHeadModel
 
 

@@ -1,0 +1,44 @@
+"""CITATION.cff, the workflows and the issue forms agree with the project they are of."""
+
+import re
+
+import pytest
+
+import xlnet_kernels as xk
+from tests import ROOT
+
+yaml = pytest.importorskip("yaml")
+GITHUB = ROOT / ".github"
+
+
+def test_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == xk.__version__ and citation["license"] == "Apache-2.0"
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+
+
+def commands(workflow):
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    return [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+
+
+@pytest.mark.parametrize("workflow", sorted((GITHUB / "workflows").glob("*.yml")), ids=lambda path: path.name)
+def test_workflows_call_what_there_is(workflow):
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    found = commands(workflow)
+    assert found
+    for command in found:
+        assert set(re.findall(r"\bmake ([a-z][\w-]*)", command)) <= set(targets), command
+
+
+def test_docs_workflow_installs_the_extra():
+    (extra,) = re.findall(r"^docs = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    (command,) = [command for command in commands(GITHUB / "workflows" / "docs.yml") if "pip install" in command]
+    assert sorted(re.findall(r'"(.+?)"', extra)) == sorted(command.partition(" # ")[0].replace('"', "").split()[2:])
+
+
+@pytest.mark.parametrize("form", ["bug", "slow", "model"])
+def test_issue_forms_have_what_forms_need(form):
+    found = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / f"{form}.yml").read_text())
+    assert found["name"] and found["description"]
+    assert all(part["type"] == "textarea" and part["attributes"]["label"] for part in found["body"])

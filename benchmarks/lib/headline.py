@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .implementations import BASELINE, TRANSFORMERS
@@ -80,42 +80,45 @@ def headline(rows: list[dict]) -> Iterator[str]:
 def highlights(run: dict) -> str:
     """README's three numbers of one run of attn.py: time against transformers and plain SDPA, and memory.
 
-    They are of the greatest length at which transformers' own attention was measured, both directions.
+    They are of the greatest length at which all of these were measured in both directions.
 
     Raises:
         ValueError: there is no such length.
     """
-    found: dict[int, dict[tuple[str, str], dict]] = {}
-    for row in run["rows"]:
-        if row["section"] == "core" and "median_ms" in row:
-            found.setdefault(row["length"], {})[row["implementation"].removeprefix(OWN), row["direction"]] = row
-    names = [name for name, _ in (found[max(found)] if found else ()) if name in ("cpu", "cuda", "triton")]
-    sides = names[:1] + [TRANSFORMERS, BASELINE]
-    wanted = {(side, direction) for side in sides for direction in ("forward", "backward")}
-    lengths = [length for length, rows in found.items() if wanted <= rows.keys()]
-    if not lengths:
+    core = [row for row in run["rows"] if row["section"] == "core" and "median_ms" in row]
+    ways = ("forward", "backward")
+    for length in sorted({row["length"] for row in core}, reverse=True):
+        here = {(row["implementation"], row["direction"]): row for row in core if row["length"] == length}
+        names = {name for name, _ in here if all((name, way) in here for way in ways)}
+        own = next((name for name in sorted(names) if name.startswith(OWN) and "reference" not in name), None)
+        plain = [name for name in names if name.startswith(BASELINE)]
+        if own and plain and TRANSFORMERS in names:
+            break
+    else:
         raise ValueError("no length has this package, transformers and plain SDPA in both directions")
-    own, rows = sides[0], found[max(lengths)]
 
-    def times(slow: str, fast: str) -> str:
-        both = [rows[slow, way]["median_ms"] / rows[fast, way]["median_ms"] for way in ("forward", "backward")]
-        return " / ".join(f"{ratio:.1f}x" if ratio >= 2 else f"{ratio:.2f}x" for ratio in both)
-
-    memory = [f"{rows[side, 'backward']['peak_bytes'] / 1e6:.0f} MB" for side in (own, TRANSFORMERS)]
+    time = {key: row["median_ms"] for key, row in here.items()}
+    faster = _both(time[TRANSFORMERS, way] / time[own, way] for way in ways)
+    slower = _both(time[own, way] / min(time[name, way] for name in plain) for way in ways)
+    memory = [f"{here[name, 'backward']['peak_bytes'] / 1e6:.0f} MB" for name in (own, TRANSFORMERS)]
     environment, settings = run["environment"], run["settings"]
     machine = environment.get("gpu") or f"{environment['threads']} cores of an {environment['cpu']}"
     return "\n".join(
         [
-            f"* **{times(TRANSFORMERS, own)}** as fast as transformers' attention, forward / forward and backward",
-            f"* **{times(own, BASELINE)}** the time of plain SDPA, which has no positions",
+            f"* **{faster}** as fast as transformers' attention, forward / forward and backward",
+            f"* **{slower}** the time of plain SDPA, which has no positions",
             f"* **{memory[0]}** of memory where transformers takes {memory[1]}, growing with length, not its square",
             "",
-            f"<sub>Length {max(lengths)}, permutation mask and relative segments, {settings['dtype']}, "
+            f"<sub>Length {length}, permutation mask and relative segments, {settings['dtype']}, "
             f"{settings['heads']} heads of {settings['head_dim']}, {machine}, torch {environment['torch']}. In the "
             "picture's bottom row 100 % is attention that pays for its positions' own products and nothing else. "
             "[Conditions and all numbers](docs/performance.md).</sub>",
         ]
     )
+
+
+def _both(ratios: Iterable[float]) -> str:
+    return " / ".join(f"{ratio:.1f}x" if ratio >= 2 else f"{ratio:.2f}x" for ratio in ratios)
 
 
 def markdown(runs: list[dict]) -> str:

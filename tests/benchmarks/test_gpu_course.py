@@ -183,6 +183,27 @@ def test_headline_takes_the_best_kernel_of_each_direction(tmp_path, capsys):
     assert report.main(["--headline", str(sources[0])]) == 0 and "2.00 flash" in capsys.readouterr().out
 
 
+def test_highlights_are_of_the_greatest_length_that_all_have(tmp_path, capsys):
+    import report
+
+    own, peer = "xlnet_kernels cuda", "transformers eager"
+    rows = core(own, 512, 2, 8, peak_bytes=3e6) + core(peer, 512, 20, 24, peak_bytes=5e8) + core(own, 1024, 1, 1)
+    # of plain SDPA's kernels the best of each direction
+    rows += core(FLASH, 512, 1, 5) + core(CUDNN, 512, 2.5, 4) + core(f"{own} reference", 512, 9, 9)
+    settings = {"dtype": "bfloat16", "heads": 12, "head_dim": 64}
+    run = {"rows": rows, "settings": settings, "environment": {"gpu": "a GPU", "torch": "2.11"}}
+    source, page = tmp_path / "run.json", tmp_path / "page.md"
+    source.write_text(json.dumps(run))
+    page.write_text("<!-- highlights -->\n<!-- end -->\n")
+    assert report.main(["--highlights", str(source), str(page)]) == 0
+    text = page.read_text()
+    assert "**10.0x / 3.0x** as fast" in text and "**2.0x / 2.0x** the time" in text
+    assert "**3 MB** of memory where transformers takes 500 MB" in text and "Length 512, " in text
+    source.write_text(json.dumps(run | {"rows": core(own, 512, 1, 1)}))
+    assert report.main(["--highlights", str(source)]) == 1
+    assert "no length has this package, transformers and plain SDPA" in capsys.readouterr().err
+
+
 def test_the_table_names_the_kernel_that_was_the_baseline():
     from lib.harness import environment
     from lib.measure import _relate

@@ -103,7 +103,7 @@ def spans(visible: Tensor) -> RankMask | None:
 
 
 def visible_ranks(mask: Tensor | None, hidden: bool) -> RankMask | Tensor | None:
-    """From a mask (B, L or 1, K) of NeMo (`hidden`: True where a row may not attend) or ESPnet (nonzero where it may).
+    """From a mask ((B,) L or 1, K), `hidden`: True where a row may not attend (NeMo), or nonzero where it may (ESPnet).
 
     Ranks wherever they can say it, None where nothing is hidden, else bool (B, 1, L, K). Fully masked rows give zeros
     in both libraries, as in ours.
@@ -111,10 +111,15 @@ def visible_ranks(mask: Tensor | None, hidden: bool) -> RankMask | Tensor | None
     if mask is None or isinstance(mask, RankMask):
         return mask
     found = (_hidden if hidden else _seen)(mask)
-    return (mask == 0 if hidden else mask != 0)[:, None] if found is _DENSE else found.visible
+    return _dense(mask, hidden)[:, None] if found is _DENSE else found.visible
 
 
 _DENSE = LayerMask(None)
+
+
+def _dense(mask: Tensor, hidden: bool) -> Tensor:
+    mask = mask if mask.dim() == 3 else mask[None]
+    return mask == 0 if hidden else mask != 0
 
 
 def _ranks_of(visible: Tensor) -> LayerMask:
@@ -126,5 +131,5 @@ def _ranks_of(visible: Tensor) -> LayerMask:
     return _DENSE if ranks is None else LayerMask(ranks)
 
 
-_hidden = OfLast(lambda mask: _ranks_of(mask == 0))
-_seen = OfLast(lambda mask: _ranks_of(mask != 0))
+_hidden = OfLast(lambda mask: _ranks_of(_dense(mask, True)))
+_seen = OfLast(lambda mask: _ranks_of(_dense(mask, False)))

@@ -85,7 +85,7 @@ class RelPosMHAXL(Original):
         if attn_mask.dim() == 3:
             visible = ~attn_mask.unflatten(0, (-1, self.num_heads))
         else:
-            visible = visible_ranks(attn_mask[None], hidden=True)
+            visible = visible_ranks(attn_mask, hidden=True)
         if padding is None or visible is None:
             return visible if padding is None else RankMask.padding(padding)
         if isinstance(visible, RankMask):

@@ -134,6 +134,65 @@ def test_projected_memory_projects_nothing_but_new_tokens(monkeypatch):
     assert tables == [65] * len(model.layer) + [131] * len(model.layer)  # twice as long when it no longer reaches
 
 
+def _places(memory) -> set[int]:
+    return {x.untyped_storage().data_ptr() for x in (*memory.keys, *memory.values)}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_steps_write_into_a_buffer_and_copy_it_once_in_mem_len_steps(inference):
+    model, steps, buffers = ours(attn_type="uni", mem_len=16), 64, set()
+    memory = model.project_mems(batch=B)
+    with torch.inference_mode() if inference else torch.no_grad():
+        for token in _text(length=steps).split(1, 1):
+            memory = model(token, mems=memory).mems
+            buffers |= {(tuple(sorted(_places(memory))), memory.length)}
+    assert memory.length == 16
+    full = {places for places, length in buffers if length == 16}
+    assert len(full) <= 1 + (steps - 16) // 16
+    assert memory.keys[0].untyped_storage().nbytes() == 2 * memory.keys[0].nbytes
+
+
+def test_a_memory_that_is_used_twice_stays_as_it_is():
+    model = ours(attn_type="uni", mem_len=6)
+    ids = _text(length=12)
+    with torch.no_grad():
+        memory = model(ids[:, :5], mems=model.project_mems(batch=B)).mems
+        saved = [x.clone() for x in (*memory.keys, *memory.values)]
+        branches = []
+        for step in (ids[:, 5:7], ids[:, 7:9]):  # both go on from the same memory, the second one after the first
+            first = model(step, mems=memory).mems
+            branches.append((first, model(ids[:, 9:10], mems=first).last_hidden_state.clone()))
+        for step, (first, found) in zip((ids[:, 5:7], ids[:, 7:9]), branches, strict=True):
+            assert_same(model(ids[:, 9:10], mems=first).last_hidden_state, found)
+            plain = model(step, mems=model(ids[:, :5], mems=None, use_mems=True).mems).mems
+            assert_same(model(ids[:, 9:10], mems=plain).last_hidden_state, found)
+    assert_same([*memory.keys, *memory.values], saved)
+    assert _places(branches[0][0]).isdisjoint(_places(branches[1][0]))
+
+
+def test_memory_of_inference_mode_goes_on_outside_of_it():
+    model, ids = ours(attn_type="uni", mem_len=6), _text(length=9)
+    with torch.inference_mode():
+        memory = model(ids[:, :5], mems=model.project_mems(batch=B)).mems
+        wanted = model(ids[:, 5:], mems=memory).last_hidden_state.clone()
+    with torch.no_grad():
+        assert_same(model(ids[:, 5:], mems=memory).last_hidden_state, wanted)
+
+
+def test_steps_do_not_write_over_what_gradients_need():
+    model, ids = ours(attn_type="uni", mem_len=6), _text(length=9)
+    with torch.no_grad():
+        memory = model(ids[:, :5], mems=model.project_mems(batch=B)).mems
+    found = model(ids[:, 5:7], mems=memory)
+    with torch.no_grad():
+        after = model(ids[:, 5:7], mems=memory).mems
+    assert _places(after) == _places(memory)
+    parameter = model.layer[0].rel_attn.q
+    gradient = torch.autograd.grad(found.last_hidden_state.sum(), parameter)[0]
+    again = model(ids[:, 5:7], mems=memory).last_hidden_state.sum()
+    assert_same(gradient, torch.autograd.grad(again, parameter)[0])
+
+
 def test_longer_memory_than_in_training():
     """Trained with 4 positions, read with 64: the model sees further back and says what the full pass says."""
     lm = ours("XLNetLMHeadModel", attn_type="uni", mem_len=4, use_mems_train=True).train()

@@ -30,7 +30,7 @@ from .inputs import (
     pick_rows,
     stack_rows,
 )
-from .memory import ProjectedMemory, keep
+from .memory import Extension, ProjectedMemory, keep
 from .outputs import XLNetOutput
 
 
@@ -257,6 +257,9 @@ class XLNetModel(PretrainedModel):
         hidden_states, attentions = [rows], []
         layer_inputs: list[Tensor] = []
         layer_keys: list[tuple[Tensor, ...]] = []  # and values and tables
+        extension = None
+        if use_mems and isinstance(mems, ProjectedMemory):
+            extension = Extension(mems, length, mem_len, reuse_len)
         for index, layer in enumerate(self.layer):
             if brief and wanted is not None and index == len(self.layer) - 1:
                 shared = shared.of_rows(wanted)
@@ -271,8 +274,8 @@ class XLNetModel(PretrainedModel):
                 rows, weights, made = checkpoint(layer, rows, shared, plain, projected, use_reentrant=False)
             else:
                 rows, weights, made = layer(rows, shared, plain, projected)
-            if use_mems and projected is not None:
-                kept = (keep(old, new, mem_len, reuse_len, 2) for old, new in zip(projected, made[:2], strict=False))
+            if extension is not None and projected is not None:
+                kept = (extension.of(old, new) for old, new in zip(projected, made[:2], strict=False))
                 layer_keys.append((*kept, made[2].detach()))
             if output_hidden_states:
                 hidden_states.append(rows)
@@ -280,9 +283,9 @@ class XLNetModel(PretrainedModel):
                 attentions.append(weights)
 
         new_mems: list[Tensor] | ProjectedMemory | None = layer_inputs if use_mems else None
-        if use_mems and isinstance(mems, ProjectedMemory):
+        if extension is not None:
             keys, values, tables = map(list, zip(*layer_keys, strict=True))
-            new_mems = ProjectedMemory(keys, values, tables, reach, behind)
+            new_mems = ProjectedMemory(keys, values, tables, reach, behind, extension.written)
         if g is not None:
             hidden_states = [stream for both in hidden_states for stream in (both[:, :length], both[:, length:])]
             attentions = [(both[:, :, :length], both[:, :, length:]) for both in attentions]

@@ -16,7 +16,9 @@ class ProjectedMemory:
     """Memory that is projected once: stepping through a text with it projects nothing but the new tokens.
 
     Made by `XLNetModel.project_mems`, given as `mems`, returned by a call that was given one. It belongs to the
-    weights it was made with, and gradients do not flow through it.
+    weights it was made with, and gradients do not flow through it. Without gradients, steps write into a buffer twice
+    as long as the memory, of which each memory is a window: what a step costs does not grow with M but by its
+    attention. A memory stays as it is whatever is made of it later, also when it is used twice.
 
     Attributes:
         keys, values: per layer (B, H, M, D).
@@ -29,6 +31,7 @@ class ProjectedMemory:
     rel_keys: list[Tensor] = field(default_factory=list)
     reach: int = -1
     behind: int = 0
+    written: Tensor | None = None  # on the CPU, where writing into the buffers of keys and values has come to
 
     @property
     def length(self) -> int:
@@ -40,14 +43,64 @@ class ProjectedMemory:
         return self.keys[index], self.values[index], self.rel_keys[index] if self.rel_keys else None
 
 
+def _kept(old: int, new: int, mem_len: int | None, reuse_len: int | None) -> tuple[int, int, int]:
+    """Of `old` and `new` positions, how many last old ones stay, and which new ones come: from where on, how many."""
+    count = min(reuse_len, new) if reuse_len else new
+    first = max(0, count - mem_len) if mem_len else 0
+    count -= first
+    return min(old, mem_len - count) if mem_len else old, first, count
+
+
 def keep(previous: Tensor | None, new: Tensor, mem_len: int | None, reuse_len: int | None, dim: int) -> Tensor:
     """The memory after a segment: its first `reuse_len` positions after the old ones, the last `mem_len` of all."""
-    if reuse_len:
-        new = new.narrow(dim, 0, min(reuse_len, new.shape[dim]))
-    if mem_len:
-        new = new.narrow(dim, max(0, new.shape[dim] - mem_len), min(mem_len, new.shape[dim]))
+    old = 0 if previous is None else previous.shape[dim]
+    stay, first, count = _kept(old, new.shape[dim], mem_len, reuse_len)
+    new = new.narrow(dim, first, count)
     if previous is not None:
-        old = previous.shape[dim]
-        stay = min(old, mem_len - new.shape[dim]) if mem_len else old
         new = torch.cat([previous.narrow(dim, old - stay, stay), new], dim)
     return new.detach()
+
+
+class Extension:
+    """The next memory of a `ProjectedMemory`, layer by layer: its keys and values after a segment of `length`.
+
+    They go behind those of the memory, in its buffers, if nobody has written there and there is room; else into new
+    buffers, twice as long. A step copies what it adds, and once in M steps the M positions that stay.
+    """
+
+    def __init__(self, memory: ProjectedMemory, length: int, mem_len: int | None, reuse_len: int | None) -> None:
+        self._kept = mem_len, reuse_len
+        self._buffered = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        self.written: Tensor | None = None
+        if not self._buffered:
+            return
+        key, self.written = memory.keys[0], memory.written
+        self.stay, self.first, self.count = _kept(memory.length, length, mem_len, reuse_len)
+        self._in_place = self.written is not None and self._has_room(key, self.written)
+        if self._in_place:
+            self.written += self.count
+        else:
+            self.written = torch.tensor(self.stay + self.count)
+
+    def _has_room(self, key: Tensor, written: Tensor) -> bool:
+        """Whether this memory is the last one in its buffers, and the next fits in behind it."""
+        if written.device.type != "cpu" or key.is_inference() and not torch.is_inference_mode_enabled():
+            return False
+        end = key.storage_offset() // key.shape[3] + key.shape[2]
+        return int(written) == end and end + self.count <= key.stride(1) // key.shape[3]
+
+    def of(self, old: Tensor, new: Tensor) -> Tensor:
+        """Keys, or values, (B, H, M, D) of the next memory, from those of the memory and of the segment."""
+        if not self._buffered:
+            return keep(old, new, *self._kept, 2)
+        batch, heads, length, width = old.shape
+        size = (batch, heads, self.stay + self.count, width)
+        if self._in_place:
+            begin = old.storage_offset() + (length - self.stay) * width
+            # .data: who has saved `old` for gradients need not hear of what is written behind it
+            kept = old.data.as_strided(size, old.stride(), begin)
+        else:
+            kept = new.new_empty(batch, heads, 2 * size[2], width)[:, :, : size[2]]
+            kept[:, :, : self.stay] = old[:, :, length - self.stay :]
+        kept[:, :, self.stay :] = new[:, :, self.first : self.first + self.count]
+        return kept

@@ -152,9 +152,7 @@ def rel_attention(
         raise ValueError(f"deterministic must be a bool or None, got {deterministic!r}")
 
     check_on = query.device if readable(query) else None
-    keys, rows = mem_len + key_len, rel_key.shape[-2]
-    is_window = max_distance < keys - 1 or rows not in (max_distance + key_len, max_distance + 1)
-    out, lse = choose(backend, query.device.type, query.dtype, width, check_on, is_window).rel_attention(
+    out, lse = choose(backend, query.device.type, query.dtype, width, check_on).rel_attention(
         query,
         key,
         value,

@@ -16,7 +16,7 @@ CHOICES = {
     "dtype": (torch.bfloat16, torch.float16, torch.float32),
     "head_dim": (64, 16, 128, 24, 40, 80, 256),
     "mask": MASKS,
-    "rel_rows": ("bi", "uni"),
+    "rel_rows": ("bi", "uni", "window"),
     "rel_batch": (False, True),
     "memory": (False, True),
     "positions": (False, True),
@@ -75,9 +75,13 @@ class Features:
 
         length = size(rows)
         keys = max(length, size(rows)) if self.positions else length
+        mem, window = size(rows) if self.memory else 0, None
+        if self.rel_rows == "window":
+            far = chance.randint(1 - keys, mem + keys)
+            window = far, chance.randint(1, far + keys)
         problem = make(
-            chance.randint(1, most_batch), chance.randint(1, 2), length, keys, size(rows) if self.memory else 0,
-            self.head_dim, mask=self.mask, rel_rows=self.rel_rows, rel_batch=self.rel_batch, biases=self.biases,
+            chance.randint(1, most_batch), chance.randint(1, 2), length, keys, mem,
+            self.head_dim, window=window, mask=self.mask, rel_rows=self.rel_rows, rel_batch=self.rel_batch, biases=self.biases,
             segments=self.segments, positions=self.positions, dtype=self.dtype, seed=seed,
             extra_distance=chance.choice((None, None, -1, 5)),
         )  # fmt: skip

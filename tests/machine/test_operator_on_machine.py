@@ -33,6 +33,7 @@ SAMPLE = {
     "float32-dense": replace(BASE, dtype=torch.float32, mask="dense", segments=False, memory=True),
     "tf32-causal": replace(BASE, architecture=90, dtype=torch.float32, tf32=True, mask="causal", rel_batch=True),
     "dropout-window": replace(BASE, mask="window", dropout=True, aligned=True, head_dim=40, biases=False),
+    "window-of-distances": replace(BASE, rel_rows="window", positions=True, memory=True),
     "no-mask": replace(BASE, architecture=90, dtype=torch.float16, mask=None, segments=False, head_dim=80),
 }
 

@@ -18,7 +18,6 @@ from . import cpu, cuda, reference, self_check, triton
 
 _LOGGER = logging.getLogger("xlnet_kernels")
 _BACKENDS = {"cpu": cpu, "cuda": cuda, "triton": triton, "reference": reference}  # best first
-_WITHOUT_WINDOWS = ("triton",)  # those that take rel_key in its two standard sizes only
 
 
 @dataclass(frozen=True)
@@ -62,25 +61,17 @@ def check_name(name: str | None) -> None:
         raise ValueError(f"backend must be None or one of {[*_BACKENDS]}, got {name!r}")
 
 
-def choose(
-    name: str | None,
-    device_type: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    check_on: torch.device | None = None,
-    is_window: bool = False,
-):
+def choose(name: str | None, device_type: str, dtype: torch.dtype, head_dim: int, check_on: torch.device | None = None):
     """The backend module called `name`, or the best one for tensors of `dtype` and `head_dim` on
     `device_type`.
 
-    `is_window`: rel_key holds a window of distances.
     `check_on`: where a backend that nothing vouches for may be compared with the reference now (self_check.py).
 
     Raises:
         ValueError: there is no backend of that name.
         RuntimeError: the backend asked for by name cannot serve the call.
     """
-    call = device_type, dtype, head_dim, check_on, is_window
+    call = device_type, dtype, head_dim, check_on
     if exports_to_onnx():  # which knows torch's operators alone
         check_name(name)
         if name not in (None, "reference"):
@@ -113,13 +104,7 @@ def _log_once(level: int, device_type: str, reasons: str) -> None:
 
 
 def _refusal(
-    name: str,
-    backend,
-    device_type: str,
-    dtype: torch.dtype,
-    head_dim: int,
-    check_on: torch.device | None,
-    is_window: bool,
+    name: str, backend, device_type: str, dtype: torch.dtype, head_dim: int, check_on: torch.device | None
 ) -> str | None:
     """Why the backend cannot serve this call, or None."""
     if backend.DEVICE is None:
@@ -136,8 +121,6 @@ def _refusal(
     most = backend.max_head_dim(dtype)
     if most is not None and head_dim > most:
         return f"it serves head_dim up to {most}, query has {head_dim}"
-    if is_window and name in _WITHOUT_WINDOWS:
-        return "it serves no rel_key that holds a window of distances only"
     if check_on is not None:
         self_check.check_once(name, backend, check_on, dtype, head_dim)
     return self_check.refusal(name, device_type, dtype)

@@ -275,8 +275,8 @@ class XLNetModel(PretrainedModel):
             else:
                 rows, weights, made = layer(rows, shared, plain, projected)
             if extension is not None and projected is not None:
-                kept = (extension.of(old, new) for old, new in zip(projected, made[:2], strict=False))
-                layer_keys.append((*kept, made[2].detach()))
+                key, value = (extension.of(*pair) for pair in zip(projected[:2], made[:2], strict=True))
+                layer_keys.append((key, value, made[2].detach()))
             if output_hidden_states:
                 hidden_states.append(rows)
             if output_attentions:

@@ -74,11 +74,11 @@ class Extension:
         self.written: Tensor | None = None
         if not self._buffered:
             return
-        key, self.written = memory.keys[0], memory.written
         self.stay, self.first, self.count = _kept(memory.length, length, mem_len, reuse_len)
-        self._in_place = self.written is not None and self._has_room(key, self.written)
-        if self._in_place:
-            self.written += self.count
+        written = memory.written
+        self._in_place = written is not None and self._has_room(memory.keys[0], written)
+        if written is not None and self._in_place:
+            self.written = written.add_(self.count)
         else:
             self.written = torch.tensor(self.stay + self.count)
 

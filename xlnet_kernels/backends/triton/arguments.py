@@ -16,7 +16,7 @@ import triton.language as tl
 
 # Vectors over rows or keys are padded to multiples of this, at least the largest BLOCK_M and BLOCK_N of the table.
 PADDING = tl.constexpr(128)
-# Blocks reach beyond the last row of rel_key; with room in its gradient for ROOM tiles' larger sides nothing is tested.
+# Blocks reach beyond the first and the last row of rel_key; with room in its gradient for ROOM tiles' larger sides nothing is tested.
 ROOM = tl.constexpr(4)
 # Arguments that change from call to call: no variants of a kernel for multiples of 16 and ones among them.
 SIZES = ["heads", "length", "mem_len", "key_len", "rel_len", "max_distance", "threshold"]
@@ -83,7 +83,7 @@ class DenseMask(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """One of the two, or none; is_causal comes on top."""
+    """One of the two, or none; what has no row in rel_key is hidden on top."""
 
     rank: RankMask
     dense: DenseMask
@@ -134,7 +134,7 @@ class RowGradients(NamedTuple):
     """What the kernel of rows writes."""
 
     query: Pointer  # (B, L, H, D)
-    rel_key: Pointer  # (slots, H or B * H, rel_len + room for blocks that reach beyond, D) float32, zeros
+    rel_key: Pointer  # (slots, H or B * H, room for blocks that reach beyond, rel_len, room, D) float32, zeros
     sums: Pointer  # (B, H, tiles, 4, D) float32: over rows, of dQ less its segment term; dS of the same segment times
     # (q + segment bias); dS of others times it; and dQ's segment term
 
@@ -157,7 +157,8 @@ class Meta(NamedTuple):
     BLOCK_D: Any
     KEEP: Any
     HEAD_DIM: Any
-    IS_CAUSAL: Any  # rel_key ends at distance 0
+    BOUNDED_BEHIND: Any  # rel_key has no row for some key before its query,
+    BOUNDED_AHEAD: Any  # for some key after it
     PRECISION: Any  # of float32 products: "ieee" or "tf32"
     NEEDS_REL: Any = None  # the gradient of rel_key is asked for
     ATOMIC: Any = None  # and added atomically: not in a fixed order

@@ -54,7 +54,7 @@ from .softmax import (
 @triton.jit
 def _add_rel_chunk(grad_rel, start, end, band, position_query, c, step, META, MASKED: tl.constexpr):
     """Adds band^T (q + position_bias) to chunk c of rows start .. start + BLOCK_N - 1 of grad_rel; MASKED: to those
-    before `end`."""
+    from 0 to `end`."""
     tile_q = row_chunk(position_query, c, step, META, META.KEEP)  # (BLOCK_M, BLOCK_D)
     chunk = tl.dot(tl.trans(band), tile_q, input_precision=META.PRECISION)  # (BLOCK_N, BLOCK_D)
     column = tl.arange(0, META.BLOCK_N)
@@ -62,6 +62,8 @@ def _add_rel_chunk(grad_rel, start, end, band, position_query, c, step, META, MA
     pointer = (grad_rel + start * META.HEAD_DIM) + (column[:, None] * META.HEAD_DIM + d[None, :])
     if MASKED:
         mask = (column < end - start)[:, None] & (d < META.HEAD_DIM)[None, :]
+        if META.BOUNDED_BEHIND:
+            mask = mask & (column >= -start)[:, None]
     elif META.HEAD_DIM % META.BLOCK_D != 0:
         mask = (d < META.HEAD_DIM)[None, :]
     else:
@@ -157,7 +159,10 @@ def _main_loop(
             dS = rotate(dS, -tile.shift)
             block = block_of(tile.shift, META)
             blocks = tl.cdiv(size.rel_len - start, META.BLOCK_N)  # beyond them dS is 0, and grad_rel may have ended
-            for index in range(0, tl.minimum(blocks, blocks_of(tile, META))):
+            before = 0
+            if META.BOUNDED_BEHIND:
+                before = tl.maximum(-start, 0) // META.BLOCK_N
+            for index in range(before, tl.minimum(blocks, blocks_of(tile, META))):
                 band = tl.where(block == index, dS, 0.0)
                 at = start + index * META.BLOCK_N
                 acc = _add_band(
@@ -165,6 +170,8 @@ def _main_loop(
                 )
     if RING:  # the blocks that are still open
         start = tile.origin + span.begin + tl.cdiv(span.end - span.begin, META.BLOCK_N) * META.BLOCK_N
+        if META.BOUNDED_BEHIND or META.BOUNDED_AHEAD:  # where there was no tile they may be anywhere, and are zero
+            start = tl.where(span.begin < span.end, start, 0)
         acc = _add_band(grad_rel, acc, rel_key, start, size.rel_len, first_dS, position_query, 0, size, META, MASKED)
         if META.BLOCK_M > META.BLOCK_N:
             start += META.BLOCK_N
@@ -234,8 +241,9 @@ def rows_kernel(
     groups = tl.num_programs(0) // programs
     tiles = tl.cdiv(length, META.BLOCK_M)
     slot = 0 if META.ATOMIC else turn
-    grad_rel_len = rel_len + ROOM * tl.maximum(META.BLOCK_M, META.BLOCK_N)
-    grad_rel = result.rel_key + (slot * groups + group).to(tl.int64) * grad_rel_len * META.HEAD_DIM
+    room = ROOM * tl.maximum(META.BLOCK_M, META.BLOCK_N)
+    grad_rel_row = (slot * groups + group).to(tl.int64) * (rel_len + 2 * room) + room
+    grad_rel = result.rel_key + grad_rel_row * META.HEAD_DIM
     for item in range(turn, items, programs):
         number = tiles - 1 - item % tiles
         head = head_at(item // tiles * groups + group, size)

@@ -55,10 +55,13 @@ def load_rows(base, row, stride, inside, c, META):
 
 @triton.jit
 def load_rel_key(rel_key, head, start, c, size, META):
-    """Chunk c (BLOCK_N, BLOCK_D) of rows start .. start + BLOCK_N - 1 of rel_key; zeros beyond its last row."""
+    """Chunk c (BLOCK_N, BLOCK_D) of rows start .. start + BLOCK_N - 1 of rel_key; zeros for those it does not have."""
     column = tl.arange(0, META.BLOCK_N)
+    inside = column < size.rel_len - start
+    if META.BOUNDED_BEHIND:
+        inside = inside & (column >= -start)
     base = matrix_at(rel_key, head) + tl.cast(start, tl.int64) * rel_key.stride_l
-    return load_rows(base, column, rel_key.stride_l, column < size.rel_len - start, c, META)
+    return load_rows(base, column, rel_key.stride_l, inside, c, META)
 
 
 @triton.jit

@@ -76,7 +76,7 @@ def backward(
         grads[name] = rows_first(tensors[name]) if call.mem_len else None
     room = args.ROOM.value * max(rows_config.BLOCK_M, rows_config.BLOCK_N)
     new_zeros = functools.partial(query.new_zeros, dtype=torch.float32)
-    grad_rel = new_zeros(programs if deterministic else 1, groups, call.rel_len + room, call.head_dim)
+    grad_rel = new_zeros(programs if deterministic else 1, groups, call.rel_len + 2 * room, call.head_dim)
     sums = new_zeros(call.batch, call.heads, row_tiles, 4, call.head_dim)
     key_sums = new_zeros(call.batch, call.heads, key_tiles, call.head_dim)
     if call.is_empty:
@@ -96,7 +96,7 @@ def backward(
     rows_sum, same, different, segment_term = sums.sum((0, 2)).unbind(1)
     content = key_sums.sum((0, 2))
     grads |= {
-        "rel_key": grad_rel[:, :, : call.rel_len].sum(0).mul_(call.scale).view(rel_key.shape),
+        "rel_key": grad_rel[:, :, room : room + call.rel_len].sum(0).mul_(call.scale).view(rel_key.shape),
         "content_bias": content,
         "position_bias": rows_sum - content,  # dQ = dQ of the content term + dQ of the position term
         "segment_embed": torch.stack([same, different]),
@@ -129,7 +129,7 @@ class Call:
         self.keys = self.mem_len + key.shape[2]
         self.rel_len = rel_key.shape[-2]
         self.is_empty = query.numel() == 0 or self.keys == 0
-        self.is_causal = self.rel_len == max_distance + 1
+        self.bounded = (max_distance < self.keys - 1, self.rel_len < max_distance + key.shape[2])  # behind, ahead
         self.precision = "tf32" if query.dtype == torch.float32 and allows_tf32() else "ieee"
 
         biases = (_dense(t["content_bias"]), _dense(t["position_bias"]))
@@ -227,7 +227,7 @@ class Call:
             kernel[(count,)](
                 **self.arguments,
                 **arguments,
-                META=_meta(config, self.head_dim, self.is_causal, self.precision, needs_rel, atomic),
+                META=_meta(config, self.head_dim, *self.bounded, self.precision, needs_rel, atomic),
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,
                 enable_fp_fusion=True,  # the default until Triton 3.10

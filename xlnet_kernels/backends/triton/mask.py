@@ -1,4 +1,4 @@
-"""Who sees whom: ranks, floors, own keys, dense masks and the causal limit; and which tiles need no test at all."""
+"""Who sees whom: ranks, floors, own keys, dense masks and the reach of rel_key; and which tiles need no test at all."""
 
 from __future__ import annotations
 
@@ -38,6 +38,13 @@ def load_row_mask(mask, tile, size):
     rank = load_or(mask.rank.query_rank, start, tile.row, tile.inside, LOWEST)
     floor = load_or(mask.rank.query_floor, start, tile.row, tile.inside, HIGHEST)
     return rank, floor, load_or(mask.rank.sees_self, start, tile.row, tile.inside, 0) != 0
+
+
+@triton.jit
+def reach_of(own, size):
+    """The first key for whose distance rel_key has a row, of a query whose own key is `own`; and where they end."""
+    begin = own - size.max_distance
+    return begin, begin + size.rel_len
 
 
 @triton.jit
@@ -82,7 +89,7 @@ def load_key_rank(mask, head, j0, size, META):
 @triton.jit
 def visibility(tile, row_mask, mask, rank_least, rank_largest, j0, size, META):
     """(every, near): whether all rows of a tile see all of its keys, whose ranks are from rank_least to rank_largest;
-    and whether keys may be at or after the rows' own positions."""
+    and whether some may be rows' own keys or have no row in rel_key."""
     if mask.dense.data is not None:
         every = False
     else:
@@ -92,14 +99,19 @@ def visibility(tile, row_mask, mask, rank_least, rank_largest, j0, size, META):
             every = rank_largest < row_mask.lowest_rank
             if mask.rank.query_floor is not None:
                 every = every & (rank_least >= row_mask.highest_floor)
-        if META.IS_CAUSAL:
-            every = every & (j0 + META.BLOCK_N <= tile.first + size.mem_len + 1)
-    if META.IS_CAUSAL:
-        near = j0 + META.BLOCK_N > tile.first + size.mem_len
-    elif mask.rank.sees_self is not None:
+    near = False
+    if mask.rank.sees_self is not None:
         near = (j0 + META.BLOCK_N > tile.first + size.mem_len) & (j0 <= tile.last + size.mem_len)
-    else:
-        near = False
+    if META.BOUNDED_BEHIND:
+        behind = j0 < reach_of(tile.last + size.mem_len, size)[0]
+        near = near | behind
+        if mask.dense.data is None:
+            every = every & (behind == 0)
+    if META.BOUNDED_AHEAD:
+        ahead = j0 + META.BLOCK_N > reach_of(tile.first + size.mem_len, size)[1]
+        near = near | ahead
+        if mask.dense.data is None:
+            every = every & (ahead == 0)
     return every, near
 
 
@@ -117,8 +129,11 @@ def visible(tile, row_mask, mask, j0, size, META, NEAR: tl.constexpr):
             seen = seen | (column[None, :] == tl.where(row_mask.own, own_column, -1)[:, None])
     else:
         seen = tile.inside[:, None] & (column < size.keys - j0)[None, :]
-    if NEAR and META.IS_CAUSAL:
-        seen = seen & (column[None, :] <= own_column[:, None])
+    begin, end = reach_of(own_column, size)
+    if NEAR and META.BOUNDED_BEHIND:
+        seen = seen & (column[None, :] >= begin[:, None])
+    if NEAR and META.BOUNDED_AHEAD:
+        seen = seen & (column[None, :] < end[:, None])
     if mask.dense.data is not None:
         dense = mask.dense
         base = dense.data + (tile.head.b * dense.stride_b + tile.head.h * dense.stride_h)
@@ -150,15 +165,21 @@ def sees_any_key(tile, row_mask, mask, span, size, META):
 @triton.jit
 def span_of_keys(tile, row_mask, mask, size, META):
     """Keys outside of which no row of the tile sees any; `begin` is a multiple of BLOCK_N."""
-    begin = 0
-    end = size.keys
+    low = 0
+    high = size.keys
+    if META.BOUNDED_BEHIND:
+        low = tl.maximum(reach_of(tile.first + size.mem_len, size)[0], 0)
+    if META.BOUNDED_AHEAD:
+        high = tl.minimum(reach_of(tile.last + size.mem_len, size)[1], size.keys)
+    begin = low
+    end = high
     if mask.rank.key_rank is not None:
         CHUNK: tl.constexpr = 256
         highest = tl.max(row_mask.rank, 0)
         begin = size.keys
         end = 0
         key_rank = mask.rank.key_rank + tile.head.b * padded(size.keys)
-        for chunk in range(0, size.keys, CHUNK):
+        for chunk in range(low, high, CHUNK):
             j = chunk + tl.arange(0, CHUNK)
             ranks = tl.load(key_rank + j, mask=j < size.keys, other=HIGHEST)
             some = ranks < highest
@@ -169,8 +190,8 @@ def span_of_keys(tile, row_mask, mask, size, META):
         if mask.rank.sees_self is not None:
             begin = tl.minimum(begin, tile.first + size.mem_len)
             end = tl.maximum(end, tile.last + size.mem_len + 1)
-    if META.IS_CAUSAL:
-        end = tl.minimum(end, tile.last + size.mem_len + 1)
+        begin = tl.maximum(begin, low)
+        end = tl.minimum(end, high)
     some = begin < end  # an empty span is that at 0, where the ring finds rows of rel_key
     return Span(tl.where(some, begin // META.BLOCK_N * META.BLOCK_N, 0), tl.where(some, end, 0))
 
@@ -180,8 +201,16 @@ def span_of_rows(positions, mask, head, j0, size, META):
     """Rows, in the order of their positions, outside of which none sees a key of the tile at j0."""
     begin = 0
     end = size.length
-    if mask.rank.query_rank is not None or META.IS_CAUSAL:
+    if mask.rank.query_rank is not None or META.BOUNDED_BEHIND or META.BOUNDED_AHEAD:
         CHUNK: tl.constexpr = 256
+        low = 0
+        high = size.length
+        if positions.position is None:  # row n's reach is that of row 0, n further
+            reach_begin, reach_end = reach_of(size.mem_len, size)
+            if META.BOUNDED_BEHIND:
+                high = tl.minimum(high, j0 + META.BLOCK_N - reach_begin)
+            if META.BOUNDED_AHEAD:
+                low = tl.maximum(j0 - reach_end + 1, 0)
         begin = size.length
         end = 0
         start = of_rows(head, size)
@@ -190,7 +219,7 @@ def span_of_rows(positions, mask, head, j0, size, META):
             key_rank = mask.rank.key_rank + head.b * padded(size.keys)
             lowest = tl.min(tl.load(key_rank + j, mask=j < size.keys, other=HIGHEST), 0)
             highest = tl.max(tl.load(key_rank + j, mask=j < size.keys, other=LOWEST), 0)
-        for chunk in range(0, size.length, CHUNK):
+        for chunk in range(low, high, CHUNK):
             n = chunk + tl.arange(0, CHUNK)
             some = n < size.length
             row = n
@@ -206,8 +235,11 @@ def span_of_rows(positions, mask, head, j0, size, META):
                     own = load_or(mask.rank.sees_self, start, row, some, 0) != 0
                     ranked = ranked | (own & (position >= j0) & (position < j0 + META.BLOCK_N))
                 some = some & ranked
-            if META.IS_CAUSAL:
-                some = some & (position >= j0)
+            reach_begin, reach_end = reach_of(position, size)
+            if META.BOUNDED_BEHIND:
+                some = some & (reach_begin < j0 + META.BLOCK_N)
+            if META.BOUNDED_AHEAD:
+                some = some & (reach_end > j0)
             begin = tl.minimum(begin, tl.min(tl.where(some, n, size.length), 0))
             end = tl.maximum(end, tl.max(tl.where(some, n + 1, 0), 0))
     return Span(begin // META.BLOCK_M * META.BLOCK_M, end)

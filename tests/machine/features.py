@@ -81,8 +81,8 @@ class Features:
             window = far, chance.randint(1, far + keys)
         problem = make(
             chance.randint(1, most_batch), chance.randint(1, 2), length, keys, mem,
-            self.head_dim, window=window, mask=self.mask, rel_rows=self.rel_rows, rel_batch=self.rel_batch, biases=self.biases,
-            segments=self.segments, positions=self.positions, dtype=self.dtype, seed=seed,
+            self.head_dim, window=window, mask=self.mask, rel_rows=self.rel_rows, rel_batch=self.rel_batch,
+            biases=self.biases, segments=self.segments, positions=self.positions, dtype=self.dtype, seed=seed,
             extra_distance=chance.choice((None, None, -1, 5)),
         )  # fmt: skip
         if self.layout == "projections":  # (B, L, H, D) in memory, behind query one that is shared with others

@@ -16,7 +16,8 @@ import triton.language as tl
 
 # Vectors over rows or keys are padded to multiples of this, at least the largest BLOCK_M and BLOCK_N of the table.
 PADDING = tl.constexpr(128)
-# Blocks reach beyond the first and the last row of rel_key; with room in its gradient for ROOM tiles' larger sides nothing is tested.
+# Blocks reach beyond the first and the last row of rel_key; with room in its gradient, before and after it, for ROOM
+# tiles' larger sides nothing is tested.
 ROOM = tl.constexpr(4)
 # Arguments that change from call to call: no variants of a kernel for multiples of 16 and ones among them.
 SIZES = ["heads", "length", "mem_len", "key_len", "rel_len", "max_distance", "threshold"]

@@ -206,11 +206,11 @@ def span_of_rows(positions, mask, head, j0, size, META):
         low = 0
         high = size.length
         if positions.position is None:  # row n's reach is that of row 0, n further
-            reach_begin, reach_end = reach_of(size.mem_len, size)
+            begin_0, end_0 = reach_of(size.mem_len, size)
             if META.BOUNDED_BEHIND:
-                high = tl.minimum(high, j0 + META.BLOCK_N - reach_begin)
+                high = tl.minimum(size.length, j0 + META.BLOCK_N - begin_0)
             if META.BOUNDED_AHEAD:
-                low = tl.maximum(j0 - reach_end + 1, 0)
+                low = tl.maximum(j0 - end_0 + 1, 0)
         begin = size.length
         end = 0
         start = of_rows(head, size)

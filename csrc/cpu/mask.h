@@ -68,7 +68,7 @@ struct TileScheduler {
 
   TileScheduler(const RelAttention& p, const Chunk& chunk, const KeyRanks& keys, const MaskRows& rows, int64_t max_keys)
       : p(p), chunk(chunk), keys(keys), rows(rows), max_keys(max_keys) {
-    const KeyRange range(p, rows.first_own, rows.last_own);
+    const Reach range(p, rows.first_own, rows.last_own);
     const bool none = range.end == range.begin;
     begin_key = none ? 0 : round_down(range.begin - chunk.first_key, KEY_STEP);
     end_key = none ? 0 : range.end - chunk.first_key;
@@ -136,7 +136,7 @@ template <typename T>
 static bool sees_any_key(const RelAttention& p, const Chunk& chunk, const KeyRanks& keys, int64_t row_index,
                          int64_t position) {
   const int64_t own = p.mem_len + position;
-  const KeyRange range(p, own, own);
+  const Reach range(p, own, own);
   const bool* dense = static_cast<const bool*>(p.mask.data);
   if (dense != nullptr) dense += row_start(p.mask, chunk.b, chunk.h, row_index);
   for (int64_t first = range.begin, count; first < range.end; first += count) {

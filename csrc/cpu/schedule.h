@@ -14,11 +14,11 @@ static_assert(KEY_STEP % ROW_ROWS == 0 && KEY_STEP % LANES<float> == 0, "a key s
 
 INLINE int64_t round_down(int64_t x, int64_t multiple) { return x / multiple * multiple; }
 
-// The keys for whose distance rel_key has a row, of query rows whose own keys are first_own .. last_own
-struct KeyRange {
+// The reach of query rows whose own keys are first_own .. last_own: the keys for whose distance rel_key has a row
+struct Reach {
   int64_t begin, end;
 
-  KeyRange(const RelAttention& p, int64_t first_own, int64_t last_own)
+  Reach(const RelAttention& p, int64_t first_own, int64_t last_own)
       : begin(larger(first_own - p.rel_key.max_distance, 0)),
         end(smaller(last_own - p.rel_key.max_distance + p.rel_len, p.mem_len + p.key_len)) {
     if (end <= begin) begin = end = 0;
@@ -53,7 +53,7 @@ struct Chunk {
     end = smaller(begin + sizes.chunk_rows, p.length);
     last_position = position_at(p, b, end - 1);
     const int64_t first_position = position_at(p, b, begin);
-    const KeyRange range(p, p.mem_len + first_position, p.mem_len + last_position);
+    const Reach range(p, p.mem_len + first_position, p.mem_len + last_position);
     first_key = round_down(range.begin, KEY_GROUP);
     keys = range.end - first_key;
     key_groups = (keys + KEY_GROUP - 1) / KEY_GROUP;

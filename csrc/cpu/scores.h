@@ -66,7 +66,7 @@ static VisibleKeys<T> segments_and_mask(const RelAttention& p, const KeyTerms& k
                                         int64_t r, const Tile<T>& tile) {
   const int64_t b = block.b, row_index = block.row_index[r], first = tile.first;
   const int64_t own_key = p.mem_len + block.position[r], own = own_key - tile.first_key;
-  const KeyRange range(p, own_key, own_key);
+  const Reach range(p, own_key, own_key);
   const int64_t before = larger(range.begin - tile.first_key, 0),
                 count = smaller(tile.count, range.end - tile.first_key);
   if (count <= before) return {0, 0};

@@ -31,7 +31,8 @@ class KeptTable:
 
     def __call__(self, positions: Tensor, weight: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
         """project(positions): positions (..., P, d_model) times `weight`, to (..., H, P, D)."""
-        if torch.is_grad_enabled() or positions.device.type != "cpu" or not (readable(positions) and readable(weight)):
+        usable = positions.device.type == "cpu" and readable(positions) and readable(weight)
+        if not usable or torch.is_grad_enabled() or torch.jit.is_tracing():
             return project(positions)
         first = self._find(positions)
         if first is not None:

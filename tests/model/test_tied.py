@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -101,6 +102,32 @@ def test_modules_that_are_not_plain_are_called():
         model = lm()
         change(model)
         assert dense_backward(loss_of(model, inputs).backward)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_trace_can_be_saved_and_follows_the_weights(gradients):
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lm = lm()
+
+        def forward(self, ids):
+            return self.lm(ids, use_mems=False).logits
+
+    model, ids = Logits(), make_inputs()["input_ids"]
+    with torch.set_grad_enabled(gradients):
+        model(ids)  # positions are kept now
+        traced = torch.jit.trace(model, (ids,), check_trace=False)
+        file = io.BytesIO()
+        torch.jit.save(traced, file)
+        file.seek(0)
+        loaded = torch.jit.load(file)
+        for program in (model, loaded):
+            for weight in program.state_dict().values():
+                weight.mul_(0.9)
+        assert_same(loaded(ids), model(ids), 1e-5)
 
 
 def test_bad_ids_are_named_as_by_the_encoder():

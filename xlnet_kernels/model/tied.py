@@ -20,7 +20,7 @@ def words_and_table(embedding: nn.Embedding, head: nn.Linear, ids: Tensor) -> tu
     """embedding(ids), and the weight for `head` to use in place of its own; None where both must be called as they are.
 
     Served are plain modules with one weight on the CPU, when gradients are wanted: modules with hooks, wrapped,
-    parametrized or sharded by themselves, compiled graphs and transforms are not.
+    parametrized or sharded by themselves, compiled graphs, traces and transforms are not.
     """
     weight = head.weight
     if (
@@ -31,6 +31,7 @@ def words_and_table(embedding: nn.Embedding, head: nn.Linear, ids: Tensor) -> tu
         or weight.device.type != "cpu"
         or not readable(weight)
         or transformed()
+        or torch.jit.is_tracing()
         or embedding.padding_idx is not None
         or embedding.max_norm is not None
         or embedding.scale_grad_by_freq

@@ -2,8 +2,6 @@
 
 #include "decoder.h"
 
-#include "undefined.h"
-
 namespace machine {
 
 const SimpleTable& simple_instructions() {
@@ -114,27 +112,6 @@ void Decoder::generic() {
   inst_->inner = inst_->run;
   inst_->run = convert_low;
   inst_->refs.insert(inst_->refs.begin() + 1, static_cast<Ref>(flow_.file_bytes));
-}
-
-void Decoder::notes_registers() {
-  std::vector<int> defined, used;
-  registers_of(*at_, defined, used);
-  for (int reg : defined)
-    if (flow_.tracked[reg] >= 0) inst_->writes.push_back(flow_.tracked[reg]);
-  if (at_->predicate >= 0) inst_->guard = flow_.tracked[at_->predicate];
-  for (Ref ref : inst_->refs) {
-    const auto found = tracked_.find(ref);
-    inst_->tracked.push_back(found == tracked_.end() ? -1 : found->second);
-  }
-  for (int reg : used)
-    if (flow_.tracked[reg] >= 0 && reg != at_->predicate) inst_->reads.push_back(flow_.tracked[reg]);
-  const bool generic = inst_->kind == Class::Global && inst_->space == 0;
-  const bool memory =
-      flow_.undefined_memory && (generic || inst_->kind == Class::Shared || inst_->kind == Class::Local);
-  if (memory || !inst_->reads.empty() || !inst_->writes.empty()) inst_->undefined = undefined_rule(*inst_, at_->op);
-  for (const std::vector<int>& list : {defined, used})
-    for (int reg : list)
-      if (function_.registers[reg].bits == 32) inst_->accesses.push_back({flow_.slots[reg], 128});
 }
 
 void Decoder::unknown(const std::string& why) const {

@@ -3,6 +3,7 @@
 
 #include "undefined.h"
 
+#include "decoder.h"
 #include "memory.h"
 #include "shadow.h"
 
@@ -230,8 +231,7 @@ bool is_lanewise(const Inst& inst) {
   return false;
 }
 
-}  // namespace
-
+// What becomes of undefined values in an instruction: called before the instruction itself.
 Handler undefined_rule(const Inst& inst, const std::string& op) {
   const std::pair<Handler, Handler> by_handler[] = {
       {load_param, loaded},
@@ -264,6 +264,30 @@ Handler undefined_rule(const Inst& inst, const std::string& op) {
   if (op.rfind("selp.", 0) == 0) return chosen;
   if (op.find(".cc") != std::string::npos) return seen;  // carries are not followed
   return is_lanewise(inst) ? computed : seen;
+}
+
+}  // namespace
+
+// Registers that an instruction touches: those that may be undefined, and those of 32 bits, for wgmma in flight.
+void Decoder::notes_registers() {
+  std::vector<int> defined, used;
+  registers_of(*at_, defined, used);
+  for (int reg : defined)
+    if (flow_.tracked[reg] >= 0) inst_->writes.push_back(flow_.tracked[reg]);
+  if (at_->predicate >= 0) inst_->guard = flow_.tracked[at_->predicate];
+  for (Ref ref : inst_->refs) {
+    const auto found = tracked_.find(ref);
+    inst_->tracked.push_back(found == tracked_.end() ? -1 : found->second);
+  }
+  for (int reg : used)
+    if (flow_.tracked[reg] >= 0 && reg != at_->predicate) inst_->reads.push_back(flow_.tracked[reg]);
+  const bool generic = inst_->kind == Class::Global && inst_->space == 0;
+  const bool memory =
+      flow_.undefined_memory && (generic || inst_->kind == Class::Shared || inst_->kind == Class::Local);
+  if (memory || !inst_->reads.empty() || !inst_->writes.empty()) inst_->undefined = undefined_rule(*inst_, at_->op);
+  for (const std::vector<int>& list : {defined, used})
+    for (int reg : list)
+      if (function_.registers[reg].bits == 32) inst_->accesses.push_back({flow_.slots[reg], 128});
 }
 
 void check_guard(Warp& warp, const Inst& inst) {

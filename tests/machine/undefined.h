@@ -5,9 +5,6 @@
 
 namespace machine {
 
-// What becomes of undefined values in an instruction that may meet some: called before the instruction itself.
-Handler undefined_rule(const Inst& inst, const std::string& op);
-
 // The lanes in which an instruction's predicate is undefined: its results are so too, or the launch ends.
 void check_guard(Warp& warp, const Inst& inst);
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 # Bytes stored to and loaded from registers' stand-ins in memory, at most: measured with CUDA 13.0, rounded up. forward:
-# 796 in float32 at 128 on sm_80, 652 on sm_90. backward: 852 in float32 at 128 on sm_100, 842 in float16 at 64
-# on sm_90. They were 252 and 722 before scores were kept apart from row_max, and fully masked rows cleared.
-SPILLED_BYTES = {"forward": 800, "backward": 860}
+# 316 in float32 at 128 on sm_100, none there on sm_80 and sm_90. backward: 852 in float32 at 128 on sm_100, 842 in
+# float16 at 64 on sm_90; it was 722 before fully masked rows were cleared.
+SPILLED_BYTES = {"forward": 320, "backward": 860}
 REGISTERS = 65536  # of a multiprocessor
 
 _ENTRY = re.compile(

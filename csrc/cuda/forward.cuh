@@ -88,11 +88,40 @@ DEVICE bool sees_without_weight(const RelAttention& p, const ForwardTile<S>& til
   return ballot(sees) >> (tile.lane.id - tile.lane.t) & 15;
 }
 
-// Scales and stores the output, the log-sum-exp and what backward needs. `has_keys`: some row may see some key.
+// A row that sees keys, all of whose scores are -inf, is NaN, as softmax has it. Stored over what the epilogue stored:
+// before, the output and the main loop have the registers.
+template <typename S>
+DEVICE void store_nan_rows(const RelAttention& p, const ForwardTile<S>& tile, const OnlineSoftmax<S::M_TILES>& softmax,
+                           ForwardPipeline<S>& pipeline) {
+  using T = typename S::T;
+  bool is_empty = false;
+#pragma unroll
+  for (int m = 0; m < S::M_TILES; ++m)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) is_empty |= quad_sum(softmax.row_sum[m][r]) == 0;  // all lanes: no ||
+  if (!ballot(is_empty) || !pipeline.starts_again()) return;
+  const auto out_rows = rows_of<T>(p.out, tile.b, tile.h), residual_rows = rows_of<T>(p.out_residual, tile.b, tile.h);
+#pragma unroll
+  for (int m = 0; m < S::M_TILES; ++m)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int sorted_row = tile.sorted_row(m) + 8 * r;
+      const bool is_nan = sees_without_weight(p, tile, quad_sum(softmax.row_sum[m][r]), sorted_row);
+      if (!is_nan || sorted_row >= p.length) continue;
+      const int index = row_index(p, tile.b, sorted_row);
+      T *to = out_rows(index), *residual = p.out_residual.data ? residual_rows(index) : nullptr;
+#pragma unroll 1
+      for (int column = 2 * tile.lane.t; column < int(p.head_dim); column += 8)
+        store_rounded(to, residual, column, NAN, NAN);
+      if (tile.lane.t == 0) static_cast<float*>(p.row_sum)[int64_t(tile.head) * p.length + index] = NAN;
+    }
+}
+
+// Scales and stores the output, the log-sum-exp and what backward needs.
 template <typename S>
 DEVICE void forward_epilogue(const RelAttention& p, const ForwardTile<S>& tile,
                              const OnlineSoftmax<S::M_TILES>& softmax,
-                             const float (&out)[S::M_TILES][S::HEAD_DIM / 8][4], bool has_keys, float* lse) {
+                             const float (&out)[S::M_TILES][S::HEAD_DIM / 8][4], float* lse) {
   using T = typename S::T;
   const int t = tile.lane.t, head_dim = int(p.head_dim);
   const int64_t first_row = int64_t(tile.head) * p.length;
@@ -100,18 +129,15 @@ DEVICE void forward_epilogue(const RelAttention& p, const ForwardTile<S>& tile,
 #pragma unroll
   for (int m = 0; m < S::M_TILES; ++m)
     for (int r = 0; r < 2; ++r) {
-      float sum = quad_sum(softmax.row_sum[m][r]);
+      const float sum = quad_sum(softmax.row_sum[m][r]);
       const int sorted_row = tile.sorted_row(m) + 8 * r;
-      // a row that sees keys, all of whose scores are -inf, is NaN, as softmax has it
-      const bool is_nan = has_keys && sees_without_weight(p, tile, sum, sorted_row);
       if (sorted_row >= p.length) continue;
       const int index = row_index(p, tile.b, sorted_row);
       if (t == 0) {
         const float log_sum = log2f(sum);
         lse[index] = sum != 0 ? (softmax.row_max[m][r] + log_sum + lse[index]) * LN_2 : -INFINITY;
       }
-      if (is_nan) sum = NAN;
-      const float weights = is_nan ? sum : softmax.template sum_of_weights<T>(m, r, sum);
+      const float weights = softmax.template sum_of_weights<T>(m, r, sum);
       const float factor = sum != 0 ? float(1 / (1 - p.dropout.p)) / weights : 0.f;
       T *to = out_rows(index), *residual = p.out_residual.data ? residual_rows(index) : nullptr;
 #pragma unroll
@@ -150,7 +176,6 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
   OnlineSoftmax<M_TILES> softmax;
   float out[M_TILES][D / 8][4] = {};
   pipeline.start();
-  const bool has_keys = pipeline.has_tile();
   while (pipeline.has_tile()) {
     const int j0 = pipeline.load(), stage = pipeline.stage;
     const KeyLabels keys = memory.labels(stage);
@@ -197,7 +222,8 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
     pipeline.advance();
   }
   wait_for_copies<0>();
-  forward_epilogue(p, tile, softmax, out, has_keys, lse);
+  forward_epilogue(p, tile, softmax, out, lse);
+  store_nan_rows(p, tile, softmax, pipeline);
 }
 
 template <typename T, int HEAD_DIM>

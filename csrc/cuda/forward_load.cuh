@@ -131,7 +131,12 @@ struct ForwardPipeline {
         key_rows(key_rows_of<const T>(call.p, call.p.memory.key, call.p.keys.key, rows.b, rows.h)),
         value_rows(key_rows_of<const T>(call.p, call.p.memory.value, call.p.keys.value, rows.b, rows.h)),
         rel_rows(rows_of<const T>(call.p.rel_key.rows, rows.b, rows.h)),
-        scheduler(keys_within_reach(call.p, rows.first_own(call.p), rows.first_own(call.p) + rows.span), S::BLOCK_N) {}
+        scheduler(all_tiles()) {}
+
+  DEVICE TileScheduler all_tiles() const {
+    const int first = rows.first_own(call.p);
+    return {keys_within_reach(call.p, first, first + rows.span), S::BLOCK_N};
+  }
 
   DEVICE bool has_tile() const { return tile < scheduler.tiles; }
 
@@ -140,6 +145,12 @@ struct ForwardPipeline {
       const RowTile row_tile = load_row_tile(call, rows.b, rows.first_row, S::BLOCK_M);
       return tile_visibility(call, row_tile, rows.b, i * S::BLOCK_N, S::BLOCK_N);
     });
+  }
+
+  // Whether there was any tile: some row may see some key.
+  DEVICE bool starts_again() {
+    scheduler = all_tiles();
+    return next_tile(visibility) < scheduler.tiles;
   }
 
   DEVICE void start() {

@@ -60,6 +60,18 @@ def test_sample(backend, features):
     assert all(name in ran for name in KERNELS[backend]), ran
 
 
+@pytest.mark.skipif(cuda_driver.unavailable() is not None, reason=str(cuda_driver.unavailable()))
+def test_a_kernel_that_is_refused_leaves_the_next_launch_alone(monkeypatch):
+    """A GPU without the shared memory for it keeps the error until someone asks."""
+    problem = BASE.problem(1, rows=40, most_batch=1)
+    with serving(NVCC_ARCHITECTURE):
+        with monkeypatch.context() as small:
+            small.setitem(cuda_driver.SHARED_MEMORY, NVCC_ARCHITECTURE, 16 * 1024)
+            with pytest.raises(RuntimeError, match="forward.*invalid argument"):
+                problem.results("cuda")
+        BASE.check("cuda", problem)
+
+
 @pytest.mark.skipif(not EVERYTHING, reason="`make test-machine` asks for it")
 @pytest.mark.parametrize("features", pairwise(), ids=str)
 def test_every_pair_of_features(backend, features):

@@ -203,7 +203,8 @@ def main(arguments: list[str] | None = None) -> int:
                 }
             results = {order: summary(tally, len(text), size) for order, tally in tallies.items()}
         for order, found in results.items():
-            console.print(f"{order}: " + ", ".join(f"{name} {x:,.3f}" for name, x in found.items()), soft_wrap=True)
+            shown = (f"{name} {x:,}" if isinstance(x, int) else f"{name} {x:,.3f}" for name, x in found.items())
+            console.print(f"{order}: {', '.join(shown)}", soft_wrap=True)
         if options.output:
             options.output.mkdir(parents=True, exist_ok=True)
             (options.output / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
@@ -216,7 +217,12 @@ def summary(tally: Tally, tokens: int, size: int) -> dict[str, float]:
     """Nats per target, perplexity, and bits per byte of text as if all tokens cost as much as the targets."""
     mean = tally.mean
     bits = mean / math.log(2) * tokens / size
-    return {"nats per token": mean, "perplexity": math.exp(mean), "bits per byte": bits, "targets": tally.count.sum()}
+    return {
+        "nats per token": mean,
+        "perplexity": math.exp(mean),
+        "bits per byte": bits,
+        "targets": int(tally.count.sum()),
+    }
 
 
 if __name__ == "__main__":

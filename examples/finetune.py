@@ -1,7 +1,7 @@
 """Fine-tunes an XLNet on a table: CSV, JSON lines or a folder of `datasets`.
 
     python examples/finetune.py --checkpoint runs/pretrain --data train.csv --validation test.csv
-    python examples/finetune.py --checkpoint runs/pretrain         passages of Python's manual: of which topic?
+    python examples/finetune.py --checkpoint runs/pretrain         paragraphs of Python's manual: of which topic?
     python examples/finetune.py --task answer --data train.jsonl   from scratch
 
 Tasks and their columns (--text-column, --pair-column and --label-column name others):
@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--checkpoint", type=Path, metavar="FOLDER", help="a model, or --output of pretrain.py; default from scratch")
     add("--tokenizer", metavar="PATH", help="where there is no --checkpoint; default bytes")
     add("--task", choices=tuple(TASKS), default="classification", help="what the rows say")
-    add("--data", type=Path, metavar="PATH", help=".csv, .tsv, .jsonl or folder; default passages of Python's manual")
+    add("--data", type=Path, metavar="PATH", help=".csv, .tsv, .jsonl or folder; default paragraphs of Python's manual")
     add("--validation", type=Path, metavar="PATH", help="rows to test on; default a share of --data")
     add("--held-out", type=number(float, 0, 1), default=0.2, help="that share, chosen at random")
     add("--text-column", default="text", metavar="NAME", help="column of the text")
@@ -123,7 +123,7 @@ class Tuning:
         options, output = self.options, self.options.output
         self.model.save_pretrained(output)
         self.tokenizer.save(output)
-        data = "passages of Python's manual, by topic" if options.data is None else f"`{options.data.name}`"
+        data = "paragraphs of Python's manual, by topic" if options.data is None else f"`{options.data.name}`"
         before = "scratch" if options.checkpoint is None else f"`{options.checkpoint.name}`"
         rows = {
             "task": f"{options.task}: {data}, {len(self.training):,} rows, tested on {len(self.testing):,} others",
@@ -169,7 +169,7 @@ def prepare(options: argparse.Namespace) -> Tuning:
     pair = options.pair_column or pairs.get(options.task)
     if options.data is None:
         if options.task != "classification" or pair or options.validation:
-            raise ValueError("--data is missing: the passages of Python's manual are for classification alone")
+            raise ValueError("--data is missing: the paragraphs of Python's manual are for classification alone")
         columns, (training, testing) = Columns(), sample.topics()
     else:
         columns = Columns(options.text_column, pair, options.label_column)

@@ -1,34 +1,44 @@
-"""Labelled rows from Python's manual, which every Python has: which of its longest topics a passage is from."""
+"""Text and labelled rows from Python's manual, which every Python has."""
 
 from __future__ import annotations
 
 import pydoc_data.topics
-import re
+from collections.abc import Iterator
 
 from parts.table import Row
 
-TOPICS = 8
+LONGEST = 8
 
 
-def passages(size: int = 240) -> dict[str, list[str]]:
-    """Passages of about `size` letters by topic, cut between words, white space collapsed."""
-    longest = sorted(pydoc_data.topics.topics.items(), key=lambda item: -len(item[1]))[:TOPICS]
-    found = {}
-    for name, text in longest:
-        words, rows = re.sub(r"\s+", " ", text).split(" "), [""]
-        for word in words:
-            if len(rows[-1]) >= size:
-                rows.append("")
-            rows[-1] = f"{rows[-1]} {word}".strip()
-        found[name] = rows[:-1]
-    return found
+def texts() -> dict[str, str]:
+    """The manual's topics by name, without the paragraphs that `topics` tests on: models are trained on these."""
+    found = dict(pydoc_data.topics.topics)
+    for name in _longest():
+        found[name] = "\n\n".join(part for part, testing in _parts(name) if not testing)
+    return dict(sorted(found.items()))
 
 
 def topics() -> tuple[list[Row], list[Row]]:
-    """Training and testing rows with the columns text and label: every fifth block of eight passages is for testing."""
-    training: list[Row] = []
-    testing: list[Row] = []
-    for name, rows in passages().items():
-        for number, text in enumerate(rows):
-            (testing if number // 8 % 5 == 4 else training).append({"text": text, "label": name})
-    return training, testing
+    """Training and testing rows: parts of the longest topics, white space collapsed, labelled with the topic."""
+    tables: tuple[list[Row], list[Row]] = ([], [])
+    for name in _longest():
+        for part, testing in _parts(name):
+            tables[testing].append({"text": " ".join(part.split()), "label": name})
+    return tables
+
+
+def _longest() -> list[str]:
+    found = pydoc_data.topics.topics
+    return sorted(found, key=lambda name: (-len(found[name]), name))[:LONGEST]
+
+
+def _parts(name: str, size: int = 240) -> Iterator[tuple[str, bool]]:
+    """A topic in parts of whole paragraphs and at least `size` letters; whether a part is for testing: one in five."""
+    part, number = "", 0
+    for paragraph in pydoc_data.topics.topics[name].split("\n\n"):
+        part = f"{part}\n\n{paragraph}" if part else paragraph
+        if len(part) >= size:
+            yield part, number % 5 == 4
+            part, number = "", number + 1
+    if part:
+        yield part, False

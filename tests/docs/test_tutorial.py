@@ -1,0 +1,92 @@
+"""The tutorial, run as a notebook in an empty folder; what its page says of the results holds."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import xlnet_kernels as xk
+from tests import ROOT
+
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture
+def tutorial(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    import tutorial
+
+    return tutorial
+
+
+def test_the_notebook_is_the_page(tutorial):
+    page = tutorial.PAGE.read_text()
+    assert json.loads(tutorial.NOTEBOOK.read_text()) == tutorial.notebook(page)
+    kinds = [kind for kind, _ in tutorial.cells(page)]
+    assert kinds.count("code") == 8 and kinds[0] == "markdown"
+    page = "a\n\n<!-- not in the notebook -->\n```bash\nb\n```\n\n<!-- not run: here -->\n```python\nc\n```\n"
+    assert tutorial.cells(page) == [("markdown", "a\n\n<!-- not in the notebook -->\n```bash\nb\n```"), ("code", "c")]
+
+
+def execute(tutorial, folder: Path) -> list[str]:
+    """What each code cell printed."""
+    nbformat, nbclient, _ = map(pytest.importorskip, ("nbformat", "nbclient", "ipykernel"))
+    (folder / "examples").symlink_to(ROOT / "examples")
+    book = nbformat.reads(json.dumps(tutorial.notebook(tutorial.PAGE.read_text())), as_version=4)
+    nbclient.NotebookClient(book, timeout=900, resources={"metadata": {"path": str(folder)}}).execute()
+    printed = []
+    for cell in book.cells:
+        if cell.cell_type == "code":
+            printed.append("".join(out.get("text", "") for out in cell.outputs if out.output_type == "stream"))
+    return printed
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_and_says_the_truth(tutorial, tmp_path, monkeypatch):
+    for name in ("rich", "transformers", "sklearn"):
+        pytest.importorskip(name)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    data, tokens, pretrained, perplexity, written, scored, tuned, used = execute(tutorial, tmp_path)
+    runs = tmp_path / "runs"
+
+    rows = {name: list(csv.DictReader(open(runs / "data" / f"{name}.csv", newline=""))) for name in ("train", "test")}
+    text = " ".join(" ".join(path.read_text().split()) for path in (runs / "data" / "texts").iterdir())
+    assert f"test.csv: {len(rows['test'])} rows" in data and len({row["label"] for row in rows["train"]}) == 8
+    assert not any(row["text"] in text for row in rows["test"])
+    assert "500 ids" in tokens
+
+    lines = [json.loads(line) for line in (runs / "pretrain" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    entropy = float(re.search(r"unigram entropy of the text: ([\d.]+)", pretrained)[1])
+    # all tokens equally likely, then the entropy of single tokens, then well below it
+    assert losses[0] == pytest.approx(math.log(500), abs=0.3) and len(losses) == 300
+    assert min(losses[:100]) < entropy and lines[-1]["validation_loss"] < entropy - 1
+
+    found = json.loads((runs / "evaluation" / "results.json").read_text())
+    assert found["partial"]["nats per token"] < found["causal"]["nats per token"] < entropy
+    assert f"perplexity {found['causal']['perplexity']:.3f}" in perplexity
+    assert "The value of the" in written
+    filled = json.loads((runs / "filled.jsonl").read_text())["text"]
+    assert filled in written and filled.startswith("If the object is not found, an ") and filled.endswith(" is raised.")
+    likelier, other = (float(value) for value in re.findall(r"^(-[\d.]+) nats", scored, re.MULTILINE))
+    assert likelier > other
+
+    results = json.loads((runs / "classifier" / "results.json").read_text())
+    accuracy = {name: numbers["accuracy"] for name, numbers in results.items()}
+    # twice the majority at least; the bag of words is ahead
+    assert accuracy["this model"] > 2 * accuracy["majority"] and f"accuracy {accuracy['this model']:.3f}" in tuned
+    assert accuracy["bag of words"] > accuracy["this model"] > accuracy["bag of words"] - 0.25
+    assert "specialnames" in used or "formatstrings" in used
+    assert float(used.rsplit(":", 1)[1]) < 1e-4
+    for folder, kind in (("pretrain", xk.XLNetLMHeadModel), ("classifier", xk.XLNetForSequenceClassification)):
+        kind.from_pretrained(runs / folder)

@@ -2,7 +2,7 @@
 
 Rates per cycle and multiprocessor. Sources: [guide] CUDA C++ programming guide, table "Throughput of native arithmetic
 instructions", columns 8.0 and 9.0; [A100] NVIDIA A100 whitepaper (2020); [H100] NVIDIA H100 whitepaper (2022); [cudnn]
-github.com/NVIDIA/cudnn-frontend/pull/650: 4096 operations of 16 bits a cycle and multiprocessor, 132 of them at 1.83 GHz.
+github.com/NVIDIA/cudnn-frontend/pull/650: 4096 operations of 16 bits a cycle and multiprocessor, 132 at 1.83 GHz.
 
 Assumed, as no source at hand gives a figure: H100's level-2 cache (as A100's), atomic sectors, and that mma.sync is as
 fast on sm_90 as wgmma, which bounds the CUDA kernels there from too far below if it is not (Luo et al. measured both:

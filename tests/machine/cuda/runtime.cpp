@@ -44,7 +44,9 @@ int start(Function& function, Size grid, Size block, void** arguments, size_t sh
   if (shared > size_t(function.dynamic_shared) || grid.y > 65535 || grid.z > 65535 || block.x > 1024) {
     return last_error = INVALID_VALUE;
   }
-  return last_error = launch ? launch(function.name.c_str(), &grid.x, &block.x, shared, arguments) : LAUNCH_FAILED;
+  const int error = launch ? launch(function.name.c_str(), &grid.x, &block.x, shared, arguments) : LAUNCH_FAILED;
+  if (error != NONE) last_error = error;  // an earlier one stays until someone asks
+  return error;
 }
 
 std::map<uintptr_t, size_t> live;

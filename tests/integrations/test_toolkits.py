@@ -13,6 +13,7 @@ import logging
 import pickle
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -220,6 +221,8 @@ def test_outputs_and_gradients_are_the_same(name, padded, toolkits, calls):
     assert_same(found, wanted, CASES[name][2])
     if padded:
         assert isinstance(calls[0]["mask"], xk.RankMask)
+    if name == "nemo-local":  # a table of the window alone
+        assert calls[0]["max_distance"] == 3
     assert {key: value.data_ptr() for key, value in model.state_dict().items()} == state
     assert isinstance(attention, kind) and type(attention).__name__ == kind.__name__
     xk.restore(model)
@@ -421,6 +424,18 @@ def test_speechbrain_with_keys_of_another_tensor(toolkits, calls):
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize("name", ["nemo-local", "espnet", "speechbrain"])
+def test_a_sequence_may_be_all_padding(name, small, monkeypatch):
+    """Zeros, then the bias, and no warning that padding may be inverted."""
+    attention = make(name, lambda toolkit: small)
+    monkeypatch.setitem(globals(), "HIDDEN", HIDDEN | torch.tensor([[False], [True]]))
+    wanted = run(name, attention, padded=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = run(name, xk.accelerate(attention), padded=True)
+    assert_same(found, wanted, CASES[name][2])
+
+
 @pytest.mark.parametrize("name", ["nemo", "espnet", "speechbrain"])
 def test_dropout_is_for_training(name, toolkits, calls):
     attention = make(name, toolkits)
@@ -471,7 +486,7 @@ def test_autocast(name, toolkits):
 
 def test_inputs_that_no_table_fits_are_left_to_the_toolkit(small, calls):
     """Cross-attention with more queries than keys, and tables of another length: whatever happens there happens."""
-    for name in ("nemo", "espnet", "speechbrain"):
+    for name in ("speechbrain", "nemo", "espnet"):
         attention = xk.accelerate(make(name, lambda toolkit: small))
         query = torch.randn(2, 5, WIDTH, dtype=CASES[name][2])
         key, table = query[:, :3], positions(5).to(query)
@@ -479,6 +494,10 @@ def test_inputs_that_no_table_fits_are_left_to_the_toolkit(small, calls):
         if name == "speechbrain":
             options = dict(query=query, key=key, value=key, pos_embs=table)
         attention(**options)
+    legacy = xk.accelerate(make("espnet-legacy", lambda toolkit: small))
+    legacy(query, key, key, positions(3), None)
+    local = xk.accelerate(make("nemo-local", lambda toolkit: small))
+    local(query, query, query, torch.zeros(2, 5, dtype=torch.bool), positions(7), query)  # with a cache
     assert not calls
 
 

@@ -127,7 +127,7 @@ def _ranks_of(visible: Tensor) -> LayerMask:
         return _DENSE
     if visible.all():
         return EVERYTHING
-    ranks = RankMask.padding(~visible[:, 0]) if visible.shape[1] == 1 else spans(visible)
+    ranks = RankMask.padding(attention_mask=visible[:, 0]) if visible.shape[1] == 1 else spans(visible)
     return _DENSE if ranks is None else LayerMask(ranks)
 
 

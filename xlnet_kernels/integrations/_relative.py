@@ -49,10 +49,11 @@ def attend(
     mask: RankMask | Tensor | None,
     *,
     backend: str | None,
+    max_distance: int | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """(B, L, H * D) from heads (B, H, L, D) and (B, H, K, D); rel_key's row 0 is for distance K - 1, (H or B, P, D).
+    """(B, L, H * D) from heads (B, H, L, D) and (B, H, K, D); rel_key's row 0 is for `max_distance`, default K - 1.
 
     The L queries are the last of the K frames: those before are of a cache.
     """
@@ -70,7 +71,7 @@ def attend(
         position_bias=position_bias,
         mask=mask,
         query_positions=positions,
-        max_distance=keys - 1,
+        max_distance=keys - 1 if max_distance is None else max_distance,
         dropout_p=dropout_p,
         scale=scale,
         backend=backend,

@@ -97,5 +97,5 @@ class LegacyRelPositionMultiHeadedAttention(RelPositionMultiHeadedAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, pos_emb: Tensor, mask: Tensor | None) -> Tensor:
         if query.shape[1] != key.shape[1]:  # its shift is another one there
-            return Original.forward(self, query, key, value, pos_emb, mask)
+            return super(RelPositionMultiHeadedAttention, self).forward(query, key, value, pos_emb, mask)
         return super().forward(query, key, value, pos_emb, mask)

@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..masks import HIGHEST, LOWEST, RankMask
@@ -48,7 +47,13 @@ class RelPositionMultiHeadAttention(Original):
         return out if cache is None else (out, cache)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: RankMask | Tensor | None, pos_emb: Tensor
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: RankMask | Tensor | None,
+        pos_emb: Tensor,
+        max_distance: int | None = None,
     ) -> Tensor:
         if torch.is_autocast_enabled():
             query, key, value = query.float(), key.float(), value.float()
@@ -59,17 +64,15 @@ class RelPositionMultiHeadAttention(Original):
                 q,
                 k,
                 v,
-                self._all_distances(rel_key, key.shape[1]),
+                rel_key,
                 self.pos_bias_u,
                 self.pos_bias_v,
                 mask,
+                max_distance=max_distance,
                 backend=self.backend,
                 dropout_p=self.dropout.p if self.training else 0.0,
             )
             return self.linear_out(out)
-
-    def _all_distances(self, rel_key: Tensor, keys: int) -> Tensor:
-        return rel_key
 
     def _precision(self) -> AbstractContextManager:
         """NeMo's own: it computes attention in bfloat16 where autocast says float16."""
@@ -103,16 +106,11 @@ class RelPositionMultiHeadAttentionLongformer(RelPositionMultiHeadAttention):
     ) -> Tensor | tuple[Tensor, Tensor]:
         left, right = self.att_context_size
         if cache is not None or query.shape[1] != key.shape[1] or pos_emb.shape[1] != left + right + 1:
-            return Original.forward(self, query, key, value, pad_mask, pos_emb, cache)
-        batch, length = pad_mask.shape
-        window = RankMask.local(batch, length, left, right, padding=pad_mask, device=query.device)
-        mask = RankMask(window.query_rank.masked_fill(pad_mask, LOWEST), window.key_rank, window.query_floor)
-        return self._attend(query, key, value, mask, pos_emb)
-
-    def _all_distances(self, rel_key: Tensor, keys: int) -> Tensor:
-        """Rows of zeros for the distances that no one sees, none of them for those that do not occur."""
-        left, right = self.att_context_size
-        return F.pad(rel_key, (0, 0, keys - 1 - left, keys - 1 - right))
+            own: Any = super(RelPositionMultiHeadAttention, self)  # NeMo's
+            return own.forward(query, key, value, pad_mask, pos_emb, cache)
+        frames = RankMask.padding(attention_mask=~pad_mask)
+        mask = RankMask(frames.query_rank.masked_fill(pad_mask, LOWEST), frames.key_rank)
+        return self._attend(query, key, value, mask, pos_emb, max_distance=left)
 
 
 class ConformerEncoder(Original):
@@ -151,7 +149,9 @@ class _OfAllRows:
         self.mask = mask
 
     def __getitem__(self, index: tuple[slice, slice]) -> RankMask:
-        return self.mask.rows_from(index[1].start)
+        mask = self.mask
+        assert mask.query_floor is not None, "ConformerEncoder gives one"
+        return RankMask(mask.query_rank[index], mask.key_rank, mask.query_floor[index])
 
 
 def _regular(frame: Tensor, left: int, right: int) -> tuple[Tensor, Tensor]:

@@ -81,13 +81,13 @@ class RelPosMHAXL(Original):
     def _visible(self, padding: Tensor | None, attn_mask: Tensor | None) -> RankMask | Tensor | None:
         """Of padding (B, K) and a mask (L, K) or (B * H, L, K), both True where a row may not attend."""
         if attn_mask is None:
-            return None if padding is None else RankMask.padding(padding)
+            return None if padding is None else RankMask.padding(attention_mask=~padding)
         if attn_mask.dim() == 3:
             visible = ~attn_mask.unflatten(0, (-1, self.num_heads))
         else:
             visible = visible_ranks(attn_mask, hidden=True)
         if padding is None or visible is None:
-            return visible if padding is None else RankMask.padding(padding)
+            return visible if padding is None else RankMask.padding(attention_mask=~padding)
         if isinstance(visible, RankMask):
             ranks = visible.expand(padding.shape[0])
             return RankMask(ranks.query_rank, ranks.key_rank.masked_fill(padding, HIGHEST), ranks.query_floor)

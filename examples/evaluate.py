@@ -79,23 +79,21 @@ def inputs_of(reader: Reader, order: str, ids: np.ndarray, after: int | None, rn
     """What the model is given for one segment without memory, the positions of the losses, and the labels."""
     length, device = len(ids), reader.device
     tokens, places = torch.from_numpy(ids)[None], torch.arange(length)[None]
-    objective = OBJECTIVES[reader.objective]()
+    objective, rows = OBJECTIVES[reader.objective](), None
     if order == "partial" or reader.objective == "autoregressive":
         if order == "partial" and length < 3:  # too short for a target and its context
             return {}, places[:, :0], places[:, :0]
         example = objective.example(ids, reader.tokenizer.vocabulary, (length,), rng, next_id=after)
         ranks = (torch.from_numpy(np.ascontiguousarray(rank))[None] for rank in (example.query_rank, example.key_rank))
         tokens, labels = (torch.from_numpy(x)[None] for x in (example.input_ids, example.labels))
-        mask, targets = xk.RankMask(*ranks), example.target_positions
-        targets = None if targets is None else torch.from_numpy(targets)[None]
+        mask, found = xk.RankMask(*ranks), (example.target_positions, example.output_rows)
+        targets, rows = (None if x is None else torch.from_numpy(x)[None] for x in found)
     else:
         steps = torch.from_numpy(rng.permutation(length))[None] if order == "permutation" else places
         mask, targets, labels = xk.RankMask.from_order(steps, torch.ones_like(steps, dtype=torch.bool)), places, tokens
-    positions = places if targets is None else targets
-    given = {"input_ids": tokens.to(device), "mask": mask.to(device)}
-    if targets is not None:
-        given["target_positions"] = targets.to(device)
-    return given, positions, labels
+    given = {"input_ids": tokens, "mask": mask, "target_positions": targets, "output_rows": rows}
+    positions = next((x for x in (targets, rows) if x is not None), places)
+    return {name: x if x is None else x.to(device) for name, x in given.items()}, positions, labels
 
 
 @torch.no_grad()

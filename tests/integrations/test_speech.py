@@ -395,3 +395,10 @@ def test_what_is_no_span_is_none():
     visible = torch.ones(1, 3, 4, dtype=torch.bool)
     visible[0, 1, 2] = False  # a hole in the middle of one row
     assert _masks.spans(visible) is None
+
+
+def test_positions_of_another_length_are_refused_and_not_taken_for_a_window():
+    model = accelerate(ParakeetEncoder(ParakeetEncoderConfig(**PARAKEET)).eval())
+    x = torch.randn(1, 9, 32)
+    with pytest.raises(ValueError, match="position embeddings of 9 keys must have 17 rows, got 15"):
+        model.layers[0].self_attn(x, position_embeddings=torch.randn(1, 15, 32), attention_mask=None)

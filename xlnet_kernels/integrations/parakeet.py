@@ -79,6 +79,10 @@ class _RelativeAttention(_Original):
         else:
             assert positions is not None, "such a model always passes its position embeddings"
             rel_key = self._rel_key(_shared(positions))
+            if rel_key.shape[-2] != 2 * keys - 1:  # which the operator would take for a window
+                raise ValueError(
+                    f"position embeddings of {keys} keys must have {2 * keys - 1} rows, got {rel_key.shape[-2]}"
+                )
         query_positions = None
         if keys != length:
             query_positions = torch.arange(keys - length, keys, device=query.device).expand(batch, -1)

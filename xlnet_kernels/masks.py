@@ -289,6 +289,11 @@ class RankMask:
             sees_self.gather(1, index) if isinstance(sees_self, Tensor) else sees_self,
         )
 
+    def rows_from(self, first: int) -> RankMask:
+        """The mask of the query rows from number `first` on."""
+        batch, rows = self.query_rank.shape
+        return self.rows(torch.arange(first, rows, device=self.query_rank.device).expand(batch, -1))
+
     def to(self, device: torch.device | str) -> RankMask:
         """The same mask on `device`."""
         return self._map(lambda values: values.to(device))

@@ -234,4 +234,5 @@ def test_rows_are_those_asked_for(sees_self, floor):
     mask = RankMask(rank, rank, floor, sees_self)
     positions = torch.arange(4).expand(2, -1)
     wanted = mask.to_bool(None, positions, 0)[:, 1:]
-    assert torch.equal(mask.rows(positions[:, 1:]).to_bool(None, positions[:, 1:], 0), wanted)
+    for rows in (mask.rows_from(1), mask.rows(positions[:, 1:])):
+        assert torch.equal(rows.to_bool(None, positions[:, 1:], 0), wanted)

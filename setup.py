@@ -25,11 +25,11 @@ def find(*patterns):
     return sorted(path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern))
 
 
-CPU_SOURCES = find("csrc/*.cpp", "csrc/cpu/*.cpp")
+CPU_SOURCES = find("csrc/*.cpp", "csrc/cpu/**/*.cpp")
 CUDA_SOURCES = find("csrc/cuda/**/*.cu", "csrc/cuda/*.cpp")
 
 extension = decide.extension_decision()
-cuda = decide.Decision(False, "the extension is not built")
+cuda = bfloat16 = decide.Decision(False, "the extension is not built")
 torch_version = decide.torch_version()
 # Metadata and source archives are made without torch; only compiling needs it.
 can_compile = extension.build and decide.torch_is_usable(torch_version)
@@ -52,7 +52,7 @@ def cuda_architectures(torch, nvcc):
 
 def make_extension():
     """The extension and the command that builds it, both made by torch."""
-    global cuda
+    global cuda, bfloat16
     if "CUDA_HOME" not in os.environ and "CUDA_PATH" not in os.environ and (home := decide.cuda_home()):
         os.environ["CUDA_HOME"] = home  # torch takes nvcc's own folder for it, which may be one of links
     import torch
@@ -63,6 +63,7 @@ def make_extension():
         cuda = decide.cuda_decision(os.environ, torch.version.cuda, nvcc, CUDA_SOURCES)
     except ValueError as error:
         raise SystemExit(f"{PACKAGE}: {error}") from None
+    bfloat16 = decide.bfloat16_decision(ROOT / "csrc/cpu/bfloat16/native.cpp")
     flags = ["-O3", "-g0", "-Wno-psabi"]  # psabi: vectors are only passed within one object, to inlined functions
     if sys.platform == "linux" and torch.backends.openmp.is_available() and not decide.is_clang():
         # at::parallel_for lives in torch's headers and needs OpenMP here too. Not passed to the linker: the symbols
@@ -71,6 +72,8 @@ def make_extension():
         flags.append("-fopenmp")
     # In the command line, so that ninja compiles again after a change of torch (headers may carry older dates).
     macros = [("XLNET_KERNELS_TORCH_VERSION", torch.__version__)]
+    if bfloat16.build:
+        macros.append((decide.BFLOAT16_MACRO, "1"))
     if cuda.build:
         macros += [
             ("XLNET_KERNELS_CUDA_VERSION", torch.version.cuda),
@@ -132,6 +135,7 @@ def record(folder):
         "torch": torch_version if can_compile else None,
         "extension": str(extension),
         "cuda": str(cuda),
+        "bfloat16": str(bfloat16),
         "sources": runpy.run_path(str(ROOT / PACKAGE / "_sources.py"))["digest"](ROOT / "csrc"),
     }
     (folder / "_build_info.json").write_text(json.dumps(facts, indent=2) + "\n")
@@ -143,6 +147,7 @@ class BuildPy(build_py):
     def run(self):
         say(f"CPU extension: {extension}")
         say(f"CUDA: {cuda}")
+        say(f"bfloat16 instructions: {bfloat16}")
         if getattr(self, "editable_mode", False):
             folder = ROOT / PACKAGE
             if not extension.build:  # one compiled earlier would be loaded

@@ -6,6 +6,7 @@ Imports nothing but the standard library, so that the PEP 517 backend, setup.py 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -20,6 +21,8 @@ MIN_TORCH = (2, 6)
 TORCH_REQUIREMENT = f"torch>={MIN_TORCH[0]}.{MIN_TORCH[1]}"
 # A translation unit that includes torch's headers and many template instances peaks at 1-2 GB.
 BYTES_PER_JOB = 2 * 2**30
+# Compiles csrc/cpu/bfloat16/native.cpp with its instructions
+BFLOAT16_MACRO = "XLNET_KERNELS_BFLOAT16_INSTRUCTIONS"
 
 
 class Decision(NamedTuple):
@@ -68,6 +71,21 @@ def extension_decision(environ: Mapping[str, str] = os.environ, platform: str = 
     if path is None:
         return Decision(False, f"there is no C++ compiler: '{name}' was not found (install one, or set CXX)")
     return Decision(True, f"there is a C++ compiler: {path}")
+
+
+def bfloat16_decision(source: Path, environ: Mapping[str, str] = os.environ) -> Decision:
+    """Whether the compiler and its assembler know the matrix instructions of `source`: it is compiled to find out."""
+    name, path = find_compiler(environ)
+    if path is None:
+        return Decision(False, f"there is no C++ compiler: '{name}' was not found")
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return Decision(False, "they are of x86-64 processors, and asked for in Linux's way")
+    command = [path, "-x", "c++", "-std=c++17", "-O1", f"-D{BFLOAT16_MACRO}", "-c", str(source), "-o", os.devnull]
+    found = subprocess.run(command, capture_output=True, text=True)
+    if found.returncode != 0:
+        first = next((line for line in found.stderr.splitlines() if "rror" in line), "no message")
+        return Decision(False, f"{path} does not compile {source.name} ({first.strip()})")
+    return Decision(True, f"{path} compiles {source.name}")
 
 
 def cuda_decision(

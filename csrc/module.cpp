@@ -5,6 +5,7 @@
 #include <torch/version.h>
 
 #include "autograd.h"
+#include "cpu/bfloat16/products.h"
 #include "cpu/kernels.h"
 #include "cuda/kernels.h"
 
@@ -33,9 +34,12 @@ constexpr const char* cuda_architectures = nullptr;
 #endif
 
 // Name of the instruction set that the CPU kernels use here; None if XLNET_KERNELS_CPU asks for one there is not
-const char* cpu_instruction_set() {
-  const xlnet_kernels::cpu::Kernels* kernels = xlnet_kernels::cpu::choose_kernels();
-  return kernels == nullptr ? nullptr : kernels->name;
+const char* cpu_instruction_set() { return xlnet_kernels::cpu::choose_kernels().name; }
+
+// Name of the 16-bit products that bfloat16 calls take; None if they are converted to float32
+const char* cpu_bfloat16_products() {
+  const xlnet_kernels::cpu::Products* products = xlnet_kernels::cpu::choose_kernels().products;
+  return products == nullptr ? nullptr : products->name;
 }
 
 // Tiles, threads and shared memory of each CUDA kernel that the sources have, in a build without CUDA as well.
@@ -57,6 +61,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("compiler") = compiler();
   module.attr("cpp_standard") = static_cast<long>(__cplusplus);
   module.attr("cpu_instruction_set") = cpu_instruction_set();
+  module.attr("cpu_bfloat16_products") = cpu_bfloat16_products();
   module.attr("cuda_version") = cuda_version;              // None in a build without CUDA
   module.attr("cuda_architectures") = cuda_architectures;  // e.g. "8.0;9.0+PTX"
   module.def("cuda_kernels", cuda_kernels);

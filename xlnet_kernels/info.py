@@ -20,6 +20,9 @@ from xlnet_kernels._version import __version__
 from xlnet_kernels.backends import _BACKENDS, self_check
 from xlnet_kernels.integrations._libraries import LIBRARIES
 
+# Said by the operator too, as an error.
+UNKNOWN_SET = "XLNET_KERNELS_CPU names no instruction set that this processor has"
+
 
 def installed_version(package: str) -> str:
     try:
@@ -51,13 +54,17 @@ def linear_library() -> str:
 
 def compiled() -> dict | None:
     """What the loaded extension says of its own build; None without one."""
-    names = ("torch_version", "compiler", "cpp_standard", "cpu_instruction_set", "cuda_version", "cuda_architectures")
+    names = ["torch_version", "compiler", "cpp_standard", "cpu_instruction_set", "cpu_bfloat16_products"]
+    names += ["cuda_version", "cuda_architectures"]
     module = _extension.module
     return None if module is None else {name: getattr(module, name) for name in names} | {"file": module.__file__}
 
 
 def collect() -> dict:
-    record, backends = _extension.build_record(), xlnet_kernels.backends()
+    record, built = _extension.build_record(), compiled()
+    backends = {name: "ready" if state.available else state.reason for name, state in xlnet_kernels.backends().items()}
+    if built is not None and built["cpu_instruction_set"] is None:
+        backends["cpu"] = f"{UNKNOWN_SET}: {os.environ.get('XLNET_KERNELS_CPU')}"
     return {
         "xlnet_kernels": __version__,
         "folder": str(Path(xlnet_kernels.__file__).parent),
@@ -74,10 +81,10 @@ def collect() -> dict:
         },
         "linear": linear_library(),
         "cuda_devices": cuda_devices(),
-        "compiled": compiled(),
+        "compiled": built,
         "not_compiled_because": _extension.reason,
-        "build_decisions": {name: record.get(name) for name in ("extension", "cuda")},
-        "backends": {name: "ready" if state.available else state.reason for name, state in backends.items()},
+        "build_decisions": {name: record.get(name) for name in ("extension", "cuda", "bfloat16")},
+        "backends": backends,
     }
 
 
@@ -99,10 +106,12 @@ def render(facts: dict) -> str:
         rows.append(("extension", f"for torch {built['torch_version']}, {made_by}"))
         if Path(built["file"]).parent != Path(facts["folder"]):
             rows.append(("  in", str(Path(built["file"]).parent)))
-        rows.append(("  on this CPU", built["cpu_instruction_set"] or "none: see XLNET_KERNELS_CPU"))
+        products = built["cpu_bfloat16_products"] or "converted to float32"
+        chosen = f"{built['cpu_instruction_set']}, bfloat16 products: {products}"
+        rows.append(("  on this CPU", chosen if built["cpu_instruction_set"] else UNKNOWN_SET))
     else:
         rows.append(("extension", facts["not_compiled_because"]))
-    for name, label in (("extension", "  compile it?"), ("cuda", "  with CUDA?")):
+    for name, label in (("extension", "  compile it?"), ("cuda", "  with CUDA?"), ("bfloat16", "  AMX and such?")):
         rows.append((label, facts["build_decisions"][name] or "no record of a build"))
     rows += [("backends", "")] + [(f"  {name}", state) for name, state in facts["backends"].items()]
     return "\n".join(f"{label:<14} {text}".rstrip() for label, text in rows)
@@ -163,7 +172,7 @@ def main() -> int:
         return 0 if check() else 1
     facts = collect()
     print(json.dumps(facts, indent=2) if options.json else render(facts))
-    return 0
+    return 1 if facts["backends"]["cpu"].startswith(UNKNOWN_SET) else 0
 
 
 if __name__ == "__main__":

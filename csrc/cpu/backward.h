@@ -39,20 +39,20 @@ struct BackwardScratch {
 };
 
 // One task, for the functions below
-template <typename T>
+template <typename T, typename Scratch = BackwardScratch<T>>
 struct BackwardTask {
   const RelAttention& p;
   const RelAttentionGradients& g;
   const Wanted& wanted;
   const Sizes<T>& sizes;
   const Chunk& chunk;
-  const BackwardScratch<T>& scratch;
+  const Scratch& scratch;
 };
 
 // Per row of a block
 template <typename T>
 struct RowStatistics {
-  SoftmaxRow<T> softmax[BLOCK_M];
+  SoftmaxRow<T> softmax[MAX_ROWS];
   SegmentRowSums<T> segments;
 };
 
@@ -160,10 +160,11 @@ static void add_rel_key_gradients(const BackwardTask<T>& task, const RowBlock<T>
 }
 
 // dQ of the block's rows, and their part of the sums over rows
-template <typename T>
-static void store_rows(const BackwardTask<T>& task, const RowBlock<T>& block, const RowStatistics<T>& statistics) {
+template <typename T, typename Scratch>
+static void store_rows(const BackwardTask<T, Scratch>& task, const BlockRows<T>& block,
+                       const RowStatistics<T>& statistics) {
   const auto& [p, g, wanted, sizes, chunk, scratch] = task;
-  const ChunkSums<T>& sums = scratch.sums;
+  const auto& sums = scratch.sums;
   const SegmentTerms<T>& terms = scratch.terms.segments;
   const T scale = static_cast<T>(p.scale), unscale = static_cast<T>(LN2);
   for (int64_t r = 0; r < block.count; ++r) {
@@ -202,7 +203,7 @@ static void backward_rows(const BackwardTask<T>& task, const RowBlock<T>& block)
     content_scores(p, block, scratch.key_panels, tile);
     probability_gradients(task, block, tile, dP);
     for (int64_t r = 0; r < block.count; ++r) {
-      const VisibleKeys<T> visible = segments_and_mask(p, scratch.keys, block, r, tile);
+      const VisibleKeys<T> visible = segments_and_mask(p, scratch.keys, block, r, tile, StoredScores<T>{tile.score[r]});
       softmax_backward(task, block, r, visible.count, tile, dP[r], statistics);
     }
     tile.clear_corners(block.count);
@@ -241,9 +242,4 @@ static bool backward_as(const RelAttention& p, const RelAttentionGradients& g, i
   const bool ran = for_each_chunk(p, sizes, threads, measure.used, parallel, run);
   free(turns.turn);
   return ran;
-}
-
-static bool backward(const RelAttention& p, const RelAttentionGradients& g, int64_t threads, Parallel parallel) {
-  return p.dtype == DType::float64 ? backward_as<double>(p, g, threads, parallel)
-                                   : backward_as<float>(p, g, threads, parallel);
 }

@@ -37,9 +37,9 @@ static void add_values(const Sizes<T>& sizes, const Tile<T>& tile, int64_t rows,
                             RowPointers<T>(out + r * dim, dim).row);
 }
 
-template <typename T>
+template <typename T, typename Softmax>
 static void store_rows(const RelAttention& p, const Sizes<T>& sizes, const Chunk& chunk, const KeyRanks& ranks,
-                       const RowBlock<T>& block, OnlineSoftmax<T>& softmax, T* out) {
+                       const BlockRows<T>& block, Softmax& softmax, T* out) {
   const int64_t head_row = (block.b * p.heads + block.h) * p.length;
   for (int64_t r = 0; r < block.count; ++r, out += sizes.padded_dim) {
     const int64_t row_index = block.row_index[r];
@@ -69,7 +69,7 @@ static void forward_rows(const RelAttention& p, const Sizes<T>& sizes, const Row
     content_scores(p, block, scratch.key_panels, tile);
     for (int64_t r = 0; r < block.count; ++r) {
       T* score = tile.score[r];
-      const VisibleKeys<T> visible = segments_and_mask(p, scratch.keys, block, r, tile);
+      const VisibleKeys<T> visible = segments_and_mask(p, scratch.keys, block, r, tile, StoredScores<T>{tile.score[r]});
       softmax.step(r, visible.count, count, visible.max, score, scratch.out + r * dim, dim);
       apply_dropout(p, block.b, block.h, block.row_index[r], tile.first_key, visible.count, scratch.dropout, score);
     }
@@ -95,8 +95,4 @@ static bool forward_as(const RelAttention& p, int64_t threads, Parallel parallel
       forward_rows(p, sizes, block, chunk, scratch);
     }
   });
-}
-
-static bool forward(const RelAttention& p, int64_t threads, Parallel parallel) {
-  return p.dtype == DType::float64 ? forward_as<double>(p, threads, parallel) : forward_as<float>(p, threads, parallel);
 }

@@ -2,6 +2,7 @@
 // the register tiles, sets the compiler's target and includes this file. Only C headers may come before it, so that no
 // shared inline function is ever compiled for a processor that others do not have.
 
+#include "bfloat16/products.h"
 #include "kernels.h"
 
 #define INLINE_MEMBER inline __attribute__((always_inline))
@@ -29,10 +30,27 @@ constexpr int ROW_ROWS = ROW_TILE_ROWS, ROW_COLUMNS = ROW_TILE_COLUMNS;
 #include "forward.h"
 #include "sums.h"
 #include "backward.h"
+#include "bfloat16/operands.h"
+#include "bfloat16/scores.h"
+#include "bfloat16/forward.h"
+#include "bfloat16/backward.h"
+
+static bool forward(const RelAttention& p, const Products* products, int64_t threads, Parallel parallel) {
+  if (p.dtype == DType::float64) return forward_as<double>(p, threads, parallel);
+  if (p.dtype == DType::bfloat16 && products != nullptr) return bfloat16_forward(p, *products, threads, parallel);
+  return forward_as<float>(p, threads, parallel);
+}
+
+static bool backward(const RelAttention& p, const RelAttentionGradients& g, const Products* products, int64_t threads,
+                     Parallel parallel) {
+  if (p.dtype == DType::float64) return backward_as<double>(p, g, threads, parallel);
+  if (p.dtype == DType::bfloat16 && products != nullptr) return bfloat16_backward(p, g, *products, threads, parallel);
+  return backward_as<float>(p, g, threads, parallel);
+}
 
 }  // namespace
 }  // namespace NAMESPACE
 
-extern const Kernels KERNELS = {INSTANCE_NAME, NAMESPACE::forward, NAMESPACE::backward};
+extern const Kernels KERNELS = {INSTANCE_NAME, NAMESPACE::forward, NAMESPACE::backward, &NAMESPACE::emulated_products};
 
 }  // namespace xlnet_kernels::cpu

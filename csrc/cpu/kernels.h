@@ -9,17 +9,27 @@ namespace xlnet_kernels::cpu {
 // slots draw their work from one ascending counter (schedule.h).
 using Parallel = void (*)(int64_t slots, void (*task)(void* context, int64_t slot), void* context);
 
+struct Products;  // bfloat16/products.h
+
 struct Kernels {
   const char* name;
-  // Both return false when memory runs out, before anything is written.
-  bool (*forward)(const RelAttention&, int64_t threads, Parallel);
-  bool (*backward)(const RelAttention&, const RelAttentionGradients&, int64_t threads, Parallel);
+  // Both return false when memory runs out, before anything is written. Without `products` bfloat16 is converted to
+  // float32, as float16 always is.
+  bool (*forward)(const RelAttention&, const Products*, int64_t threads, Parallel);
+  bool (*backward)(const RelAttention&, const RelAttentionGradients&, const Products*, int64_t threads, Parallel);
+  const Products* emulated;
 };
 
 extern const Kernels avx512_kernels, avx2_kernels, generic_kernels;
 
-// The best table for this processor; the environment variable XLNET_KERNELS_CPU (avx512, avx2, generic) asks for a
-// lesser one. Null when it names none.
-const Kernels* choose_kernels();
+struct Choice {
+  const char* name;  // null: there is none
+  const Kernels* kernels;
+  const Products* products;  // of bfloat16, or null
+};
+
+// The best for this processor; the environment variable XLNET_KERNELS_CPU asks for another: amx_bf16, avx512_bf16,
+// avx512, avx2, generic, or emulated_bf16, which is the best of the last three with avx512_bf16's instruction in C++.
+Choice choose_kernels();
 
 }  // namespace xlnet_kernels::cpu

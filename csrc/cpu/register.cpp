@@ -27,10 +27,10 @@ void parallel_slots(int64_t slots, void (*task)(void*, int64_t), void* context) 
 #endif
 }
 
-const cpu::Kernels& kernels() {
-  static const cpu::Kernels* chosen = cpu::choose_kernels();
-  TORCH_CHECK(chosen != nullptr, "XLNET_KERNELS_CPU names no instruction set that this processor has");
-  return *chosen;
+const cpu::Choice& chosen() {
+  static const cpu::Choice choice = cpu::choose_kernels();
+  TORCH_CHECK(choice.name != nullptr, "XLNET_KERNELS_CPU names no instruction set that this processor has");
+  return choice;
 }
 
 void check_ran(bool ran) { TORCH_CHECK(ran, "rel_attention: out of memory for the CPU kernels' scratch"); }
@@ -39,7 +39,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(INPUTS, bool needs_ba
   PreparedCall call = prepare({INPUT_NAMES});
   const Outputs outputs(query, needs_backward);
   outputs.give_to(call.p);
-  check_ran(kernels().forward(call.p, at::get_num_threads(), parallel_slots));
+  check_ran(chosen().kernels->forward(call.p, chosen().products, at::get_num_threads(), parallel_slots));
   return outputs.list();
 }
 
@@ -87,7 +87,7 @@ std::vector<Tensor> backward(const Tensor& grad_out, const OptionalTensor& grad_
   g.position_bias = data(grad.position_bias);
   g.segment_embed = data(grad.segment_embed);
   g.segment_bias = data(grad.segment_bias);
-  check_ran(kernels().backward(call.p, g, at::get_num_threads(), parallel_slots));
+  check_ran(chosen().kernels->backward(call.p, g, chosen().products, at::get_num_threads(), parallel_slots));
   return grad.list(inputs, needs);
 }
 

@@ -17,16 +17,43 @@ struct HeadTerms {
   }
 };
 
+// What terms other than position and content need of a block of rows
 template <typename T>
-struct RowBlock {
+struct BlockRows {
   int64_t b, h;
-  int64_t count;                        // rows, at most BLOCK_M
-  int64_t row_index[BLOCK_M];           // in query
-  int64_t position[BLOCK_M];            // ascending
-  T *content_query, *position_query;    // rows q + u and q + v, scaled so that scores are powers of 2
-  T *content_panels, *position_panels;  // the same as panel products want them
+  int64_t count;                // rows
+  int64_t row_index[MAX_ROWS];  // in query
+  int64_t position[MAX_ROWS];   // ascending
   SegmentRows<T> segments;
   MaskRows mask;
+
+  void start(const Chunk& chunk) {
+    b = chunk.b;
+    h = chunk.h;
+    count = 0;
+    mask.start();
+  }
+
+  // Whether the row that comes `sorted`-th by position joins the block: at most max_rows within MAX_SPAN positions. If
+  // so it is row `count`; its query, in the work type, goes to segments.query before end_row.
+  bool begin_row(const RelAttention& p, const Chunk& chunk, int64_t sorted, int64_t max_rows) {
+    if (sorted == chunk.end || count == max_rows) return false;
+    row_index[count] = row_index_at(p, b, sorted);
+    position[count] = position_at(p, b, sorted);
+    return position[count] - position[0] <= MAX_SPAN;
+  }
+  void end_row(const RelAttention& p, const SegmentTerms<T>& terms, int64_t padded_dim) {
+    segments.load_row(terms, count, static_cast<T>(p.scale * LOG2E), padded_dim);
+    mask.add_row(p, b, count, row_index[count], position[count]);
+    ++count;
+  }
+};
+
+template <typename T>
+struct RowBlock : BlockRows<T> {
+  T *content_query, *position_query;    // rows q + u and q + v, scaled so that scores are powers of 2
+  T *content_panels, *position_panels;  // the same as panel products want them
+  using BlockRows<T>::count, BlockRows<T>::segments;
 
   RowBlock(Carver& carver, const Sizes<T>& sizes) {
     carver.take(elements(sizes), content_query, position_query, segments.query, content_panels, position_panels);
@@ -42,30 +69,23 @@ struct RowBlock {
   int64_t padded(int64_t register_rows) const { return round_up(count, register_rows); }
 };
 
-// Sorted rows begin .. of a chunk, as many as a block holds and as lie within MAX_SPAN positions.
 template <typename T>
 static void load_rows(const RelAttention& p, const Sizes<T>& sizes, const HeadTerms<T>& terms, const Chunk& chunk,
                       int64_t begin, RowBlock<T>& block) {
   const T scale = static_cast<T>(p.scale * LOG2E);
-  const int64_t dim = sizes.padded_dim, b = block.b = chunk.b, h = block.h = chunk.h;
-  block.mask.start();
-  block.count = 0;
-  for (int64_t sorted = begin; sorted < chunk.end && block.count < BLOCK_M; ++sorted) {
-    const int64_t r = block.count, row_index = row_index_at(p, b, sorted), position = position_at(p, b, sorted);
-    if (r > 0 && position - block.position[0] > MAX_SPAN) break;
-    block.row_index[r] = row_index;
-    block.position[r] = position;
+  const int64_t dim = sizes.padded_dim;
+  block.start(chunk);
+  for (int64_t sorted = begin; block.begin_row(p, chunk, sorted, BLOCK_M); ++sorted) {
+    const int64_t r = block.count;
     T *content = block.content_query + r * dim, *relative = block.position_query + r * dim;
     T* query = block.segments.query + r * dim;
-    read_row(p, p.rows.query, b, h, row_index, dim, query);
+    read_row(p, p.rows.query, block.b, block.h, block.row_index[r], dim, query);
     for (int64_t d = 0; d < dim; d += LANES<T>) {
       const Vec<T> q = load(query + d);
       store(content + d, (q + load(terms.content_bias + d)) * scale);
       store(relative + d, (q + load(terms.position_bias + d)) * scale);
     }
-    block.segments.load_row(terms.segments, r, scale, dim);
-    block.mask.add_row(p, b, r, row_index, position);
-    ++block.count;
+    block.end_row(p, terms.segments, dim);
   }
   // Rows that only fill a register tile repeat the last one.
   const int64_t last = (block.count - 1) * dim;

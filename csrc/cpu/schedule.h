@@ -1,6 +1,7 @@
 // How a call is cut into tasks, and tasks handed out in order, one at a time, to however many threads there are.
 
 constexpr int64_t BLOCK_M = 48;            // query rows of a tile at most; a multiple of every register tile's height
+constexpr int64_t MAX_ROWS = 64;           // the same of every kind of kernel: bfloat16/schedule.h has another
 constexpr int64_t FORWARD_BLOCK_N = 576;   // keys of a tile at most
 constexpr int64_t BACKWARD_BLOCK_N = 288;  // keys of a tile of backward at most
 constexpr int64_t KEY_GROUP = 96;          // keys that are skipped or taken together

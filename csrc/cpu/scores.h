@@ -23,18 +23,58 @@ static void content_scores(const RelAttention& p, const RowBlock<T>& block, cons
   }
 }
 
-// Segments and mask over whole vectors of scores; returns their lane-wise maximum.
-template <typename T, bool SEGMENTS, bool RANKS>
-INLINE Vec<T> segments_and_ranks(const SegmentRow<T> segments, const RankRow<T> ranks, int64_t count, T* score) {
-  Vec<T> max = broadcast(-static_cast<T>(INFINITY));
-  for (int64_t j = 0; j < count; j += LANES<T>) {
-    Vec<T> s = load(score + j);
+// Where a row of scores comes from: it may lie there as it is, ...
+template <typename T>
+struct StoredScores {
+  T* score;
+  static constexpr bool IS_STORED = true;
+
+  INLINE_MEMBER Vec<T> at(int64_t j) const { return load(score + j); }
+  T one(int64_t j) const { return score[j]; }
+};
+
+// ... or in two terms that are still to be added, and scaled
+template <typename T>
+struct SummedScores {
+  T* score;  // content; the sum's place
+  const T* position;
+  T scale;
+  static constexpr bool IS_STORED = false;
+
+  INLINE_MEMBER Vec<T> at(int64_t j) const { return (load(score + j) + load(position + j)) * scale; }
+  T one(int64_t j) const { return (score[j] + position[j]) * scale; }
+  void store_from(int64_t begin, int64_t end) const {
+    int64_t j = begin;
+    for (; j + LANES<T> <= end; j += LANES<T>) store(score + j, at(j));
+    for (; j < end; ++j) score[j] = one(j);
+  }
+};
+
+// Segments and mask over vectors of scores from `begin` to `end`; takes the largest of each lane into `max`.
+template <typename T, bool SEGMENTS, bool RANKS, typename Scores>
+INLINE void add_segments_and_ranks(const SegmentRow<T> segments, const RankRow<T> ranks, const Scores scores,
+                                   int64_t begin, int64_t end, Vec<T>& max) {
+  for (int64_t j = begin; j < end; j += LANES<T>) {
+    Vec<T> s = scores.at(j);
     if (SEGMENTS) s = segments.add(s, j);
     if (RANKS) s = ranks.hide(s, j);
-    if (SEGMENTS || RANKS) store(score + j, s);
+    if (SEGMENTS || RANKS || !Scores::IS_STORED) store(scores.score + j, s);
     max = maximum<T>(s, max);
   }
-  return max;
+}
+
+template <typename T, typename Scores>
+INLINE void segments_and_ranks(const SegmentRow<T>& segments, const RankRow<T>& ranks, const Scores scores,
+                               int64_t begin, int64_t end, Vec<T>& max) {
+  if (!segments.used && ranks.sees_all) {
+    add_segments_and_ranks<T, false, false>(segments, ranks, scores, begin, end, max);
+  } else if (!segments.used) {
+    add_segments_and_ranks<T, false, true>(segments, ranks, scores, begin, end, max);
+  } else if (ranks.sees_all) {
+    add_segments_and_ranks<T, true, false>(segments, ranks, scores, begin, end, max);
+  } else {
+    add_segments_and_ranks<T, true, true>(segments, ranks, scores, begin, end, max);
+  }
 }
 
 // Labels of a chunk's keys
@@ -61,38 +101,37 @@ struct VisibleKeys {
 
 // Adds the segment term to row r of a tile and hides (-inf) what the row may not see. Past the visible keys, up to
 // whole vectors, is -inf too.
-template <typename T>
-static VisibleKeys<T> segments_and_mask(const RelAttention& p, const KeyTerms& keys, const RowBlock<T>& block,
-                                        int64_t r, const Tile<T>& tile) {
+template <typename T, typename Keys, typename Scores>
+static VisibleKeys<T> segments_and_mask(const RelAttention& p, const KeyTerms& keys, const BlockRows<T>& block,
+                                        int64_t r, const Keys& tile, const Scores scores) {
   const int64_t b = block.b, row_index = block.row_index[r], first = tile.first;
   const int64_t own_key = p.mem_len + block.position[r], own = own_key - tile.first_key;
   const Reach range(p, own_key, own_key);
   const int64_t before = larger(range.begin - tile.first_key, 0),
                 count = smaller(tile.count, range.end - tile.first_key);
   if (count <= before) return {0, 0};
-  T* score = tile.score[r];
+  T* score = scores.score;
+  const SegmentRow<T> segments(p, keys.segments, first, b, row_index, block.segments.different[r]);
+  const RankRow<T> ranks(p, keys.ranks, first, count, b, row_index, own);
+  if (!ranks.sees_any && !ranks.sees_self) return {0, 0};
+
   const int64_t whole = round_up(count, LANES<T>);
+  int64_t summed = 0;  // scores are stored from here on
+  if constexpr (!Scores::IS_STORED) {
+    if (p.mask.data == nullptr && before == 0 && is_finite(segments.different)) summed = count / LANES<T> * LANES<T>;
+    scores.store_from(summed, count);
+  }
   const auto hide_without_ranks = [&] {
     for (int64_t j = 0; j < before; ++j) score[j] = -static_cast<T>(INFINITY);
     for (int64_t j = count; j < whole; ++j) score[j] = -static_cast<T>(INFINITY);
     hide_by_dense_mask(p, b, block.h, row_index, tile.first_key, count, score);
   };
   hide_without_ranks();
-
-  const SegmentRow<T> segments(p, keys.segments, first, b, row_index, block.segments.different[r]);
-  const RankRow<T> ranks(p, keys.ranks, first, count, b, row_index, own);
-  if (!ranks.sees_any && !ranks.sees_self) return {0, 0};
-  const T own_score = ranks.sees_self ? segments.add_one(score[own], own) : T(0);
-  Vec<T> max;
-  if (!segments.used && ranks.sees_all) {
-    max = segments_and_ranks<T, false, false>(segments, ranks, whole, score);
-  } else if (!segments.used) {
-    max = segments_and_ranks<T, false, true>(segments, ranks, whole, score);
-  } else if (ranks.sees_all) {
-    max = segments_and_ranks<T, true, false>(segments, ranks, whole, score);
-  } else {
-    max = segments_and_ranks<T, true, true>(segments, ranks, whole, score);
-  }
+  const StoredScores<T> stored{score};
+  const T own_score = !ranks.sees_self ? T(0) : segments.add_one(own < summed ? scores.one(own) : score[own], own);
+  Vec<T> max = broadcast(-static_cast<T>(INFINITY));
+  if constexpr (!Scores::IS_STORED) segments_and_ranks(segments, ranks, scores, 0, summed, max);
+  segments_and_ranks(segments, ranks, stored, summed, whole, max);
   VisibleKeys<T> visible{count, maximum_of<T>(max)};
   if (ranks.sees_self) {
     score[own] = own_score;
@@ -100,7 +139,9 @@ static VisibleKeys<T> segments_and_mask(const RelAttention& p, const KeyTerms& k
   }
   if (!is_finite(segments.different)) {  // added to -inf it may have undone what was hidden before
     hide_without_ranks();
-    visible.max = maximum_of<T>(segments_and_ranks<T, false, false>(segments, ranks, whole, score));
+    max = broadcast(-static_cast<T>(INFINITY));
+    add_segments_and_ranks<T, false, false>(segments, ranks, stored, 0, whole, max);
+    visible.max = maximum_of<T>(max);
   }
   return visible;
 }

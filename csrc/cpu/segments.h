@@ -19,8 +19,8 @@ struct SegmentTerms {
 // Of a block of rows
 template <typename T>
 struct SegmentRows {
-  T* query;                             // q + b, scaled as all queries are
-  T same[BLOCK_M], different[BLOCK_M];  // (q + b).s0, (q + b).(s1 - s0)
+  T* query;                               // q + b, scaled as all queries are
+  T same[MAX_ROWS], different[MAX_ROWS];  // (q + b).s0, (q + b).(s1 - s0)
 
   // Row r of `query` holds q before.
   void load_row(const SegmentTerms<T>& terms, int64_t r, T scale, int64_t padded_dim) {
@@ -87,7 +87,7 @@ struct SegmentSums {
 // The same of a block of rows
 template <typename T>
 struct SegmentRowSums {
-  T dS[BLOCK_M], dS_different[BLOCK_M], P_different[BLOCK_M];
+  T dS[MAX_ROWS], dS_different[MAX_ROWS], P_different[MAX_ROWS];
 
   void start(int64_t r) { dS[r] = dS_different[r] = P_different[r] = 0; }
   INLINE_MEMBER void add(int64_t r, const SegmentSums<T>& sums) {

@@ -5,29 +5,38 @@ constexpr double LOG2E = 1.44269504088896340736, LN2 = 0.69314718055994530942;
 // Online softmax of a block of rows (Dao et al. 2022)
 template <typename T>
 struct OnlineSoftmax {
-  T row_max[BLOCK_M], row_sum[BLOCK_M];
+  T row_max[MAX_ROWS], row_sum[MAX_ROWS];
 
   OnlineSoftmax() {
-    for (int64_t r = 0; r < BLOCK_M; ++r) {
+    for (int64_t r = 0; r < MAX_ROWS; ++r) {
       row_max[r] = -static_cast<T>(INFINITY);
       row_sum[r] = 0;
     }
   }
 
-  // `count` scores of row r, of which the first `visible` may be seen and `tile_max` is the largest, become
-  // probabilities, to be divided by row_sum in the end. What `out` holds so far is rescaled.
-  void step(int64_t r, int64_t visible, int64_t count, T tile_max, T* score, T* out, int64_t padded_dim) {
+  // Takes in the largest of the first `visible` scores of row r. What `out` and the row's sum hold so far is multiplied
+  // by `factor`. Returns how many of the scores count: all or none.
+  int64_t take_max(int64_t r, int64_t visible, T tile_max, const T* score, T* out, int64_t padded_dim, T& factor) {
+    factor = 1;
     if (tile_max == -static_cast<T>(INFINITY)) {  // nothing visible, or NaN throughout, which must not vanish
       for (int64_t j = 0; j < visible; ++j)
         if (score[j] != score[j]) row_sum[r] = score[j];
-      visible = 0;
+      return 0;
     }
     if (visible > 0 && !(tile_max <= row_max[r])) {
-      const T factor = exp2(broadcast(row_max[r] - tile_max))[0];
+      factor = exp2(broadcast(row_max[r] - tile_max))[0];
       row_sum[r] *= factor;
       for (int64_t d = 0; d < padded_dim; d += LANES<T>) store(out + d, load(out + d) * factor);
       row_max[r] = tile_max;
     }
+    return visible;
+  }
+
+  // `count` scores of row r, of which the first `visible` may be seen and `tile_max` is the largest, become
+  // probabilities, to be divided by row_sum in the end. What `out` holds so far is rescaled.
+  void step(int64_t r, int64_t visible, int64_t count, T tile_max, T* score, T* out, int64_t padded_dim) {
+    T factor;
+    visible = take_max(r, visible, tile_max, score, out, padded_dim, factor);
     const T max = row_max[r];
     Vec<T> sums{};
     for (int64_t j = 0; j < visible; j += LANES<T>) {

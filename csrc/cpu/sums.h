@@ -18,21 +18,44 @@ INLINE void add_row(const Tensor4& to, int64_t b, int64_t h, int64_t row, const 
   for (int64_t d = 0; d < head_dim; ++d) start[d * to.stride[3]] += factor * from[d];
 }
 
+// Of the biases and the segment embeddings of one head
 template <typename T>
-struct ChunkSums {
-  T *dK, *dV, *dR;  // of the chunk's keys and of packed rows of rel_key
+struct ParameterSums {
   T *grad_content_bias, *grad_position_bias, *grad_segment_bias, *grad_same, *grad_different;
+
+  void carve_parameters(Carver& carver, int64_t padded_dim) {
+    carver.take(padded_dim, grad_content_bias, grad_position_bias, grad_segment_bias, grad_same, grad_different);
+  }
+  void start_parameters(int64_t padded_dim) const {
+    clear(padded_dim, grad_content_bias, grad_position_bias, grad_segment_bias, grad_same, grad_different);
+  }
+  void add_parameters(const RelAttentionGradients& g, const RelAttention& p, int64_t h) const {
+    const auto add = [&](void* to, int64_t row, const T* from) {
+      if (to == nullptr) return;
+      for (int64_t d = 0; d < p.head_dim; ++d) static_cast<T*>(to)[row * p.head_dim + d] += from[d];
+    };
+    add(g.content_bias, h, grad_content_bias);
+    add(g.position_bias, h, grad_position_bias);
+    add(g.segment_bias, h, grad_segment_bias);
+    add(g.segment_embed, h, grad_same);
+    add(g.segment_embed, p.heads + h, grad_different);
+  }
+};
+
+template <typename T>
+struct ChunkSums : ParameterSums<T> {
+  T *dK, *dV, *dR;  // of the chunk's keys and of packed rows of rel_key
 
   void carve(Carver& carver, const Sizes<T>& sizes) {
     carver.take(sizes.max_keys * sizes.padded_dim, dK, dV);
     carver.take(sizes.max_window * sizes.padded_dim, dR);
-    carver.take(sizes.padded_dim, grad_content_bias, grad_position_bias, grad_segment_bias, grad_same, grad_different);
+    this->carve_parameters(carver, sizes.padded_dim);
   }
 
   void start(const Sizes<T>& sizes, const Chunk& chunk) const {
     clear(chunk.padded_keys * sizes.padded_dim, dK, dV);
     clear(chunk.window * sizes.padded_dim, dR);
-    clear(sizes.padded_dim, grad_content_bias, grad_position_bias, grad_segment_bias, grad_same, grad_different);
+    this->start_parameters(sizes.padded_dim);
   }
 
   void add_to(const RelAttentionGradients& g, const Wanted& wanted, const RelAttention& p, const Sizes<T>& sizes,
@@ -48,15 +71,6 @@ struct ChunkSums {
     if (wanted.rel_key)
       for (int64_t t = larger(0, -chunk.rel_first); t < chunk.window && chunk.rel_first + t < p.rel_len; ++t)
         add_row(g.rel_key, b, h, chunk.rel_first + t, dR + t * dim, unscale, p.head_dim);
-
-    const auto add_parameter = [&](void* to, int64_t row, const T* from) {
-      if (to == nullptr) return;
-      for (int64_t d = 0; d < p.head_dim; ++d) static_cast<T*>(to)[row * p.head_dim + d] += from[d];
-    };
-    add_parameter(g.content_bias, h, grad_content_bias);
-    add_parameter(g.position_bias, h, grad_position_bias);
-    add_parameter(g.segment_bias, h, grad_segment_bias);
-    add_parameter(g.segment_embed, h, grad_same);
-    add_parameter(g.segment_embed, p.heads + h, grad_different);
+    this->add_parameters(g, p, h);
   }
 };

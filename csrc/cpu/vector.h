@@ -63,6 +63,14 @@ INLINE IntVec<double> load_ints(const int32_t* p, double) {
   return __builtin_convertvector(*reinterpret_cast<const half*>(p), IntVec<double>);
 }
 
+// 0, 1, 2, ...
+template <typename T>
+INLINE IntVec<T> lane_numbers() {
+  static constexpr int32_t numbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  static_assert(LANES<float> <= 16, "more lanes need more numbers");
+  return load_ints(numbers, T());
+}
+
 // Not lambdas: GCC compiles those without the file's target, and would then pass vectors to them in another way.
 template <typename T>
 struct Add {
@@ -82,9 +90,8 @@ INLINE T fold(Vec<T> x) {
   return result;
 #else
 #pragma GCC unroll 4
-  for (int64_t step = LANES<T> / 2; step > 0; step /= 2) {
-    IntVec<T> partner;
-    for (int64_t lane = 0; lane < LANES<T>; ++lane) partner[lane] = lane ^ step;
+  for (int step = LANES<T> / 2; step > 0; step /= 2) {
+    const IntVec<T> partner = lane_numbers<T>() ^ step;  // lane by lane GCC would make it anew in every call
     x = F::apply(x, __builtin_shuffle(x, partner));
   }
   return x[0];

@@ -41,6 +41,58 @@ def test_is_as_right_as_the_best_one(instruction_set):
     assert found.returncode == 0, found.stdout[-4000:]
 
 
+@pytest.mark.parametrize("instruction_set", ["amx_bf16", "avx512_bf16", "emulated_bf16"])
+def test_16_bit_products_are_right(instruction_set):
+    if REFUSED in run_with(instruction_set, "-c", SMALL_CALL).stderr:
+        pytest.skip(f"this processor, or this build, has no {instruction_set}")
+    file = str(ROOT / "tests/cpu/test_bfloat16.py")
+    found = run_with(instruction_set, "-m", "pytest", "-q", "-p", "no:cacheprovider", file)
+    assert found.returncode == 0 and " passed" in found.stdout, found.stdout[-4000:]
+
+
+HASH = """
+import hashlib
+import torch
+from tests.cases import make
+
+torch.manual_seed(0)
+problem = make(2, 2, 150, mem=40, width=40, mask="order", dtype=torch.bfloat16).with_options(dropout_p=0.1)
+found = problem.results("cpu")
+print(hashlib.sha256(b"".join(found[name].float().numpy().tobytes() for name in sorted(found))).hexdigest())
+"""
+
+
+def test_the_emulation_is_the_instruction():
+    """What avx512_bf16's instruction computes in C++ is bit for bit what it computes."""
+    native, emulated = (run_with(name, "-c", HASH) for name in ("avx512_bf16", "emulated_bf16"))
+    assert emulated.returncode == 0, emulated.stderr
+    if REFUSED in native.stderr:
+        pytest.skip("this processor, or this build, has no avx512_bf16")
+    assert native.stdout == emulated.stdout
+
+
+FORK = """
+import os
+import torch
+from tests.cases import make
+
+torch.set_num_threads(1)  # torch's own threads do not survive a fork
+problem = make(1, 1, 40, dtype=torch.bfloat16)
+wanted = problem.results("cpu")
+child = os.fork()
+found = problem.results("cpu")
+same = all(torch.equal(found[name], value) for name, value in wanted.items())
+if child == 0:
+    os._exit(0 if same else 1)
+assert same and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+def test_16_bit_products_survive_a_fork():
+    found = run_with("", "-c", FORK)
+    assert found.returncode == 0, found.stderr
+
+
 def test_unknown_name_is_refused():
     assert REFUSED in run_with("avx1024", "-c", SMALL_CALL).stderr
 
@@ -49,3 +101,15 @@ def test_unknown_name_is_refused():
 def test_info_says_which_one_is_used(name, expected):
     facts = json.loads(run_with(name, "-m", "xlnet_kernels.info", "--json").stdout)
     assert facts["compiled"]["cpu_instruction_set"] == expected
+    assert facts["compiled"]["cpu_bfloat16_products"] is None
+    assert (facts["backends"]["cpu"] == "ready") == (expected is not None)
+
+
+def test_info_refuses_an_unknown_name():
+    found = run_with("avx1024", "-m", "xlnet_kernels.info")
+    assert found.returncode == 1 and f"cpu          {REFUSED}: avx1024" in found.stdout
+
+
+def test_info_says_which_products_bfloat16_takes():
+    found = run_with("emulated_bf16", "-m", "xlnet_kernels.info")
+    assert "emulated_bf16, bfloat16 products: emulated_bf16" in found.stdout

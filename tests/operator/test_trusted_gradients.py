@@ -14,6 +14,7 @@ from torch import Tensor
 
 import xlnet_kernels as xk
 from tests.cases import COMPILED, INTERPRETED, READY, make
+from xlnet_kernels import _extension
 
 FUSED = [name for name in READY if name != "reference"]
 SCORES = (1.0, 1e2, 1e3, 1.1750e4, 1e6, 2e8, 1e9)
@@ -122,7 +123,10 @@ def test_one_visible_key_has_probability_one_at_any_score(backend, score):
 @pytest.mark.parametrize("length", [512, 2048])
 @pytest.mark.parametrize("kind", OFFSETS)
 def test_sums_over_rows_are_as_exact_as_their_inputs(backend, kind, length, dtype, allowed):
-    """P and dS are float32: what is left is the rounding of the results, at most 2**-9 and 2**-12 of each element."""
+    """P and dS are float32: what is left is the rounding of the results, at most 2**-9 and 2**-12 of each element.
+    Where products take 16 bits they are rounded as well, each by itself: 2 to 3 times the square of the error."""
+    if dtype == torch.bfloat16 and _extension.module.cpu_bfloat16_products is not None:
+        allowed *= 3**0.5
     sums = Sums.make(kind, length, dtype, heads=1)
     exact = sums.gradients("reference", torch.float64)
     for name, gradient in sums.gradients(backend, dtype).items():

@@ -1,0 +1,308 @@
+// Backward in bfloat16: as backward.h, but for the products. P and dS are rounded once, for theirs. Gradients that sum
+// over rows are kept transposed, [panel of 16 keys][D][16]: rows of dS are then pairs without being transposed.
+
+// Of the rows of a tile, in 16 bits: A of products over keys, and what products over rows are made of
+struct BFloat16Gradients {
+  uint16_t *P, *dS, *band;  // rows STRIDE apart, the band's as the tile has them
+  uint16_t* pairs;          // of one of them, across rows
+};
+
+// dK, dV and dR of a chunk, and the column sums of dS and of its band, times which the biases are part of dK and dR
+struct BFloat16Sums : ParameterSums<float> {
+  float *dK, *dV, *dR, *dS_sums, *band_sums;
+
+  void carve(Carver& carver, const BFloat16Sizes& sizes) {
+    carver.take(sizes.max_keys * sizes.columns, dK, dV);
+    carver.take(sizes.max_window * sizes.columns, dR);
+    carver.take(sizes.max_keys, dS_sums);
+    carver.take(sizes.max_window, band_sums);
+    carve_parameters(carver, sizes.padded_dim);
+  }
+
+  void start(const BFloat16Sizes& sizes, int64_t window) const {
+    clear(sizes.max_keys * sizes.columns, dK, dV);
+    clear(window * sizes.columns, dR);
+    clear(sizes.max_keys, dS_sums);
+    clear(window, band_sums);
+    start_parameters(sizes.padded_dim);
+  }
+
+  // Row j of `panels` plus sum[j] * bias, for j from 0 on; add(j, row) for each
+  template <typename F>
+  static void for_each_row(const float* panels, int64_t count, int64_t columns, const float* sum, const float* bias,
+                           float* spare, F add) {
+    for (int64_t first = 0; first < count; first += PAIR_COLUMNS, panels += PAIR_COLUMNS * columns) {
+      transpose_columns(panels, columns, spare);
+      for (int64_t j = first; j < smaller(first + PAIR_COLUMNS, count); ++j) {
+        float* row = spare + (j - first) * columns;
+        if (bias != nullptr)
+          for (int64_t d = 0; d < columns; ++d) row[d] += sum[j] * bias[d];
+        add(j, row);
+      }
+    }
+  }
+
+  // [columns][16] -> [16][columns]
+  static void transpose_columns(const float* panel, int64_t columns, float* rows) {
+    for (int64_t d = 0; d < columns; d += LANES<float>)
+      for (int64_t lane = 0; lane < PAIR_COLUMNS; lane += LANES<float>) {
+        Vec<float> block[LANES<float>];
+        transpose_block(panel + d * PAIR_COLUMNS + lane, PAIR_COLUMNS, block);
+        for (int64_t i = 0; i < LANES<float>; ++i) store(rows + (lane + i) * columns + d, block[i]);
+      }
+  }
+
+  void add_to(const RelAttentionGradients& g, const Wanted& wanted, const RelAttention& p, const BFloat16Sizes& sizes,
+              const Chunk& chunk, int64_t window, const HeadTerms<float>& terms, float* spare) const {
+    const int64_t b = chunk.b, h = chunk.h;
+    const float scale = static_cast<float>(p.scale);
+    const auto add_key = [&](const Tensor4& memory, const Tensor4& current, int64_t j, const float* row, float factor) {
+      j += chunk.first_key;
+      add_row(j < p.mem_len ? memory : current, b, h, j < p.mem_len ? j : j - p.mem_len, row, factor, p.head_dim);
+    };
+    const float* content_bias = p.content_bias == nullptr ? nullptr : terms.content_bias;
+    const float* position_bias = p.position_bias == nullptr ? nullptr : terms.position_bias;
+    if (wanted.key)
+      for_each_row(dK, chunk.keys, sizes.columns, dS_sums, content_bias, spare,
+                   [&](int64_t j, const float* row) { add_key(g.memory.key, g.keys.key, j, row, scale); });
+    if (wanted.value)
+      for_each_row(dV, chunk.keys, sizes.columns, nullptr, nullptr, spare,
+                   [&](int64_t j, const float* row) { add_key(g.memory.value, g.keys.value, j, row, 1.f); });
+    if (wanted.rel_key) {
+      const int64_t count = smaller(window, p.rel_len - chunk.rel_first);
+      for_each_row(dR, count, sizes.columns, band_sums, position_bias, spare, [&](int64_t t, const float* row) {
+        if (chunk.rel_first + t >= 0) add_row(g.rel_key, b, h, chunk.rel_first + t, row, scale, p.head_dim);
+      });
+    }
+    add_parameters(g, p, h);
+  }
+};
+
+struct BFloat16BackwardScratch {
+  static constexpr int64_t STRIDE = BACKWARD_BLOCK_N + DEPTH_STEP;  // of rows of scores, dP, P and dS
+  HeadTerms<float> terms;
+  KeyTerms keys;
+  Operand key, value, rel_key;
+  uint16_t *spare, *dO, *dO_columns, *query_columns;
+  float *row, *out, *dQ_content, *dQ_position;
+  float *scores, *dP, *band, *dropout, *gradient_rows;
+  BFloat16Gradients rounded;
+  BFloat16Sums sums;
+
+  BFloat16BackwardScratch(Carver& carver, const BFloat16Sizes& sizes) : terms(carver, sizes), keys(carver, sizes) {
+    const int64_t dim = sizes.padded_dim, band_size = BFloat16Tile::band_elements(BACKWARD_BLOCK_N);
+    const auto operand = [&](int64_t rows, bool across) {
+      return Operand{carver.take<uint16_t>(rows * dim), across ? carver.take<uint16_t>(rows * dim) : nullptr,
+                     carver.take<float>(rows)};
+    };
+    key = operand(sizes.max_keys, true);
+    value = operand(sizes.max_keys, false);
+    rel_key = operand(sizes.max_window, true);
+    carver.take(PAIR_COLUMNS * dim, spare);
+    carver.take(BFLOAT16_ROWS * dim, dO, dO_columns, query_columns);
+    carver.take(dim, row, out);
+    carver.take(BFLOAT16_ROWS * dim, dQ_content, dQ_position);
+    carver.take(BFLOAT16_ROWS * STRIDE, scores, dP);
+    carver.take(band_size, band);
+    carver.take(dropout_elements(BACKWARD_BLOCK_N), dropout);
+    carver.take(PAIR_COLUMNS * dim, gradient_rows);
+    carver.take(BFLOAT16_ROWS * STRIDE, rounded.P, rounded.dS);
+    carver.take(band_size, rounded.band, rounded.pairs);
+    sums.carve(carver, sizes);
+  }
+
+  void load(const RelAttention& p, const BFloat16Sizes& sizes, const Chunk& chunk) const {
+    const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim, count = sizes.keys(chunk);
+    terms.load(p, h, dim);
+    keys.load(p, chunk);
+    key.load(p, keys_of(p, p.memory.key, p.keys.key, chunk), b, h, count, sizes.max_keys, dim,
+             p.content_bias == nullptr ? nullptr : terms.content_bias, spare);
+    value.load(p, keys_of(p, p.memory.value, p.keys.value, chunk), b, h, count, sizes.max_keys, dim, nullptr, spare);
+    rel_key.load(p, window_of(p, chunk.rel_first), b, h, sizes.window(p, chunk), sizes.max_window, dim,
+                 p.position_bias == nullptr ? nullptr : terms.position_bias, spare);
+  }
+};
+
+// One task, for the functions below
+struct BFloat16Task : BackwardTask<float, BFloat16BackwardScratch> {
+  const Products& products;
+  const BFloat16Sizes& sizes;  // with what bfloat16 adds to them
+};
+
+static void bfloat16_output_gradients(const BFloat16Task& task, const BFloat16Rows& rows,
+                                      RowStatistics<float>& statistics) {
+  const RelAttention& p = task.p;
+  const BFloat16BackwardScratch& scratch = task.scratch;
+  const int64_t dim = task.sizes.padded_dim, head_row = (rows.b * p.heads + rows.h) * p.length;
+  for (int64_t r = 0; r < rows.count; ++r) {
+    const int64_t row_index = rows.row_index[r];
+    copy_row(p, {{task.g.out, {}}, {p.length, 0}, 0}, rows.b, rows.h, row_index, dim, scratch.dO + r * dim);
+    read_as(reinterpret_cast<const BFloat16*>(scratch.dO + r * dim), dim, scratch.row);
+    read_unrounded(p, rows.b, rows.h, row_index, dim, scratch.gradient_rows, scratch.out);
+    statistics.softmax[r] = SoftmaxRow<float>(p, task.g.lse, head_row + row_index, scratch.out, scratch.row, dim);
+    statistics.segments.start(r);
+    if (statistics.softmax[r].is_fully_masked()) {  // zero times NaN or infinity would be NaN
+      clear(dim, scratch.dO + r * dim, rows.operand + r * dim);
+      clear(dim, rows.segments.query + r * dim);
+    }
+  }
+  clear((rows.padded() - rows.count) * dim, scratch.dO + rows.count * dim);
+  for (int64_t r = 0; r < rows.padded(); r += PAIR_COLUMNS) {
+    transpose_rows(scratch.dO + r * dim, dim, scratch.spare, scratch.dO_columns + r, BFLOAT16_ROWS);
+    transpose_rows(rows.operand + r * dim, dim, scratch.spare, scratch.query_columns + r, BFLOAT16_ROWS);
+  }
+  clear(rows.padded() * dim, scratch.dQ_content, scratch.dQ_position);
+}
+
+// Row r of a tile: from scores and dP, rounded, dS, its band and the dropped-out probabilities that dV needs
+static void bfloat16_softmax_backward(const BFloat16Task& task, const BFloat16Rows& rows, int64_t r, int64_t visible,
+                                      const BFloat16Tile& tile, RowStatistics<float>& statistics) {
+  const RelAttention& p = task.p;
+  const BFloat16BackwardScratch& scratch = task.scratch;
+  constexpr int64_t STRIDE = BFloat16BackwardScratch::STRIDE;
+  const SoftmaxRow<float> softmax = statistics.softmax[r];
+  const SegmentRow<float> segments(p, scratch.keys.segments, tile.first, rows.b, rows.row_index[r],
+                                   rows.segments.different[r]);
+  float* score = scratch.scores + r * STRIDE;
+  const float* dP = scratch.dP + r * STRIDE;
+  uint16_t *to_P = scratch.rounded.P + r * STRIDE, *to_dS = scratch.rounded.dS + r * STRIDE;
+  uint16_t *band = scratch.rounded.band + r * tile.stride, *to_band = band + tile.shift[r];
+  const float* dropout = nullptr;
+  if (p.dropout.p > 0 && visible > 0)
+    dropout = dropout_factors(p, rows.b, rows.h, rows.row_index[r], tile.first_key, round_up(visible, LANES<float>),
+                              scratch.dropout);
+  if (softmax.is_fully_masked()) visible = 0;
+  SegmentSums<float> sums;
+  int64_t j = 0;
+  end_pairs(score, visible);
+  for (; j < visible; j += 2 * LANES<float>) {
+    PairVec rounded_P[2], rounded_dS[2];
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < 2; ++i) {
+      const int64_t column = j + i * LANES<float>;
+      const Vec<float> s = load(score + column), P = softmax.P(s);
+      const Vec<float> kept = dropout == nullptr ? broadcast(1.f) : load(dropout + column);
+      const Vec<float> dS = softmax.dS(s, P, kept * load(dP + column));
+      rounded_P[i] = round_to_bfloat16(kept * P);
+      rounded_dS[i] = round_to_bfloat16(dS);
+      if (segments.used) sums.add(segments.differs(column), dS, P);
+    }
+    store_upper_halves(to_P + j, rounded_P[0], rounded_P[1]);
+    store_upper_halves(to_dS + j, rounded_dS[0], rounded_dS[1]);
+    store_upper_halves(to_band + j, rounded_dS[0], rounded_dS[1]);
+  }
+  clear(tile.steps - j, to_P + j, to_dS + j);
+  clear(tile.shift[r], band);
+  clear(tile.width - tile.shift[r] - j, to_band + j);
+  if (segments.used) statistics.segments.add(r, sums);
+}
+
+// dQ += dS . K and band(dS) . R, apart since their sums are the gradients of u and v
+static void bfloat16_query_gradients(const BFloat16Task& task, const BFloat16Rows& rows, const BFloat16Tile& tile) {
+  const BFloat16BackwardScratch& scratch = task.scratch;
+  const BFloat16Sizes& sizes = task.sizes;
+  const int64_t dim = sizes.padded_dim;
+  task.products.multiply({scratch.rounded.dS, BFloat16BackwardScratch::STRIDE,
+                          scratch.key.across + tile.first * PAIR_COLUMNS, sizes.max_keys * PAIR_COLUMNS,
+                          scratch.dQ_content, dim, PAIR_COLUMNS, rows.padded(), sizes.columns, tile.steps, nullptr});
+  for (int64_t r = 0; r < rows.padded(); r += DEPTH_STEP) {
+    const int64_t low = tile.shift[r + DEPTH_STEP - 1] / DEPTH_STEP * DEPTH_STEP;
+    const int64_t high = round_up(tile.shift[r] + tile.count, DEPTH_STEP);
+    task.products.multiply({scratch.rounded.band + r * tile.stride + low, tile.stride,
+                            scratch.rel_key.across + (tile.window + low) * PAIR_COLUMNS,
+                            sizes.max_window * PAIR_COLUMNS, scratch.dQ_position + r * dim, dim, PAIR_COLUMNS,
+                            DEPTH_STEP, sizes.columns, high - low, nullptr});
+  }
+}
+
+// to += columns . rows, the columns being [D][BFLOAT16_ROWS]; `to` is [panel of 16 columns][D][16]
+static void bfloat16_sum_over_rows(const BFloat16Task& task, int64_t count, const uint16_t* columns,
+                                   const uint16_t* rows, int64_t stride, int64_t width, float* to, float* row_sums) {
+  const int64_t panel = count * PAIR_COLUMNS, dim = task.sizes.columns;
+  pair_across_rows(rows, stride, count, width, task.scratch.rounded.pairs, panel, row_sums);
+  task.products.multiply({columns, BFLOAT16_ROWS, task.scratch.rounded.pairs, panel, to, PAIR_COLUMNS,
+                          dim * PAIR_COLUMNS, dim, width, count, nullptr});
+}
+
+// dK^T += Q^T . dS, dV^T += dO^T . P, dR^T += Q^T . band
+static void bfloat16_shared_gradients(const BFloat16Task& task, const BFloat16Rows& rows, const BFloat16Tile& tile) {
+  const BFloat16BackwardScratch& scratch = task.scratch;
+  const BFloat16Sums& sums = scratch.sums;
+  constexpr int64_t STRIDE = BFloat16BackwardScratch::STRIDE;
+  const int64_t count = rows.padded(), dim = task.sizes.columns;
+  if (task.wanted.key)
+    bfloat16_sum_over_rows(task, count, scratch.query_columns, scratch.rounded.dS, STRIDE, tile.steps,
+                           sums.dK + tile.first * dim,
+                           task.p.content_bias == nullptr ? nullptr : sums.dS_sums + tile.first);
+  if (task.wanted.value)
+    bfloat16_sum_over_rows(task, count, scratch.dO_columns, scratch.rounded.P, STRIDE, tile.steps,
+                           sums.dV + tile.first * dim, nullptr);
+  if (task.wanted.rel_key)
+    bfloat16_sum_over_rows(task, count, scratch.query_columns, scratch.rounded.band, tile.stride, tile.width,
+                           sums.dR + tile.window * dim,
+                           task.p.position_bias == nullptr ? nullptr : sums.band_sums + tile.window);
+}
+
+static void bfloat16_backward_rows(const BFloat16Task& task, const BFloat16Rows& rows) {
+  const RelAttention& p = task.p;
+  const BFloat16Sizes& sizes = task.sizes;
+  const BFloat16BackwardScratch& scratch = task.scratch;
+  constexpr int64_t STRIDE = BFloat16BackwardScratch::STRIDE;
+  const int64_t dim = sizes.padded_dim, padding = rows.padded() - rows.count;
+  RowStatistics<float> statistics;
+  bfloat16_output_gradients(task, rows, statistics);
+  clear(padding * STRIDE, scratch.rounded.P + rows.count * STRIDE, scratch.rounded.dS + rows.count * STRIDE);
+
+  TileScheduler tiles(p, task.chunk, scratch.keys.ranks, rows.mask, BACKWARD_BLOCK_N);
+  for (int64_t first, count; tiles.next(first, count);) {
+    const BFloat16Tile tile(rows, task.chunk, first, count);
+    bfloat16_scores(task.products, sizes, rows, tile, scratch.key, scratch.rel_key, scratch.band, scratch.scores,
+                    STRIDE);
+    task.products.multiply({scratch.dO, dim, scratch.value.along + first * dim, PAIR_COLUMNS * dim, scratch.dP, STRIDE,
+                            PAIR_COLUMNS, rows.padded(), round_up(count, PAIR_COLUMNS), dim,
+                            scratch.value.offsets + first});
+    for (int64_t r = 0; r < rows.count; ++r) {
+      const VisibleKeys<float> visible =
+          bfloat16_segments_and_mask(p, scratch.keys, rows, r, tile, scratch.band, scratch.scores + r * STRIDE);
+      bfloat16_softmax_backward(task, rows, r, visible.count, tile, statistics);
+    }
+    clear(padding * tile.stride, scratch.rounded.band + rows.count * tile.stride);
+    if (task.wanted.query) bfloat16_query_gradients(task, rows, tile);
+    bfloat16_shared_gradients(task, rows, tile);
+  }
+  store_rows(task, rows, statistics);
+}
+
+static bool bfloat16_backward(const RelAttention& p, const RelAttentionGradients& g, const Products& products,
+                              int64_t threads, Parallel parallel) {
+  const BFloat16Sizes sizes(p, 512);
+  const Sizes<float>& base = sizes;
+  const Wanted wanted(g);
+  Carver measure{nullptr, 0};
+  BFloat16BackwardScratch(measure, sizes);
+  BFloat16Rows(measure, sizes);
+  const Turns turns{static_cast<int64_t*>(calloc(static_cast<size_t>(larger(p.heads, 1)), sizeof(int64_t)))};
+  if (turns.turn == nullptr) return false;
+  const auto run = [&](const Chunk& chunk, char* memory) {
+    Carver carver{memory, 0};
+    const BFloat16BackwardScratch scratch(carver, sizes);
+    BFloat16Rows rows(carver, sizes);
+    const int64_t window = sizes.window(p, chunk);
+    scratch.load(p, sizes, chunk);
+    scratch.sums.start(sizes, window);
+    TileState state;
+    products.enter(&state);
+    for (int64_t row = chunk.begin; row < chunk.end; row += rows.count) {
+      rows.load(p, sizes, scratch.terms, chunk, row);
+      bfloat16_backward_rows({{p, g, wanted, base, chunk, scratch}, products, sizes}, rows);
+    }
+    products.leave(&state);
+    const int64_t ticket = chunk.index * p.batch + chunk.b;
+    turns.wait(chunk.h, ticket);
+    scratch.sums.add_to(g, wanted, p, sizes, chunk, window, scratch.terms, scratch.gradient_rows);
+    turns.pass(chunk.h, ticket);
+  };
+  const bool ran = for_each_chunk(p, base, threads, measure.used, parallel, run);
+  free(turns.turn);
+  return ran;
+}

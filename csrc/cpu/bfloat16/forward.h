@@ -1,0 +1,125 @@
+// Forward in bfloat16: as forward.h, but for the products, whose operands stay in 16 bits. Of what comes between them
+// only the probabilities are rounded; the output is divided by the sum of the rounded ones, since it is a mean.
+
+struct BFloat16Softmax : OnlineSoftmax<float> {
+  float rounded_sum[MAX_ROWS] = {};
+  float kept_scale;  // what dropout multiplies the rest with
+
+  explicit BFloat16Softmax(const RelAttention& p) : kept_scale(static_cast<float>(1 / (1 - p.dropout.p))) {}
+
+  // As OnlineSoftmax, but probabilities go to `P`, rounded, and zeros as far as `count`. `kept`: dropout's factors, of
+  // which only zeros count here, or null.
+  void step(int64_t r, int64_t visible, int64_t count, float tile_max, float* score, const float* kept, uint16_t* P,
+            float* out, int64_t dim) {
+    float factor;
+    visible = take_max(r, visible, tile_max, score, out, dim, factor);
+    const float max = row_max[r];
+    Vec<float> sums{}, rounded_sums{};
+    int64_t j = 0;
+    end_pairs(score, visible);
+    for (; j < visible; j += 2 * LANES<float>) {
+      PairVec rounded[2];
+#pragma GCC unroll 2
+      for (int64_t i = 0; i < 2; ++i) {
+        const Vec<float> exact = exp2(load(score + j + i * LANES<float>) - max);
+        rounded[i] = round_to_bfloat16(exact);
+        sums += exact;
+        rounded_sums += second_of(rounded[i]);
+        if (kept != nullptr) rounded[i] = load(kept + j + i * LANES<float>) != 0 ? rounded[i] : PairVec{};
+      }
+      store_upper_halves(P + j, rounded[0], rounded[1]);
+    }
+    row_sum[r] += sum<float>(sums);
+    rounded_sum[r] = rounded_sum[r] * factor + sum<float>(rounded_sums);
+    clear(count - j, P + j);
+  }
+
+  void finish(int64_t r, float* out, int64_t dim) const {
+    const float weights = row_sum[r] == row_sum[r] ? rounded_sum[r] : row_sum[r];
+    const float factor = row_sum[r] == 0 ? 0.f : kept_scale / weights;
+    for (int64_t d = 0; d < dim; d += LANES<float>) store(out + d, load(out + d) * factor);
+  }
+};
+
+struct BFloat16ForwardScratch {
+  static constexpr int64_t STRIDE = FORWARD_BLOCK_N + DEPTH_STEP;
+  HeadTerms<float> terms;
+  KeyTerms keys;
+  Operand key, value, rel_key;
+  uint16_t *spare, *P;
+  float *out, *scores, *band, *dropout;
+
+  BFloat16ForwardScratch(Carver& carver, const BFloat16Sizes& sizes) : terms(carver, sizes), keys(carver, sizes) {
+    const int64_t dim = sizes.padded_dim;
+    key = {carver.take<uint16_t>(sizes.max_keys * dim), nullptr, carver.take<float>(sizes.max_keys)};
+    value = {nullptr, carver.take<uint16_t>(sizes.max_keys * dim), nullptr};
+    rel_key = {carver.take<uint16_t>(sizes.max_window * dim), nullptr, carver.take<float>(sizes.max_window)};
+    carver.take(PAIR_COLUMNS * dim, spare);
+    carver.take(BFLOAT16_ROWS * STRIDE, P);
+    carver.take(BFLOAT16_ROWS * dim, out);
+    carver.take(BFLOAT16_ROWS * STRIDE, scores);
+    carver.take(BFloat16Tile::band_elements(FORWARD_BLOCK_N), band);
+    carver.take(dropout_elements(FORWARD_BLOCK_N), dropout);
+  }
+
+  void load(const RelAttention& p, const BFloat16Sizes& sizes, const Chunk& chunk) const {
+    const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim, count = sizes.keys(chunk);
+    terms.load(p, h, dim);
+    keys.load(p, chunk);
+    key.load(p, keys_of(p, p.memory.key, p.keys.key, chunk), b, h, count, sizes.max_keys, dim,
+             p.content_bias == nullptr ? nullptr : terms.content_bias, spare);
+    value.load(p, keys_of(p, p.memory.value, p.keys.value, chunk), b, h, count, sizes.max_keys, dim, nullptr, spare);
+    rel_key.load(p, window_of(p, chunk.rel_first), b, h, sizes.window(p, chunk), sizes.max_window, dim,
+                 p.position_bias == nullptr ? nullptr : terms.position_bias, spare);
+  }
+};
+
+static void bfloat16_forward_rows(const RelAttention& p, const Products& products, const BFloat16Sizes& sizes,
+                                  const BFloat16Rows& rows, const Chunk& chunk, const BFloat16ForwardScratch& scratch) {
+  constexpr int64_t STRIDE = BFloat16ForwardScratch::STRIDE;
+  const int64_t dim = sizes.padded_dim;
+  BFloat16Softmax softmax(p);
+  clear(rows.padded() * dim, scratch.out);
+  clear((rows.padded() - rows.count) * STRIDE, scratch.P + rows.count * STRIDE);
+
+  TileScheduler tiles(p, chunk, scratch.keys.ranks, rows.mask, FORWARD_BLOCK_N);
+  for (int64_t first, count; tiles.next(first, count);) {
+    const BFloat16Tile tile(rows, chunk, first, count);
+    bfloat16_scores(products, sizes, rows, tile, scratch.key, scratch.rel_key, scratch.band, scratch.scores, STRIDE);
+    for (int64_t r = 0; r < rows.count; ++r) {
+      float* score = scratch.scores + r * STRIDE;
+      const VisibleKeys<float> visible =
+          bfloat16_segments_and_mask(p, scratch.keys, rows, r, tile, scratch.band, score);
+      const float* kept = nullptr;
+      if (p.dropout.p > 0 && visible.count > 0)
+        kept = dropout_factors(p, rows.b, rows.h, rows.row_index[r], tile.first_key,
+                               round_up(visible.count, LANES<float>), scratch.dropout);
+      softmax.step(r, visible.count, tile.steps, visible.max, score, kept, scratch.P + r * STRIDE,
+                   scratch.out + r * dim, dim);
+    }
+    products.multiply({scratch.P, STRIDE, scratch.value.across + first * PAIR_COLUMNS, sizes.max_keys * PAIR_COLUMNS,
+                       scratch.out, dim, PAIR_COLUMNS, rows.padded(), sizes.columns, tile.steps, nullptr});
+  }
+  store_rows<float>(p, sizes, chunk, scratch.keys.ranks, rows, softmax, scratch.out);
+}
+
+static bool bfloat16_forward(const RelAttention& p, const Products& products, int64_t threads, Parallel parallel) {
+  const BFloat16Sizes sizes(p, 256);
+  Carver measure{nullptr, 0};
+  BFloat16ForwardScratch(measure, sizes);
+  BFloat16Rows(measure, sizes);
+  const Sizes<float>& base = sizes;
+  return for_each_chunk(p, base, threads, measure.used, parallel, [&](const Chunk& chunk, char* memory) {
+    Carver carver{memory, 0};
+    const BFloat16ForwardScratch scratch(carver, sizes);
+    BFloat16Rows rows(carver, sizes);
+    scratch.load(p, sizes, chunk);
+    TileState state;
+    products.enter(&state);
+    for (int64_t row = chunk.begin; row < chunk.end; row += rows.count) {
+      rows.load(p, sizes, scratch.terms, chunk, row);
+      bfloat16_forward_rows(p, products, sizes, rows, chunk, scratch);
+    }
+    products.leave(&state);
+  });
+}

@@ -1,0 +1,150 @@
+// Operands of 16-bit products: rows as they are stored, padded with zeros, and pairs of their numbers, side by side as
+// Product::b has them. Pairs lie along head_dim where a product sums over head_dim, along the rows where it sums over
+// rows. An operand is never rounded here: biases come in as a row that products start with.
+
+constexpr int64_t PAIR_COLUMNS = 16;  // columns of a panel of pairs
+constexpr int64_t DEPTH_STEP = 32;    // products' depth is whole steps
+
+typedef uint32_t PairVec __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint16_t HalfVec __attribute__((vector_size(VECTOR_BYTES / 2)));
+
+INLINE PairVec load_pairs(const uint16_t* p) {
+  typedef uint32_t loose __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
+  return *reinterpret_cast<const loose*>(p);
+}
+INLINE void store_pairs(uint16_t* p, PairVec x) {
+  typedef uint32_t loose __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
+  *reinterpret_cast<loose*>(p) = x;
+}
+// LANES numbers, one in the low half of each lane
+INLINE PairVec load_halves(const uint16_t* p) {
+  typedef uint16_t loose __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+  return __builtin_convertvector(*reinterpret_cast<const loose*>(p), PairVec);
+}
+INLINE void store_halves(uint16_t* p, PairVec x) {
+  typedef uint16_t loose __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+  *reinterpret_cast<loose*>(p) = __builtin_convertvector(x, HalfVec);
+}
+
+// The upper halves of the lanes of two vectors, one after the other
+INLINE void store_upper_halves(uint16_t* p, PairVec first, PairVec second) {
+#if defined(__clang__)
+  store_halves(p, first >> 16);
+  store_halves(p + LANES<float>, second >> 16);
+#else
+  typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES)));
+  typedef uint16_t loose __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
+  static constexpr uint16_t odd[] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                     33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  static_assert(2 * LANES<float> <= 32, "more lanes need more numbers");
+  *reinterpret_cast<loose*>(p) = __builtin_shuffle((Halves)first, (Halves)second, *reinterpret_cast<const loose*>(odd));
+#endif
+}
+
+// Makes what follows the `visible` scores -inf, as far as a second vector beside the last one reaches.
+INLINE void end_pairs(float* score, int64_t visible) {
+  const int64_t whole = round_up(visible, LANES<float>);
+  if (whole % (2 * LANES<float>) != 0) store(score + whole, broadcast(-static_cast<float>(INFINITY)));
+}
+
+// x rounded to bfloat16, to the nearest, in the upper half of each lane; the lower half is anything. Ties, one number
+// in 65536, go away from zero. NaN stays NaN unless its upper bits are all set, which no arithmetic makes.
+INLINE PairVec round_to_bfloat16(Vec<float> x) { return (PairVec)x + 0x8000u; }
+
+#include "emulated.h"
+
+// Rows of one head lie far apart where heads share rows: the processor does not see them coming.
+INLINE void prefetch_row(const RelAttention& p, const RowSequence& sequence, int64_t b, int64_t h, int64_t j) {
+  int64_t row, left;
+  const Tensor4* tensor = sequence.find(j, row, left);
+  if (tensor == nullptr) return;
+  const uint16_t* from = static_cast<const uint16_t*>(tensor->data) + row_start(*tensor, b, h, row);
+  for (int64_t d = 0; d < p.head_dim; d += 32) __builtin_prefetch(from + d);
+}
+
+// Row j of a sequence, as stored and padded with zeros
+static void copy_row(const RelAttention& p, const RowSequence& sequence, int64_t b, int64_t h, int64_t j, int64_t dim,
+                     uint16_t* to) {
+  int64_t row, left;
+  const Tensor4* tensor = sequence.find(j, row, left);
+  clear(dim, to);
+  if (tensor == nullptr) return;
+  const uint16_t* from = static_cast<const uint16_t*>(tensor->data) + row_start(*tensor, b, h, row);
+  if (tensor->stride[3] == 1) {
+    memcpy(to, from, static_cast<size_t>(p.head_dim) * 2);
+  } else {
+    for (int64_t d = 0; d < p.head_dim; ++d) to[d] = from[d * tensor->stride[3]];
+  }
+}
+
+// 16 rows, whole steps long -> one panel of pairs along the row, [dim / 2][16][2]
+static void pair_along_row(const uint16_t* rows, int64_t stride, int64_t dim, uint16_t* panel) {
+  for (int64_t lane = 0; lane < PAIR_COLUMNS; lane += LANES<float>)
+    for (int64_t d = 0; d < dim; d += 2 * LANES<float>) {
+      Vec<float> block[LANES<float>];  // bits, which are only moved
+      transpose_block(reinterpret_cast<const float*>(rows + lane * stride + d), stride / 2, block);
+      for (int64_t i = 0; i < LANES<float>; ++i)
+        store_pairs(panel + ((d / 2 + i) * PAIR_COLUMNS + lane) * 2, (PairVec)block[i]);
+    }
+}
+
+// bias . row for the 16 rows of a panel
+static void dot_products(const uint16_t* panel, const float* bias, int64_t dim, float* products) {
+  for (int64_t lane = 0; lane < PAIR_COLUMNS; lane += LANES<float>) {
+    Vec<float> sum{};
+    for (int64_t d = 0; d < dim; d += 2) {
+      const PairVec pairs = load_pairs(panel + d * PAIR_COLUMNS + 2 * lane);
+      sum += bias[d] * first_of(pairs) + bias[d + 1] * second_of(pairs);
+    }
+    store(products + lane, sum);
+  }
+}
+
+// `count` rows -> pairs across rows, [count / 2][16][2] for every 16 columns, panels `panel` apart; adds the columns'
+// sums to `sums` unless it is null.
+static void pair_across_rows(const uint16_t* rows, int64_t stride, int64_t count, int64_t columns, uint16_t* to,
+                             int64_t panel, float* sums) {
+  for (int64_t c = 0; c < columns; c += LANES<float>) {
+    uint16_t* pairs = to + c / PAIR_COLUMNS * panel + c % PAIR_COLUMNS * 2;
+    Vec<float> sum{};
+    for (int64_t r = 0; r < count; r += 2, pairs += 2 * PAIR_COLUMNS) {
+      const uint16_t* from = rows + r * stride + c;
+      const PairVec pair = load_halves(from) | (load_halves(from + stride) << 16);
+      store_pairs(pairs, pair);
+      if (sums != nullptr) sum += first_of(pair) + second_of(pair);
+    }
+    if (sums != nullptr) store(sums + c, load(sums + c) + sum);
+  }
+}
+
+// 16 rows -> columns [dim][stride_to], by way of a panel
+static void transpose_rows(const uint16_t* rows, int64_t dim, uint16_t* panel, uint16_t* to, int64_t stride_to) {
+  pair_along_row(rows, dim, dim, panel);
+  for (int64_t d = 0; d < dim; d += 2)
+    for (int64_t lane = 0; lane < PAIR_COLUMNS; lane += LANES<float>) {
+      const PairVec pairs = load_pairs(panel + d * PAIR_COLUMNS + 2 * lane);
+      store_halves(to + d * stride_to + lane, pairs);
+      store_halves(to + (d + 1) * stride_to + lane, pairs >> 16);
+    }
+}
+
+// The rows of a sequence as operands: panels of pairs along head_dim, with bias . row, and pairs across the rows
+struct Operand {
+  uint16_t *along, *across;  // null: not wanted
+  float* offsets;            // bias . row; zeros without a bias
+
+  void load(const RelAttention& p, const RowSequence& sequence, int64_t b, int64_t h, int64_t count, int64_t capacity,
+            int64_t dim, const float* bias, uint16_t* spare) const {
+    for (int64_t j = 0; j < count; j += PAIR_COLUMNS) {
+      for (int64_t i = 0; i < PAIR_COLUMNS; ++i) {
+        copy_row(p, sequence, b, h, j + i, dim, spare + i * dim);
+        prefetch_row(p, sequence, b, h, j + i + 2 * PAIR_COLUMNS);
+      }
+      if (along != nullptr) pair_along_row(spare, dim, dim, along + j * dim);
+      if (bias != nullptr) dot_products(along + j * dim, bias, dim, offsets + j);
+      if (across != nullptr)
+        pair_across_rows(spare, dim, PAIR_COLUMNS, dim, across + j * PAIR_COLUMNS, capacity * PAIR_COLUMNS, nullptr);
+    }
+    if (offsets != nullptr && bias == nullptr) clear(count, offsets);
+  }
+};

@@ -1,0 +1,101 @@
+// Rows and scores of the bfloat16 kernels. Band and scores are two float32 buffers here, since tiles in registers want
+// rows of equal distance; the shift is the address at which a row of the band is added to its scores.
+
+constexpr int64_t BFLOAT16_ROWS = 64;  // query rows of a tile at most, whole DEPTH_STEPs: backward sums over them
+static_assert(BFLOAT16_ROWS <= MAX_ROWS && BFLOAT16_ROWS % DEPTH_STEP == 0, "rows are depth as well");
+static_assert(KEY_STEP % PAIR_COLUMNS == 0, "tiles begin at whole panels");
+
+struct BFloat16Sizes : Sizes<float> {
+  int64_t columns;  // D rounded up to whole panels; padded_dim: to whole steps
+
+  BFloat16Sizes(const RelAttention& p, int64_t min_chunk_rows) : Sizes<float>(p, min_chunk_rows) {
+    padded_dim = round_up(p.head_dim, DEPTH_STEP);
+    columns = round_up(p.head_dim, PAIR_COLUMNS);
+    chunk_rows = round_up(chunk_rows, BFLOAT16_ROWS);
+    chunks = (p.length + chunk_rows - 1) / chunk_rows;
+    max_keys = max_window = 0;
+    for (int64_t task = 0; p.heads > 0 && task < chunks * p.batch; ++task) {
+      const Chunk chunk(p, *this, task * p.heads);
+      max_keys = larger(max_keys, larger(keys(chunk), chunk.padded_keys));
+      max_window = larger(max_window, window(p, chunk));
+    }
+    max_keys = round_up(max_keys, KEY_GROUP);
+  }
+
+  // Packed keys of a chunk: tiles begin at whole panels and end after whole steps.
+  static int64_t keys(const Chunk& chunk) { return round_up(chunk.keys, PAIR_COLUMNS) + PAIR_COLUMNS; }
+  // Packed rows of rel_key: tiles of the band begin and end at whole steps.
+  static int64_t window(const RelAttention& p, const Chunk& chunk) {
+    const int64_t span = chunk.last_position - position_at(p, chunk.b, chunk.begin);
+    return round_up(keys(chunk) + span + 2 * DEPTH_STEP, DEPTH_STEP);
+  }
+};
+
+struct BFloat16Rows : BlockRows<float> {
+  uint16_t* operand;  // [BFLOAT16_ROWS][dim], zeros past the rows
+
+  BFloat16Rows(Carver& carver, const BFloat16Sizes& sizes) {
+    carver.take(BFLOAT16_ROWS * sizes.padded_dim, segments.query);
+    carver.take(BFLOAT16_ROWS * sizes.padded_dim, operand);
+  }
+
+  int64_t padded() const { return round_up(count, DEPTH_STEP); }
+
+  void load(const RelAttention& p, const BFloat16Sizes& sizes, const HeadTerms<float>& terms, const Chunk& chunk,
+            int64_t begin) {
+    const int64_t dim = sizes.padded_dim;
+    start(chunk);
+    for (int64_t sorted = begin; begin_row(p, chunk, sorted, BFLOAT16_ROWS); ++sorted) {
+      copy_row(p, {{p.rows.query, {}}, {p.length, 0}, 0}, b, h, row_index[count], dim, operand + count * dim);
+      read_as(reinterpret_cast<const BFloat16*>(operand + count * dim), dim, segments.query + count * dim);
+      end_row(p, terms.segments, dim);
+    }
+    clear((padded() - count) * dim, operand + count * dim);
+  }
+};
+
+// A block of rows against a run of keys. As Tile, but the window begins at a whole step of rel_key's packed rows.
+struct BFloat16Tile {
+  int64_t first, count, steps;    // of the chunk's keys; `count` rounded up to whole steps
+  int64_t first_key;              // `first` among all keys
+  int64_t window, width, stride;  // packed row of rel_key at band column 0, columns, from row to row
+  int64_t shift[MAX_ROWS];        // descending
+
+  // Numbers in the band of `rows` rows against block_n keys
+  static constexpr int64_t band_elements(int64_t block_n) {
+    return BFLOAT16_ROWS * (block_n + MAX_SPAN + 4 * DEPTH_STEP);
+  }
+
+  BFloat16Tile(const BFloat16Rows& rows, const Chunk& chunk, int64_t first, int64_t count)
+      : first(first), count(count), steps(round_up(count, DEPTH_STEP)), first_key(chunk.first_key + first) {
+    const int64_t of_first_key = chunk.last_position + first;
+    window = (of_first_key - rows.position[rows.count - 1]) / DEPTH_STEP * DEPTH_STEP;
+    for (int64_t r = 0; r < rows.padded(); ++r)
+      shift[r] = of_first_key - rows.position[smaller(r, rows.count - 1)] - window;
+    width = round_up(of_first_key - rows.position[0] - window + steps, DEPTH_STEP);
+    stride = width + DEPTH_STEP / 2;  // an odd number of cache lines, so that rows do not fight for the same sets
+  }
+};
+
+// q.k + u.k of a tile into `scores`, rows `stride` apart, and q.r + v.r into its band
+static void bfloat16_scores(const Products& products, const BFloat16Sizes& sizes, const BFloat16Rows& rows,
+                            const BFloat16Tile& tile, const Operand& keys, const Operand& rel_key, float* band,
+                            float* scores, int64_t stride) {
+  const int64_t dim = sizes.padded_dim, panel = PAIR_COLUMNS * dim;
+  for (int64_t r = 0; r < rows.padded(); r += DEPTH_STEP) {
+    const int64_t low = tile.shift[r + DEPTH_STEP - 1] / PAIR_COLUMNS * PAIR_COLUMNS;
+    const int64_t high = round_up(tile.shift[r] + tile.count, PAIR_COLUMNS), start = tile.window + low;
+    products.multiply({rows.operand + r * dim, dim, rel_key.along + start * dim, panel, band + r * tile.stride + low,
+                       tile.stride, PAIR_COLUMNS, DEPTH_STEP, high - low, dim, rel_key.offsets + start});
+  }
+  products.multiply({rows.operand, dim, keys.along + tile.first * dim, panel, scores, stride, PAIR_COLUMNS,
+                     rows.padded(), round_up(tile.count, PAIR_COLUMNS), dim, keys.offsets + tile.first});
+}
+
+// Segments and mask of row r, whose two terms are added here and become powers of 2
+static VisibleKeys<float> bfloat16_segments_and_mask(const RelAttention& p, const KeyTerms& keys,
+                                                     const BFloat16Rows& rows, int64_t r, const BFloat16Tile& tile,
+                                                     const float* band, float* score) {
+  const SummedScores<float> scores{score, band + r * tile.stride + tile.shift[r], static_cast<float>(p.scale * LOG2E)};
+  return segments_and_mask<float>(p, keys, rows, r, tile, scores);
+}

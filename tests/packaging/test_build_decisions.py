@@ -1,5 +1,6 @@
 """What the build decides and asks for (build_backend/), and what the loader of the extension says."""
 
+import platform
 import sys
 
 import pytest
@@ -187,3 +188,18 @@ def test_cuda_home_is_that_of_a_compiler_behind_a_script(tmp_path):
     (tmp_path / "nvcc").write_text("#!/bin/sh\necho something else >&2\n")
     assert decide.cuda_home({"PATH": str(tmp_path)}) is None
     assert decide.cuda_home({"PATH": str(home)}) is None
+
+
+@pytest.mark.parametrize("code, build", [("int one() { return 1; }", True), ("this is no C++", False)])
+def test_bfloat16_instructions_are_compiled_where_the_compiler_takes_them(tmp_path, code, build):
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        pytest.skip("they are of x86-64 Linux")
+    source = tmp_path / "native.cpp"
+    source.write_text(code)
+    decision = decide.bfloat16_decision(source)
+    assert decision.build == build and "native.cpp" in decision.reason
+
+
+def test_bfloat16_instructions_need_a_compiler(tmp_path):
+    decision = decide.bfloat16_decision(tmp_path / "native.cpp", {"CXX": "no-such-compiler", "PATH": ""})
+    assert not decision.build and "no-such-compiler" in decision.reason

@@ -76,8 +76,9 @@ class DataCollatorForPermutationLM:
             "labels": stacked("labels"),
         }
         if examples[0].target_positions is None:
-            rows = {} if examples[0].output_rows is None else {"output_rows": stacked("output_rows")}
-            return batch | {"mask": mask} | rows
+            if examples[0].output_rows is not None:
+                batch["output_rows"] = stacked("output_rows")
+            return batch | {"mask": mask}
         positions = stacked("target_positions")
         if not self.dense:
             return batch | {"mask": mask, "target_positions": positions}

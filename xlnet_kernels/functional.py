@@ -151,6 +151,10 @@ def rel_attention(
     elif not isinstance(deterministic, bool):
         raise ValueError(f"deterministic must be a bool or None, got {deterministic!r}")
 
+    if torch.jit.is_tracing():  # max_distance is a constant there: with other lengths it would make a window
+        key, rel_key = (x.unflatten(-2, (int(x.shape[-2]),)) for x in (key, rel_key))
+        memory = memory and (memory[0].unflatten(-2, (int(memory[0].shape[-2]),)), memory[1])
+
     check_on = query.device if readable(query) else None
     out, lse = choose(backend, query.device.type, query.dtype, width, check_on).rel_attention(
         query,

@@ -198,10 +198,12 @@ def _check_rank(name: str, tensor: Tensor, rank: int) -> torch.Size:
 
 def _check(name: str, tensor: Tensor, query: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
     """`tensor` has that shape, query's device and `dtype` (default: query's)."""
-    _check_rank(name, tensor, len(shape))
-    if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     dtype = dtype or query.dtype
+    if isinstance(tensor, Tensor) and tensor.shape == shape and tensor.dtype == dtype and tensor.device == query.device:
+        return  # small calls have no time for the questions one by one
+    _check_rank(name, tensor, len(shape))
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.dtype != dtype:
         raise ValueError(f"{name} must be {dtype} as query is {query.dtype}, got {tensor.dtype}")
     _check_device(name, tensor, query)

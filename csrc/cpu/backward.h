@@ -30,11 +30,15 @@ struct BackwardScratch {
   void load(const RelAttention& p, const Sizes<T>& sizes, const Chunk& chunk) const {
     const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim;
     T* const none = nullptr;
-    terms.load(p, h, dim);
+    if (sizes.starts_run(b)) {
+      terms.load(p, h, dim);
+      pack(p, window_of(p, chunk.rel_first), b, h, chunk.window, dim, rel_rows, spare, rel_panels);
+      sums.start_shared(sizes, chunk);
+    }
     keys.load(p, chunk);
     pack(p, keys_of(p, p.memory.key, p.keys.key, chunk), b, h, chunk.padded_keys, dim, key_rows, spare, key_panels);
     pack(p, keys_of(p, p.memory.value, p.keys.value, chunk), b, h, chunk.padded_keys, dim, none, spare, value_panels);
-    pack(p, window_of(p, chunk.rel_first), b, h, chunk.window, dim, rel_rows, spare, rel_panels);
+    sums.start_keys(sizes, chunk);
   }
 };
 
@@ -84,7 +88,8 @@ static void probability_gradients(const BackwardTask<T>& task, const RowBlock<T>
   for (int64_t column = 0; column < tile.count; column += PANEL_WIDTH<T>)
     for (int64_t r = 0; r < rows; r += PANEL_ROWS)
       panel_product<T, true>(task.scratch.dO_panels + r * depth,
-                             task.scratch.value_panels + (tile.first + column) * depth, depth, dP + r, column);
+                             task.scratch.value_panels + (tile.first + column) * depth, depth, dP + r, column, 0,
+                             tile.count);
 }
 
 // Row r of a tile: scores become dS, dP becomes the dropped-out probabilities that dV needs.
@@ -171,14 +176,20 @@ static void store_rows(const BackwardTask<T, Scratch>& task, const BlockRows<T>&
     T *content = scratch.dQ_content + r * sizes.padded_dim, *position = scratch.dQ_position + r * sizes.padded_dim;
     const T* segment_query = block.segments.query + r * sizes.padded_dim;
     const T total = statistics.softmax[r].grad_lse, different = statistics.segments.different(r, total);
-    for (int64_t d = 0; d < sizes.padded_dim; ++d) {
-      const T segment = different * terms.different[d] + total * terms.same[d];
-      sums.grad_content_bias[d] += scale * content[d];
-      sums.grad_position_bias[d] += scale * position[d];
-      sums.grad_segment_bias[d] += scale * segment;
-      sums.grad_same[d] += (total - different) * unscale * segment_query[d];
-      sums.grad_different[d] += different * unscale * segment_query[d];
-      content[d] = scale * (content[d] + position[d] + segment);
+    for (int64_t d = 0; d < sizes.padded_dim; d += LANES<T>) {
+      const Vec<T> of_content = load(content + d), of_position = load(position + d);
+      add(sums.grad_content_bias + d, scale * of_content);
+      add(sums.grad_position_bias + d, scale * of_position);
+      Vec<T> all = of_content + of_position;
+      if (p.segments.embed != nullptr) {
+        const Vec<T> segment = different * load(terms.different + d) + total * load(terms.same + d);
+        const Vec<T> q = unscale * load(segment_query + d);
+        add(sums.grad_segment_bias + d, scale * segment);
+        add(sums.grad_same + d, (total - different) * q);
+        add(sums.grad_different + d, different * q);
+        all += segment;
+      }
+      store(content + d, scale * all);
     }
     if (g.query.data != nullptr) {
       T* to = static_cast<T*>(g.query.data) + row_start(g.query, block.b, block.h, block.row_index[r]);
@@ -217,7 +228,7 @@ static void backward_rows(const BackwardTask<T>& task, const RowBlock<T>& block)
 
 template <typename T>
 static bool backward_as(const RelAttention& p, const RelAttentionGradients& g, int64_t threads, Parallel parallel) {
-  const Sizes<T> sizes(p, 512);
+  const Sizes<T> sizes(p, 512, p.rel_key.rows.stride[0] == 0 && g.rel_key.stride[0] == 0);
   const Wanted wanted(g);
   Carver measure{nullptr, 0};
   BackwardScratch<T>(measure, sizes, p.head_dim);
@@ -229,14 +240,16 @@ static bool backward_as(const RelAttention& p, const RelAttentionGradients& g, i
     const BackwardScratch<T> scratch(carver, sizes, p.head_dim);
     RowBlock<T> block(carver, sizes);
     scratch.load(p, sizes, chunk);
-    scratch.sums.start(sizes, chunk);
     for (int64_t row = chunk.begin; row < chunk.end; row += block.count) {
       load_rows(p, sizes, scratch.terms, chunk, row, block);
       backward_rows({p, g, wanted, sizes, chunk, scratch}, block);
     }
+    if (sizes.chunks == 1) scratch.sums.add_keys(g, wanted, p, sizes, chunk);  // no other task has them
+    if (!sizes.ends_run(chunk.b, p.batch)) return;
     const int64_t ticket = chunk.index * p.batch + chunk.b;
-    turns.wait(chunk.h, ticket);
-    scratch.sums.add_to(g, wanted, p, sizes, chunk);
+    turns.wait(chunk.h, ticket - chunk.b % sizes.run);
+    if (sizes.chunks > 1) scratch.sums.add_keys(g, wanted, p, sizes, chunk);
+    scratch.sums.add_shared(g, wanted, p, sizes, chunk);
     turns.pass(chunk.h, ticket);
   };
   const bool ran = for_each_chunk(p, sizes, threads, measure.used, parallel, run);

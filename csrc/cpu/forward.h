@@ -20,11 +20,13 @@ struct ForwardScratch {
   void load(const RelAttention& p, const Sizes<T>& sizes, const Chunk& chunk) const {
     const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim;
     T* const none = nullptr;
-    terms.load(p, h, dim);
+    if (sizes.starts_run(b)) {
+      terms.load(p, h, dim);
+      pack(p, window_of(p, chunk.rel_first), b, h, chunk.window, dim, none, spare, rel_panels);
+    }
     keys.load(p, chunk);
     pack(p, keys_of(p, p.memory.key, p.keys.key, chunk), b, h, chunk.padded_keys, dim, none, spare, key_panels);
     pack(p, keys_of(p, p.memory.value, p.keys.value, chunk), b, h, chunk.padded_keys, dim, value_rows, spare, none);
-    pack(p, window_of(p, chunk.rel_first), b, h, chunk.window, dim, none, spare, rel_panels);
   }
 };
 
@@ -81,7 +83,7 @@ static void forward_rows(const RelAttention& p, const Sizes<T>& sizes, const Row
 
 template <typename T>
 static bool forward_as(const RelAttention& p, int64_t threads, Parallel parallel) {
-  const Sizes<T> sizes(p, 256);
+  const Sizes<T> sizes(p, 256, p.rel_key.rows.stride[0] == 0);
   Carver measure{nullptr, 0};
   ForwardScratch<T>(measure, sizes, p.head_dim);
   RowBlock<T>(measure, sizes);

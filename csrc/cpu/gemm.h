@@ -39,12 +39,29 @@ INLINE void tile_product(const T* const* a, int64_t offset, const T* b, int64_t 
 template <typename T>
 constexpr int64_t PANEL_WIDTH = PANEL_COLUMNS * LANES<T>;
 
-// C[0 .. PANEL_ROWS)[column .. column + PANEL_WIDTH) (+)= A . B^T, A as a panel [depth][PANEL_ROWS]
-template <typename T, bool FIRST>
+// C[0 .. PANEL_ROWS)[column .. column + COLUMNS * LANES) (+)= A . B^T, A as a panel [depth][PANEL_ROWS]
+template <typename T, bool FIRST, int COLUMNS>
 static __attribute__((noinline)) void panel_product(const T* row_panel, const T* panels, int64_t depth, T* const* c,
                                                     int64_t column) {
-  tile_product<T, PANEL_ROWS, PANEL_COLUMNS, A::panel, FIRST>(&row_panel, 0, panels, LANES<T>, depth * LANES<T>, depth,
-                                                              c, column);
+  tile_product<T, PANEL_ROWS, COLUMNS, A::panel, FIRST>(&row_panel, 0, panels, LANES<T>, depth * LANES<T>, depth, c,
+                                                        column);
+}
+
+// The same of those of PANEL_WIDTH columns that hold something of columns begin .. end - 1, by whole vectors. `panels`
+// starts at `column`.
+template <typename T, bool FIRST>
+INLINE void panel_product(const T* row_panel, const T* panels, int64_t depth, T* const* c, int64_t column,
+                          int64_t begin, int64_t end) {
+  static_assert(PANEL_COLUMNS == 2, "a register tile is two vectors wide, or one");
+  const int64_t middle = column + LANES<T>;
+  const bool left = begin < middle && end > column, right = begin < column + PANEL_WIDTH<T> && end > middle;
+  if (left && right) {
+    panel_product<T, FIRST, 2>(row_panel, panels, depth, c, column);
+  } else if (left) {
+    panel_product<T, FIRST, 1>(row_panel, panels, depth, c, column);
+  } else if (right) {
+    panel_product<T, FIRST, 1>(row_panel, panels + LANES<T> * depth, depth, c, middle);
+  }
 }
 
 // C[0 .. ROW_ROWS)[0 .. width) += A . B, B of `depth` rows of `width` (a multiple of LANES)

@@ -1,19 +1,20 @@
 // The mask: RankMask, the dense bool mask, and pairs for whose distance rel_key has no row. It is asked at three
 // grains: groups of keys that a whole block of rows skips, rows that see all keys of a tile, single pairs.
 
-// Ranks of a chunk's keys, padded to whole groups, and their bounds in each group
+// Ranks of a chunk's keys, padded to whole vectors, and their bounds in each group; nothing is read where there is no
+// RankMask
 struct KeyRanks {
   int32_t *rank, *group_min, *group_max;
 
-  KeyRanks(Carver& carver, int64_t key_groups) {
-    carver.take(key_groups * KEY_GROUP, rank);
+  KeyRanks(Carver& carver, int64_t padded_keys, int64_t key_groups) {
+    carver.take(padded_keys, rank);
     carver.take(key_groups, group_min, group_max);
   }
 
   void load(const RelAttention& p, const Chunk& chunk) const {
-    const int32_t* from = p.rank_mask.key_rank;
-    if (from != nullptr) from += chunk.b * (p.mem_len + p.key_len) + chunk.first_key;
-    for (int64_t j = 0; j < chunk.padded_keys; ++j) rank[j] = j < chunk.keys && from != nullptr ? from[j] : INT32_MAX;
+    if (p.rank_mask.key_rank == nullptr) return;
+    const int32_t* from = p.rank_mask.key_rank + chunk.b * (p.mem_len + p.key_len) + chunk.first_key;
+    for (int64_t j = 0; j < chunk.padded_keys; ++j) rank[j] = j < chunk.keys ? from[j] : INT32_MAX;
     for (int64_t g = 0; g < chunk.key_groups; ++g) {
       const int64_t first = g * KEY_GROUP, last = smaller(first + KEY_GROUP, chunk.keys);
       group_min[g] = group_max[g] = rank[first];

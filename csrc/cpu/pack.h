@@ -52,11 +52,12 @@ INLINE void from_work(float x, Float16* to) {
   to->bits = static_cast<uint16_t>(half | sign);
 }
 
-INLINE void read_as(const float* from, int64_t count, float* to) { memcpy(to, from, static_cast<size_t>(count) * 4); }
-INLINE void read_as(const double* from, int64_t count, double* to) { memcpy(to, from, static_cast<size_t>(count) * 8); }
-template <typename S>
-INLINE void read_as(const S* from, int64_t count, float* to) {
-  for (int64_t d = 0; d < count; ++d) to[d] = to_work(from[d]);
+template <typename S, typename T>
+INLINE void read_as(const S* from, int64_t count, T* to) {
+  int64_t d = 0;
+  if constexpr (sizeof(S) == sizeof(T))  // the same type; rows are too short for a call of memcpy
+    for (; d + LANES<T> <= count; d += LANES<T>) store(to + d, load(from + d));
+  for (; d < count; ++d) to[d] = to_work(from[d]);
 }
 
 template <typename S, typename T>

@@ -43,7 +43,7 @@ struct BlockRows {
     return position[count] - position[0] <= MAX_SPAN;
   }
   void end_row(const RelAttention& p, const SegmentTerms<T>& terms, int64_t padded_dim) {
-    segments.load_row(terms, count, static_cast<T>(p.scale * LOG2E), padded_dim);
+    segments.load_row(p, terms, count, static_cast<T>(p.scale * LOG2E), padded_dim);
     mask.add_row(p, b, count, row_index[count], position[count]);
     ++count;
   }

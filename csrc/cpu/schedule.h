@@ -43,9 +43,10 @@ struct Chunk {
   int64_t last_position;  // of its rows
   int64_t first_key;      // that is packed key 0; a multiple of KEY_GROUP
   int64_t keys;
-  int64_t key_groups, padded_keys;  // groups of KEY_GROUP keys
-  int64_t rel_first;                // row of rel_key that is packed row 0
-  int64_t window;                   // packed rows of rel_key
+  int64_t key_groups;   // groups of KEY_GROUP keys
+  int64_t padded_keys;  // rounded up to whole vectors
+  int64_t rel_first;    // row of rel_key that is packed row 0
+  int64_t window;       // packed rows of rel_key, with room for a register tile
 
   template <typename T>
   Chunk(const RelAttention& p, const Sizes<T>& sizes, int64_t task)
@@ -58,9 +59,9 @@ struct Chunk {
     first_key = round_down(range.begin, KEY_GROUP);
     keys = range.end - first_key;
     key_groups = (keys + KEY_GROUP - 1) / KEY_GROUP;
-    padded_keys = key_groups * KEY_GROUP;
+    padded_keys = round_up(keys, LANES<T>);
     rel_first = p.rel_key.max_distance - p.mem_len - last_position + first_key;
-    window = round_up(padded_keys + last_position - first_position + 3 * PANEL_WIDTH<T>, LANES<T>);
+    window = round_up(keys + last_position - first_position + ROW_ROWS, LANES<T>);
   }
 };
 
@@ -70,46 +71,62 @@ template <typename T>
 struct Sizes {
   int64_t padded_dim;  // D rounded up to whole vectors
   int64_t chunk_rows, chunks;
-  int64_t max_keys = 0;    // of a chunk, whole groups
-  int64_t max_window = 0;  // packed rows of rel_key that one chunk can need, with room for whole register tiles
+  int64_t max_keys = 0;    // of a chunk, whole vectors
+  int64_t max_window = 0;  // packed rows of rel_key that one chunk can need
+  int64_t run = 1;  // sequences whose chunks of a head a thread takes one after the other, loading what they share once
 
-  Sizes(const RelAttention& p, int64_t min_chunk_rows) {
+  // `shares_rel_key`: sequences of the batch have the same rows of rel_key, and one gradient of them
+  Sizes(const RelAttention& p, int64_t min_chunk_rows, bool shares_rel_key = false) {
     padded_dim = round_up(p.head_dim, LANES<T>);
     constexpr int64_t enough_tasks = 32;
     const int64_t wanted = p.length * p.batch * p.heads / enough_tasks;
     chunk_rows = round_up(smaller(larger(wanted, min_chunk_rows), 2048), BLOCK_M);
     chunks = (p.length + chunk_rows - 1) / chunk_rows;
-    for (int64_t task = 0; p.heads > 0 && task < chunks * p.batch; ++task) {
-      const Chunk chunk(p, *this, task * p.heads);
-      max_keys = larger(max_keys, chunk.padded_keys);
-      max_window = larger(max_window, round_up(chunk.window + PANEL_WIDTH<T>, PANEL_WIDTH<T>));
-    }
+    const int64_t sequences = p.rows.order == nullptr ? smaller(p.batch, 1) : p.batch;  // with chunks of their own
+    for (int64_t index = 0; p.heads > 0 && index < chunks; ++index)
+      for (int64_t b = 0; b < sequences; ++b) {
+        const Chunk chunk(p, *this, (index * p.batch + b) * p.heads);
+        max_keys = larger(max_keys, chunk.padded_keys);
+        max_window = larger(max_window, chunk.window);
+      }
+    constexpr int64_t enough_runs = 64, enough_rows = 512;
+    if (shares_rel_key && p.rows.order == nullptr && chunks == 1)
+      run = larger(smaller(p.batch * p.heads / enough_runs, enough_rows / p.length), 1);
   }
+
+  // Whether the sequence is the first, or the last, of its run
+  bool starts_run(int64_t b) const { return b % run == 0; }
+  bool ends_run(int64_t b, int64_t batch) const { return (b + 1) % run == 0 || b + 1 == batch; }
 };
 
-// run(chunk, slot_scratch) for every chunk, started in ascending order. False if memory runs out.
+// run(chunk, slot_scratch) for every chunk, runs of them started in ascending order. False if memory runs out.
 template <typename T, typename F>
 INLINE bool for_each_chunk(const RelAttention& p, const Sizes<T>& sizes, int64_t threads, int64_t bytes,
                            Parallel parallel, F run) {
-  const int64_t tasks = sizes.chunks * p.batch * p.heads, slots = smaller(tasks, threads);
+  const int64_t groups = (p.batch + sizes.run - 1) / sizes.run;
+  const int64_t runs = sizes.chunks * groups * p.heads, slots = smaller(runs, threads);
   if (slots == 0) return true;
   const Scratch scratch(slots, bytes);
   if (scratch.data == nullptr) return false;
   struct Context {
-    int64_t next, tasks;
+    int64_t next, runs, groups;
     const RelAttention& p;
     const Sizes<T>& sizes;
     const Scratch& scratch;
     F& run;
-  } context{0, tasks, p, sizes, scratch, run};
+  } context{0, runs, groups, p, sizes, scratch, run};
   parallel(
       slots,
       [](void* opaque, int64_t slot) {
         Context& c = *static_cast<Context*>(opaque);
         for (;;) {
-          const int64_t task = __atomic_fetch_add(&c.next, int64_t(1), __ATOMIC_RELAXED);
-          if (task >= c.tasks) return;
-          c.run(Chunk(c.p, c.sizes, task), c.scratch.data + slot * c.scratch.bytes_per_slot);
+          const int64_t drawn = __atomic_fetch_add(&c.next, int64_t(1), __ATOMIC_RELAXED);
+          if (drawn >= c.runs) return;
+          const int64_t h = drawn % c.p.heads, group = drawn / c.p.heads % c.groups;
+          const int64_t index = drawn / c.p.heads / c.groups, first = group * c.sizes.run;
+          for (int64_t b = first; b < smaller(first + c.sizes.run, c.p.batch); ++b)
+            c.run(Chunk(c.p, c.sizes, (index * c.p.batch + b) * c.p.heads + h),
+                  c.scratch.data + slot * c.scratch.bytes_per_slot);
         }
       },
       &context);

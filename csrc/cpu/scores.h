@@ -7,8 +7,8 @@ static void position_scores(const RelAttention& p, const RowBlock<T>& block, con
   for (int64_t column = 0; column < end; column += PANEL_WIDTH<T>) {
     const T* panels = rel_panels + (tile.window + column) * p.head_dim;
     for (int64_t r = 0; r < rows; r += PANEL_ROWS)
-      if (tile.shift[r + PANEL_ROWS - 1] < column + PANEL_WIDTH<T> && tile.shift[r] + tile.count > column)
-        panel_product<T, true>(block.position_panels + r * p.head_dim, panels, p.head_dim, tile.band + r, column);
+      panel_product<T, true>(block.position_panels + r * p.head_dim, panels, p.head_dim, tile.band + r, column,
+                             tile.shift[r + PANEL_ROWS - 1], tile.shift[r] + tile.count);
   }
 }
 
@@ -19,7 +19,8 @@ static void content_scores(const RelAttention& p, const RowBlock<T>& block, cons
   for (int64_t column = 0; column < tile.count; column += PANEL_WIDTH<T>) {
     const T* panels = key_panels + (tile.first + column) * p.head_dim;
     for (int64_t r = 0; r < rows; r += PANEL_ROWS)
-      panel_product<T, false>(block.content_panels + r * p.head_dim, panels, p.head_dim, tile.score + r, column);
+      panel_product<T, false>(block.content_panels + r * p.head_dim, panels, p.head_dim, tile.score + r, column, 0,
+                              tile.count);
   }
 }
 
@@ -84,7 +85,7 @@ struct KeyTerms {
 
   template <typename T>
   KeyTerms(Carver& carver, const Sizes<T>& sizes)
-      : segments(carver, sizes.max_keys), ranks(carver, sizes.max_keys / KEY_GROUP) {}
+      : segments(carver, sizes.max_keys), ranks(carver, sizes.max_keys, (sizes.max_keys + KEY_GROUP - 1) / KEY_GROUP) {}
 
   void load(const RelAttention& p, const Chunk& chunk) const {
     segments.load(p, chunk);

@@ -22,8 +22,10 @@ struct SegmentRows {
   T* query;                               // q + b, scaled as all queries are
   T same[MAX_ROWS], different[MAX_ROWS];  // (q + b).s0, (q + b).(s1 - s0)
 
-  // Row r of `query` holds q before.
-  void load_row(const SegmentTerms<T>& terms, int64_t r, T scale, int64_t padded_dim) {
+  // Row r of `query` holds q before. Where there are no segments nobody asks for q + b.
+  void load_row(const RelAttention& p, const SegmentTerms<T>& terms, int64_t r, T scale, int64_t padded_dim) {
+    same[r] = different[r] = 0;
+    if (p.segments.embed == nullptr) return;
     T* q = query + r * padded_dim;
     Vec<T> same_products{}, different_products{};
     for (int64_t d = 0; d < padded_dim; d += LANES<T>) {
@@ -37,16 +39,16 @@ struct SegmentRows {
   }
 };
 
-// Segments of a chunk's keys, padded to whole groups
+// Segments of a chunk's keys, padded to whole vectors; nothing is read where there are no segments
 struct KeySegments {
   int32_t* id;
 
   KeySegments(Carver& carver, int64_t padded_keys) : id(carver.take<int32_t>(padded_keys)) {}
 
   void load(const RelAttention& p, const Chunk& chunk) const {
-    const int32_t* from = p.segments.key_ids;
-    if (from != nullptr) from += chunk.b * (p.mem_len + p.key_len) + chunk.first_key;
-    for (int64_t j = 0; j < chunk.padded_keys; ++j) id[j] = j < chunk.keys && from != nullptr ? from[j] : 0;
+    if (p.segments.key_ids == nullptr) return;
+    const int32_t* from = p.segments.key_ids + chunk.b * (p.mem_len + p.key_len) + chunk.first_key;
+    for (int64_t j = 0; j < chunk.padded_keys; ++j) id[j] = j < chunk.keys ? from[j] : 0;
   }
 };
 
@@ -68,7 +70,7 @@ struct SegmentRow {
   INLINE_MEMBER Vec<T> add(Vec<T> score, int64_t j) const {
     return score + select<T>(differs(j), broadcast(different), Vec<T>{});
   }
-  T add_one(T score, int64_t j) const { return key_id[j] == query_id ? score : score + different; }
+  T add_one(T score, int64_t j) const { return !used || key_id[j] == query_id ? score : score + different; }
 };
 
 // Sums over keys, from which backward has the term's gradients

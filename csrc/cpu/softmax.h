@@ -23,7 +23,9 @@ struct OnlineSoftmax {
         if (score[j] != score[j]) row_sum[r] = score[j];
       return 0;
     }
-    if (visible > 0 && !(tile_max <= row_max[r])) {
+    if (visible > 0 && row_max[r] == -static_cast<T>(INFINITY)) {  // nothing has been summed
+      row_max[r] = tile_max;
+    } else if (visible > 0 && !(tile_max <= row_max[r])) {
       factor = exp2(broadcast(row_max[r] - tile_max))[0];
       row_sum[r] *= factor;
       for (int64_t d = 0; d < padded_dim; d += LANES<T>) store(out + d, load(out + d) * factor);

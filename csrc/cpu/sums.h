@@ -47,19 +47,22 @@ struct ChunkSums : ParameterSums<T> {
   T *dK, *dV, *dR;  // of the chunk's keys and of packed rows of rel_key
 
   void carve(Carver& carver, const Sizes<T>& sizes) {
-    carver.take(sizes.max_keys * sizes.padded_dim, dK, dV);
+    carver.take((sizes.max_keys + ROW_ROWS) * sizes.padded_dim, dK, dV);  // the last register tile is a whole one
     carver.take(sizes.max_window * sizes.padded_dim, dR);
     this->carve_parameters(carver, sizes.padded_dim);
   }
 
-  void start(const Sizes<T>& sizes, const Chunk& chunk) const {
+  void start_keys(const Sizes<T>& sizes, const Chunk& chunk) const {
     clear(chunk.padded_keys * sizes.padded_dim, dK, dV);
+  }
+
+  void start_shared(const Sizes<T>& sizes, const Chunk& chunk) const {
     clear(chunk.window * sizes.padded_dim, dR);
     this->start_parameters(sizes.padded_dim);
   }
 
-  void add_to(const RelAttentionGradients& g, const Wanted& wanted, const RelAttention& p, const Sizes<T>& sizes,
-              const Chunk& chunk) const {
+  void add_keys(const RelAttentionGradients& g, const Wanted& wanted, const RelAttention& p, const Sizes<T>& sizes,
+                const Chunk& chunk) const {
     const T unscale = static_cast<T>(LN2);
     const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim;
     for (int64_t j = 0; j < chunk.keys; ++j) {
@@ -68,6 +71,13 @@ struct ChunkSums : ParameterSums<T> {
       if (wanted.key) add_row(to.key, b, h, row, dK + j * dim, unscale, p.head_dim);
       if (wanted.value) add_row(to.value, b, h, row, dV + j * dim, T(1), p.head_dim);
     }
+  }
+
+  // What a run of sequences shares: rel_key and the parameters
+  void add_shared(const RelAttentionGradients& g, const Wanted& wanted, const RelAttention& p, const Sizes<T>& sizes,
+                  const Chunk& chunk) const {
+    const T unscale = static_cast<T>(LN2);
+    const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim;
     if (wanted.rel_key)
       for (int64_t t = larger(0, -chunk.rel_first); t < chunk.window && chunk.rel_first + t < p.rel_len; ++t)
         add_row(g.rel_key, b, h, chunk.rel_first + t, dR + t * dim, unscale, p.head_dim);

@@ -37,6 +37,11 @@ INLINE void store(T* p, Vec<T> x) {
 }
 
 template <typename T>
+INLINE void add(T* to, Vec<T> x) {
+  store(to, load(to) + x);
+}
+
+template <typename T>
 INLINE Vec<T> broadcast(T x) {
   return x - Vec<T>{};
 }
@@ -63,14 +68,6 @@ INLINE IntVec<double> load_ints(const int32_t* p, double) {
   return __builtin_convertvector(*reinterpret_cast<const half*>(p), IntVec<double>);
 }
 
-// 0, 1, 2, ...
-template <typename T>
-INLINE IntVec<T> lane_numbers() {
-  static constexpr int32_t numbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  static_assert(LANES<float> <= 16, "more lanes need more numbers");
-  return load_ints(numbers, T());
-}
-
 // Not lambdas: GCC compiles those without the file's target, and would then pass vectors to them in another way.
 template <typename T>
 struct Add {
@@ -81,6 +78,34 @@ struct Maximum {
   INLINE Vec<T> apply(Vec<T> a, Vec<T> b) { return maximum<T>(a, b); }
 };
 
+#if !defined(__clang__)
+// The shuffles' lanes as constants: from loops GCC makes instructions that put them together lane by lane.
+template <int64_t... LANE>
+struct Indices {};
+template <int64_t N>
+using UpTo = Indices<__integer_pack(N)...>;
+
+template <typename T, int64_t STEP, int64_t... LANE>
+INLINE IntVec<T> partners(Indices<LANE...>) {
+  return IntVec<T>{(LANE ^ STEP)...};
+}
+
+// Of two vectors, interleaved: their first halves, or from OFFSET = LANES / 2 on their second ones
+template <typename T, int64_t OFFSET, int64_t... LANE>
+INLINE IntVec<T> interleaved(Indices<LANE...>) {
+  return IntVec<T>{(LANE / 2 + LANE % 2 * LANES<T> + OFFSET)...};
+}
+
+template <typename T, typename F, int64_t STEP>
+INLINE Vec<T> fold_from(Vec<T> x) {
+  if constexpr (STEP == 0) {
+    return x;
+  } else {
+    return fold_from<T, F, STEP / 2>(F::apply(x, __builtin_shuffle(x, partners<T, STEP>(UpTo<LANES<T>>()))));
+  }
+}
+#endif
+
 // Folds the lanes of x
 template <typename T, typename F>
 INLINE T fold(Vec<T> x) {
@@ -89,12 +114,7 @@ INLINE T fold(Vec<T> x) {
   for (int64_t lane = 1; lane < LANES<T>; ++lane) result = F::apply(Vec<T>{} + result, Vec<T>{} + x[lane])[0];
   return result;
 #else
-#pragma GCC unroll 4
-  for (int step = LANES<T> / 2; step > 0; step /= 2) {
-    const IntVec<T> partner = lane_numbers<T>() ^ step;  // lane by lane GCC would make it anew in every call
-    x = F::apply(x, __builtin_shuffle(x, partner));
-  }
-  return x[0];
+  return fold_from<T, F, LANES<T> / 2>(x)[0];
 #endif
 }
 
@@ -116,11 +136,7 @@ INLINE void transpose_block(const T* rows, int64_t stride, Vec<T>* result) {
   for (int64_t d = 0; d < N; ++d)
     for (int64_t lane = 0; lane < N; ++lane) result[d][lane] = rows[lane * stride + d];
 #else
-  IntVec<T> low, high;  // of two vectors, interleaved
-  for (int64_t lane = 0; lane < N; ++lane) {
-    low[lane] = lane / 2 + lane % 2 * N;
-    high[lane] = low[lane] + N / 2;
-  }
+  const IntVec<T> low = interleaved<T, 0>(UpTo<N>()), high = interleaved<T, N / 2>(UpTo<N>());
   Vec<T> from[N];
 #pragma GCC unroll 16
   for (int64_t lane = 0; lane < N; ++lane) from[lane] = load(rows + lane * stride);

@@ -208,8 +208,10 @@ _refusals: dict[tuple, str] = {}  # (name, device type, dtype) -> what was wrong
 
 def check_once(name: str, backend: ModuleType, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     """Compares the backend with the reference if this is its first call of the kind and nothing vouches for it."""
+    if not _is_asked_for(name, device):
+        return
     key = (name, device.type, dtype, head_dim)
-    if key in _checked or not _is_asked_for(name, device):
+    if key in _checked:
         return
     if transformed() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return
@@ -227,7 +229,9 @@ def check_once(name: str, backend: ModuleType, device: torch.device, dtype: torc
 @constant_for_compilers
 def refusal(name: str, device_type: str, dtype: torch.dtype) -> str | None:
     """What `check_once` found wrong, or None."""
-    return None if _wish() == "0" else _refusals.get((name, device_type, dtype))
+    if not _refusals or _wish() == "0":
+        return None
+    return _refusals.get((name, device_type, dtype))
 
 
 def _look(name: str, backend: ModuleType, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

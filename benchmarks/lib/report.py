@@ -121,6 +121,9 @@ def _table(make: MakeTable, section: str, rows: list[dict]):
         table.add_column(header, justify="right", no_wrap=True)
     if section in RATIOS:
         table.add_column(RATIOS[section], justify="right", no_wrap=True)
+    products = any("product" in row for row in rows)
+    if products:
+        table.add_column("of GEMM", justify="right", no_wrap=True)
     if speedups:
         whom = "toolkit" if section == "speech-toolkit" else "transformers"
         table.add_column(f"vs {whom}", justify="right", no_wrap=True)
@@ -142,6 +145,8 @@ def _table(make: MakeTable, section: str, rows: list[dict]):
             cells = [*head, row["implementation"], _result(row, rows), *_numbers(row)]
             if section in RATIOS:
                 cells.append(f"{_times(row.get('ratio_to_baseline'))} {baseline_kernel(row)}".strip())
+            if products:
+                cells.append(f"{row['product']['share']:.0%}" if "product" in row else "-")
             if speedups:
                 cells.append(_times(row.get("speedup")))
             if section == "model":
@@ -221,12 +226,25 @@ def notes(results: dict) -> list[str]:
     for row in rows:
         if not row.get("check", {"passed": True})["passed"]:
             lines.append(_wrong(row))
+    lines += _products([row["product"] for row in rows if "product" in row])
     cpu = f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads, {facts['cpu_capability']}"
     lines += _settings(results)
     lines.append(f"{facts.get('gpu') or cpu}; torch {facts['torch']}.")
     if results.get("benchmark") != "capacity":
         lines.append(f"Peak memory above inputs and outputs: {facts['peak_memory']}.")
     return lines
+
+
+def _products(found: list[dict]) -> list[str]:
+    """What the shares are shares of."""
+    if not found:
+        return []
+    rates = [product["gflops"] for product in found]
+    names = ", ".join(dict.fromkeys(f"{one['name']} of {one['size']} x {one['size']}" for one in found))
+    return [
+        f"of GEMM: share of the rate of this machine's fastest matrix product ({names}), {min(rates):,.0f} to "
+        f"{max(rates):,.0f} GFLOP/s; 3 products forward, 11 with backward (plain SDPA 2 and 7), every pair counted."
+    ]
 
 
 def _settings(results: dict) -> list[str]:

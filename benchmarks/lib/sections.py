@@ -14,6 +14,7 @@ from .implementations import BASELINE, TRANSFORMERS, Implementation, package_bac
 from .measure import DIRECTIONS, USED_UP, Bench, Job
 from .modules import MODULE, TRANSFORMERS_MODULE, module_reference, our_module, transformers_module
 from .problem import Case, Problem, build_problem
+from .products import Products, add_shares
 
 CHECKED_LENGTH = 512  # the longest sequence that is also computed in float64, every map in memory
 # what a problem has of (mask, segments, memory of half its length, query stream)
@@ -172,7 +173,12 @@ def _core_group(bench: Bench, implementations: dict[str, Implementation], case: 
     problem = build_problem(case)
     reference = _reference(problem, case) if check else None
     jobs = [_implementation_job(one, case, problem, reference) for one in implementations.values()]
+    products = Products(case)
+    products.sample()
     rows = bench.group("core", jobs, labels(case), baseline=BASELINE, base=TRANSFORMERS)
+    products.sample()
+    add_shares(rows, case, products)
+    bench.save()
     found: dict[str, dict] = {}
     for row in rows:
         if row["status"] == "ok":

@@ -48,6 +48,7 @@ def test_tiny_run(tmp_path):
     done = run_job("--device", "cpu", *sizes, *names, "--seconds", "0.01", "--output", output)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "xlnet_kernels reference" in done.stdout and "✓" in done.stdout and "median ms" in done.stdout
+    assert "of GEMM: share of the rate" in done.stdout
 
     results = json.loads(output.read_text())
     assert results["complete"] and results["settings"]["lengths"] == [64]
@@ -62,6 +63,12 @@ def test_tiny_run(tmp_path):
         assert row["peak_bytes"] is None or row["peak_bytes"] >= 0
         baseline = rows["core", "plain SDPA, no positions", direction]
         assert "check" not in baseline and baseline["ratio_to_baseline"] == 1
+        units = {"forward": (3, 2), "backward": (11, 7)}[direction]  # docs/math.md, "What it costs"
+        for one, count in zip((row, baseline), units, strict=True):
+            product, flops = one["product"], count * 2 * 2 * 64 * (5 + 64) * 16
+            assert product["gflops"] > 0 and product["name"] in ("torch.mm", "oneDNN")
+            reached = flops / (one["median_ms"] * 1e6) / product["gflops"]
+            assert product["share"] == pytest.approx(reached, rel=1e-2, abs=1e-3)
         assert row["ratio_to_baseline"] == pytest.approx(row["median_ms"] / baseline["median_ms"], rel=1e-2)
         assert rows["streams", "both streams, N = L/6", direction]["rows"] == 64 + 64 // 6
         assert rows["streams", "both streams, N = L/6", direction]["check"]["passed"]
@@ -97,6 +104,23 @@ def test_batches_obey_xlnet(length, mem_len):
         assert ids.tolist() == [0] * (first + 1) + [1] * (second - first) + [2]
     assert torch.equal(batch.tokens, build_batch(3, length, mem_len, seed=1).tokens)
     assert not torch.equal(batch.tokens, build_batch(3, length, mem_len, seed=2).tokens)
+
+
+def test_shares_are_of_the_fastest_product(small_case):
+    from lib.products import Products, add_shares
+
+    products = Products(small_case, size=32)
+    products.sample()
+    assert "torch.mm" in products.times and all(len(times) == 4 for times in products.times.values())
+    products.times = {"slow": [1.0, 1.0], "fast": [0.5, 0.5]}
+    assert products.best() == ("fast", 2 * 32**3 / 0.5)
+    row = {"direction": "backward", "median_ms": 1.0}
+    rows = [row | {"implementation": name} for name in ("xlnet_kernels cpu", "plain SDPA, no positions", "peer")]
+    rows.append({"implementation": "xlnet_kernels cuda", "direction": "forward", "status": "skipped"})
+    add_shares(rows, small_case, products)
+    unit = 2 * 2 * 2 * 48 * 48 * 16 / 1e-3 / (2 * 32**3 / 0.5)
+    assert [row["product"]["share"] for row in rows[:2]] == [round(11 * unit, 3), round(7 * unit, 3)]
+    assert not any("product" in row for row in rows[2:])
 
 
 def test_peers_compute_the_same(bench, small_case):

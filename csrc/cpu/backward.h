@@ -240,6 +240,10 @@ static bool backward_as(const RelAttention& p, const RelAttentionGradients& g, i
     const BackwardScratch<T> scratch(carver, sizes, p.head_dim);
     RowBlock<T> block(carver, sizes);
     scratch.load(p, sizes, chunk);
+    if (!sizes.ends_run(chunk.b, p.batch)) {
+      prefetch_inputs(p, chunk.b + 1, chunk.h);
+      prefetch_rows(p, g.out, chunk.b + 1, chunk.h, p.length);
+    }
     for (int64_t row = chunk.begin; row < chunk.end; row += block.count) {
       load_rows(p, sizes, scratch.terms, chunk, row, block);
       backward_rows({p, g, wanted, sizes, chunk, scratch}, block);

@@ -92,6 +92,7 @@ static bool forward_as(const RelAttention& p, int64_t threads, Parallel parallel
     const ForwardScratch<T> scratch(carver, sizes, p.head_dim);
     RowBlock<T> block(carver, sizes);
     scratch.load(p, sizes, chunk);
+    if (!sizes.ends_run(chunk.b, p.batch)) prefetch_inputs(p, chunk.b + 1, chunk.h);
     for (int64_t row = chunk.begin; row < chunk.end; row += block.count) {
       load_rows(p, sizes, scratch.terms, chunk, row, block);
       forward_rows(p, sizes, block, chunk, scratch);

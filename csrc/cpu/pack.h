@@ -108,6 +108,24 @@ static void read_row(const RelAttention& p, const Tensor4& t, int64_t b, int64_t
   for (int64_t d = p.head_dim; d < padded; ++d) to[d] = 0;
 }
 
+// Asks for rows that are read or written soon
+INLINE void prefetch_rows(const RelAttention& p, const Tensor4& t, int64_t b, int64_t h, int64_t rows) {
+  const int64_t size = p.dtype == DType::float64 ? 8 : p.dtype == DType::float32 ? 4 : 2;
+  if (t.data == nullptr || t.stride[3] != 1) return;
+  for (int64_t row = 0; row < rows; ++row) {
+    const char* data = static_cast<const char*>(t.data) + row_start(t, b, h, row) * size;
+    for (int64_t byte = 0; byte < p.head_dim * size; byte += 64) __builtin_prefetch(data + byte);
+  }
+}
+
+// Those of a run's next sequence, which lie where no hardware expects them
+INLINE void prefetch_inputs(const RelAttention& p, int64_t b, int64_t h) {
+  prefetch_rows(p, p.rows.query, b, h, p.length);
+  prefetch_rows(p, p.keys.key, b, h, p.key_len);
+  prefetch_rows(p, p.keys.value, b, h, p.key_len);
+  prefetch_rows(p, p.out, b, h, p.length);
+}
+
 // The largest finite number of a 16-bit dtype: where rounding gives infinity, the residual is counted from here.
 INLINE float largest_of(DType dtype) { return dtype == DType::float16 ? 65504.f : as_work(0x7f7f0000u); }
 INLINE float clamped(float x, float largest) { return x > largest ? largest : x < -largest ? -largest : x; }

@@ -1,5 +1,6 @@
 #include "call.h"
 
+#include <algorithm>
 #include <tuple>
 #include <utility>
 
@@ -19,8 +20,9 @@ Tensor4 strided(const Tensor& t) {
 }
 
 Tensor empty_rows_first(const Tensor& like, at::ScalarType dtype) {
-  return at::empty({like.size(0), like.size(2), like.size(1), like.size(3)}, like.options().dtype(dtype))
-      .transpose(1, 2);
+  const auto at_least_1 = [&](int64_t dim) { return std::max<int64_t>(like.size(dim), 1); };
+  const int64_t row = at_least_1(1) * at_least_1(3);
+  return at::empty_strided(like.sizes(), {at_least_1(2) * row, at_least_1(3), row, 1}, like.options().dtype(dtype));
 }
 
 Needs by_name(const NeedsInOrder& needs) {
@@ -140,7 +142,11 @@ void OutputGradients::check(const Inputs& in) const {
 std::vector<Tensor> InputGradients::list(const Inputs& inputs, const Needs& needs) const {
   std::vector<Tensor> found;
   const auto add = [&](const OptionalTensor& input, const Tensor& gradient, bool need) {
-    found.push_back(need && input ? gradient.to(input->scalar_type()) : at::empty({0}, inputs.query.options()));
+    if (!need || !input) {
+      found.push_back(at::empty({0}, inputs.query.options()));
+    } else {
+      found.push_back(gradient.scalar_type() == input->scalar_type() ? gradient : gradient.to(input->scalar_type()));
+    }
   };
 #define ADD(type, name) add(inputs.name, name, needs.name);
   DIFFERENTIABLE_INPUTS(ADD, )

@@ -7,6 +7,7 @@ struct BackwardScratch {
   T *key_rows, *key_panels, *value_panels, *rel_rows, *rel_panels, *spare;
   T *out, *dO, *dO_panels, *dQ_content, *dQ_position;
   T *scores, *dP, *dropout;
+  T* segment_sums;  // SegmentRowSums of a chunk's rows
   ChunkSums<T> sums;
 
   // Row stride of dP
@@ -24,6 +25,7 @@ struct BackwardScratch {
     carver.take(Tile<T>::elements(BACKWARD_BLOCK_N), scores);
     carver.take(BLOCK_M * STRIDE, dP);
     carver.take(dropout_elements(BACKWARD_BLOCK_N), dropout);
+    carver.take(sizes.chunk_rows * SegmentRowSums<T>::NUMBERS, segment_sums);
     sums.carve(carver, sizes);
   }
 
@@ -51,6 +53,8 @@ struct BackwardTask {
   const Sizes<T>& sizes;
   const Chunk& chunk;
   const Scratch& scratch;
+  KeyRange range = {};
+  int64_t row = 0;  // of the block's first, in the chunk
 };
 
 // Per row of a block
@@ -62,7 +66,7 @@ struct RowStatistics {
 
 template <typename T>
 static void load_output_gradients(const BackwardTask<T>& task, const RowBlock<T>& block, RowStatistics<T>& statistics) {
-  const auto& [p, g, wanted, sizes, chunk, scratch] = task;
+  const auto& [p, g, wanted, sizes, chunk, scratch, range, row] = task;
   const int64_t head_row = (block.b * p.heads + block.h) * p.length;
   for (int64_t r = 0; r < block.count; ++r) {
     const int64_t row_index = block.row_index[r];
@@ -70,7 +74,11 @@ static void load_output_gradients(const BackwardTask<T>& task, const RowBlock<T>
     read_row(p, g.out, block.b, block.h, row_index, sizes.padded_dim, dO);
     read_unrounded(p, block.b, block.h, row_index, sizes.padded_dim, scratch.spare, scratch.out);
     statistics.softmax[r] = SoftmaxRow<T>(p, g.lse, head_row + row_index, scratch.out, dO, sizes.padded_dim);
-    statistics.segments.start(r);
+    if (range.is_first) {
+      statistics.segments.start(r);
+    } else {
+      statistics.segments.resume(r, scratch.segment_sums + (row + r) * SegmentRowSums<T>::NUMBERS);
+    }
     if (statistics.softmax[r].is_fully_masked()) {  // zero times NaN or infinity would be NaN
       clear(sizes.padded_dim, dO);
       block.clear_row(r, sizes.padded_dim);
@@ -168,7 +176,7 @@ static void add_rel_key_gradients(const BackwardTask<T>& task, const RowBlock<T>
 template <typename T, typename Scratch>
 static void store_rows(const BackwardTask<T, Scratch>& task, const BlockRows<T>& block,
                        const RowStatistics<T>& statistics) {
-  const auto& [p, g, wanted, sizes, chunk, scratch] = task;
+  const auto& [p, g, wanted, sizes, chunk, scratch, range, row] = task;
   const auto& sums = scratch.sums;
   const SegmentTerms<T>& terms = scratch.terms.segments;
   const T scale = static_cast<T>(p.scale), unscale = static_cast<T>(LN2);
@@ -181,7 +189,7 @@ static void store_rows(const BackwardTask<T, Scratch>& task, const BlockRows<T>&
       add(sums.grad_content_bias + d, scale * of_content);
       add(sums.grad_position_bias + d, scale * of_position);
       Vec<T> all = of_content + of_position;
-      if (p.segments.embed != nullptr) {
+      if (p.segments.embed != nullptr && range.is_last) {
         const Vec<T> segment = different * load(terms.different + d) + total * load(terms.same + d);
         const Vec<T> q = unscale * load(segment_query + d);
         add(sums.grad_segment_bias + d, scale * segment);
@@ -193,21 +201,22 @@ static void store_rows(const BackwardTask<T, Scratch>& task, const BlockRows<T>&
     }
     if (g.query.data != nullptr) {
       T* to = static_cast<T*>(g.query.data) + row_start(g.query, block.b, block.h, block.row_index[r]);
-      for (int64_t d = 0; d < p.head_dim; ++d) to[d * g.query.stride[3]] = content[d];
+      const int64_t stride = g.query.stride[3];
+      for (int64_t d = 0; d < p.head_dim; ++d) to[d * stride] = (range.is_first ? T(0) : to[d * stride]) + content[d];
     }
   }
 }
 
 template <typename T>
 static void backward_rows(const BackwardTask<T>& task, const RowBlock<T>& block) {
-  const auto& [p, g, wanted, sizes, chunk, scratch] = task;
+  const auto& [p, g, wanted, sizes, chunk, scratch, range, row] = task;
   const int64_t rows = block.padded(PANEL_ROWS);
   RowStatistics<T> statistics;
   T* dP[BLOCK_M];
   for (int64_t r = 0; r < BLOCK_M; ++r) dP[r] = scratch.dP + r * BackwardScratch<T>::STRIDE;
   load_output_gradients(task, block, statistics);
 
-  TileScheduler tiles(p, chunk, scratch.keys.ranks, block.mask, BACKWARD_BLOCK_N);
+  TileScheduler tiles(p, chunk, scratch.keys.ranks, block.mask, BACKWARD_BLOCK_N, range);
   for (int64_t first, count; tiles.next(first, count);) {
     Tile<T> tile(block, chunk, first, count, scratch.scores);
     position_scores(p, block, scratch.rel_panels, tile);
@@ -224,6 +233,8 @@ static void backward_rows(const BackwardTask<T>& task, const RowBlock<T>& block)
     if (wanted.rel_key) add_rel_key_gradients(task, block, tile);
   }
   store_rows(task, block, statistics);
+  for (int64_t r = 0; !range.is_last && r < block.count; ++r)
+    statistics.segments.keep(r, scratch.segment_sums + (row + r) * SegmentRowSums<T>::NUMBERS);
 }
 
 template <typename T>
@@ -244,9 +255,16 @@ static bool backward_as(const RelAttention& p, const RelAttentionGradients& g, i
       prefetch_inputs(p, chunk.b + 1, chunk.h);
       prefetch_rows(p, g.out, chunk.b + 1, chunk.h, p.length);
     }
-    for (int64_t row = chunk.begin; row < chunk.end; row += block.count) {
-      load_rows(p, sizes, scratch.terms, chunk, row, block);
-      backward_rows({p, g, wanted, sizes, chunk, scratch}, block);
+    // Where rel_key has no row for most pairs, rows in the order of their positions see no more than a range anyway.
+    const bool is_long = p.rel_len > RANGE_GROUPS * KEY_GROUP;
+    const int64_t groups = chunk.key_groups;
+    const int64_t ranges = is_long ? larger((groups + RANGE_GROUPS - 1) / RANGE_GROUPS, 1) : 1;
+    for (int64_t i = 0; i < ranges; ++i) {
+      const KeyRange range{groups * i / ranges, groups * (i + 1) / ranges, i == 0, i == ranges - 1};
+      for (int64_t row = chunk.begin; row < chunk.end; row += block.count) {
+        load_rows(p, sizes, scratch.terms, chunk, row, block);
+        backward_rows({p, g, wanted, sizes, chunk, scratch, range, row - chunk.begin}, block);
+      }
     }
     if (sizes.chunks == 1) scratch.sums.add_keys(g, wanted, p, sizes, chunk);  // no other task has them
     if (!sizes.ends_run(chunk.b, p.batch)) return;

@@ -55,8 +55,15 @@ struct MaskRows {
   }
 };
 
+// The groups of keys that backward takes all rows of a chunk through before the next ones: what is summed for each of
+// them stays in the cache. All of them unless said otherwise.
+struct KeyRange {
+  int64_t begin = 0, end = INT64_MAX;
+  bool is_first = true, is_last = true;
+};
+
 // The tile scheduler: cuts the groups of keys that some row of a block sees into tiles, those of a run of groups about
-// equally long. Outside of the keys that have a row of rel_key there are none.
+// equally long. Outside of the range, and of the keys that have a row of rel_key, there are none.
 struct TileScheduler {
   const RelAttention& p;
   const Chunk& chunk;
@@ -67,12 +74,13 @@ struct TileScheduler {
   int64_t start = 0, end;       // the run's groups
   int64_t tile = 0, tiles = 0;  // the run's
 
-  TileScheduler(const RelAttention& p, const Chunk& chunk, const KeyRanks& keys, const MaskRows& rows, int64_t max_keys)
+  TileScheduler(const RelAttention& p, const Chunk& chunk, const KeyRanks& keys, const MaskRows& rows, int64_t max_keys,
+                const KeyRange& range = {})
       : p(p), chunk(chunk), keys(keys), rows(rows), max_keys(max_keys) {
-    const Reach range(p, rows.first_own, rows.last_own);
-    const bool none = range.end == range.begin;
-    begin_key = none ? 0 : round_down(range.begin - chunk.first_key, KEY_STEP);
-    end_key = none ? 0 : range.end - chunk.first_key;
+    const Reach reach(p, rows.first_own, rows.last_own);
+    begin_key = larger(round_down(reach.begin - chunk.first_key, KEY_STEP), range.begin * KEY_GROUP);
+    end_key = smaller(reach.end - chunk.first_key, smaller(range.end, chunk.key_groups) * KEY_GROUP);
+    if (reach.end == reach.begin || end_key <= begin_key) begin_key = end_key = 0;
     end = begin_key / KEY_GROUP;
   }
 

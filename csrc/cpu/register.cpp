@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include <array>
+#include <cstring>
 #include <thread>
 #include <vector>
 
@@ -43,15 +44,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(INPUTS, bool needs_ba
   return outputs.list();
 }
 
-// Zeros in the work dtype for each gradient that is needed; undefined where none is
+constexpr size_t SMALL = 1 << 17;  // bytes for which torch's dispatcher takes longer than the zeros
+
+// Zeros in the work dtype for each gradient that is needed, uninitialised of the query; undefined where none is
 InputGradients zero_gradients(const Inputs& inputs, const Needs& needs) {
   const auto dtype = work_dtype(inputs.query);
   const auto zeros = [&](const OptionalTensor& input, bool need, bool rows_first) {
     if (!need || !input) return Tensor();
-    return rows_first ? empty_rows_first(*input, dtype).zero_()
-                      : at::zeros(input->sizes(), input->options().dtype(dtype));
+    const Tensor t =
+        rows_first ? empty_rows_first(*input, dtype) : at::empty(input->sizes(), input->options().dtype(dtype));
+    if (t.nbytes() > SMALL) return t.zero_();
+    if (t.nbytes() > 0) std::memset(t.data_ptr(), 0, t.nbytes());
+    return t;
   };
-  return {zeros(inputs.query, needs.query, true),
+  return {needs.query ? empty_rows_first(inputs.query, dtype) : Tensor(),
           zeros(inputs.key, needs.key, true),
           zeros(inputs.value, needs.value, true),
           zeros(inputs.rel_key, needs.rel_key, false),

@@ -92,6 +92,10 @@ struct SegmentRowSums {
   T dS[MAX_ROWS], dS_different[MAX_ROWS], P_different[MAX_ROWS];
 
   void start(int64_t r) { dS[r] = dS_different[r] = P_different[r] = 0; }
+  // To and from memory for as many numbers a row
+  static constexpr int64_t NUMBERS = 3;
+  void keep(int64_t r, T* to) const { to[0] = dS[r], to[1] = dS_different[r], to[2] = P_different[r]; }
+  void resume(int64_t r, const T* from) { dS[r] = from[0], dS_different[r] = from[1], P_different[r] = from[2]; }
   INLINE_MEMBER void add(int64_t r, const SegmentSums<T>& sums) {
     dS[r] += sum<T>(sums.dS);
     dS_different[r] += sum<T>(sums.dS_different);

@@ -259,7 +259,8 @@ def _check_distances(rel_key: Tensor, key_len: int, mem_len: int, max_distance: 
     is_window = max_distance is not None
     if max_distance is None:
         max_distance = farthest
-    if rows in (max_distance + key_len, max_distance + 1) or is_window and 1 <= rows <= max_distance + key_len:
+    is_whole = rows in (max_distance + key_len, max_distance + 1) and (rows > 0 or key_len == 0)
+    if is_whole or is_window and 1 <= rows <= max_distance + key_len:
         return max_distance
     conformer = ""
     if rows == farthest + key_len - 1 and max_distance < farthest - 1:

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 
+import xlnet_kernels as xk
 from tests.cases import COMPILED, assert_right, make
 from tests.operator.test_trusted_gradients import OFFSETS, Sums
 from xlnet_kernels import _extension
@@ -115,3 +116,15 @@ def test_nan_and_infinity_are_not_rounded_away():
     problem.leaves["value"][0, 0, 4, 5] = torch.nan
     out = problem.results("cpu", needs=())["out"]
     assert (out[..., 2] == torch.inf).all() and out[..., 5].isnan().all() and out[..., :2].isfinite().all()
+
+
+def test_what_earlier_calls_left_behind_is_not_read():
+    """Windows let tiles begin where a vector of dropout's factors ends between pairs of vectors."""
+    nan = [torch.full((1, 2, 700, 64), torch.nan, requires_grad=True) for _ in range(3)]
+    for max_distance, rows in product(range(0, 80, 9), range(1, 90, 11)):
+        xk.rel_attention(*nan, torch.full((2, 1400, 64), torch.nan), backend="cpu").sum().backward()
+        query, key, value = (torch.randn(1, 1, 188, 16, dtype=BFLOAT16, requires_grad=True) for _ in range(3))
+        rel_key = torch.randn(1, rows, 16, dtype=BFLOAT16, requires_grad=True)
+        inputs = query, key, value, rel_key
+        out = xk.rel_attention(*inputs, max_distance=max_distance, dropout_p=0.1, backend="cpu")
+        assert all(x.isfinite().all() for x in (out, *torch.autograd.grad(out.sum(), inputs)))

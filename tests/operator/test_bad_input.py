@@ -70,6 +70,10 @@ BAD = {
         r"rel_key must have 1 to 14 rows from max_distance=8 .* -5, got shape \(3, 16, 8\), 16 rows$",
     ),
     "rel-key-without-rows": (dict(rel_key=zeros(H, 0, D), max_distance=8), r"1 to 14 rows .* got shape \(3, 0, 8\)"),
+    "rel-key-without-rows-of-the-size-that-ends-at-0": (
+        dict(rel_key=zeros(H, 0, D), max_distance=-1),
+        r"1 to 5 rows .* got shape \(3, 0, 8\)",
+    ),
     "rel-key-of-a-conformer": (dict(rel_key=zeros(H, 15, D)), "15 rows .* Conformer's .* give max_distance=9"),
     "window-of-a-conformer": (
         dict(rel_key=zeros(H, 15, D), max_distance=2),

@@ -169,8 +169,8 @@ static void bfloat16_softmax_backward(const BFloat16Task& task, const BFloat16Ro
   uint16_t *band = scratch.rounded.band + r * tile.stride, *to_band = band + tile.shift[r];
   const float* dropout = nullptr;
   if (p.dropout.p > 0 && visible > 0)
-    dropout = dropout_factors(p, rows.b, rows.h, rows.row_index[r], tile.first_key, round_up(visible, LANES<float>),
-                              scratch.dropout);
+    dropout = dropout_factors(p, rows.b, rows.h, rows.row_index[r], tile.first_key,
+                              round_up(visible, 2 * LANES<float>), scratch.dropout);
   if (softmax.is_fully_masked()) visible = 0;
   SegmentSums<float> sums;
   int64_t j = 0;

@@ -93,7 +93,7 @@ static void bfloat16_forward_rows(const RelAttention& p, const Products& product
       const float* kept = nullptr;
       if (p.dropout.p > 0 && visible.count > 0)
         kept = dropout_factors(p, rows.b, rows.h, rows.row_index[r], tile.first_key,
-                               round_up(visible.count, LANES<float>), scratch.dropout);
+                               round_up(visible.count, 2 * LANES<float>), scratch.dropout);
       softmax.step(r, visible.count, tile.steps, visible.max, score, kept, scratch.P + r * STRIDE,
                    scratch.out + r * dim, dim);
     }

@@ -23,6 +23,9 @@ from xlnet_kernels.integrations._libraries import LIBRARIES
 # Said by the operator too, as an error.
 UNKNOWN_SET = "XLNET_KERNELS_CPU names no instruction set that this processor has"
 
+# Instruction sets that are for bfloat16 alone: what float32 takes beside them (csrc/cpu/dispatch.cpp)
+FLOAT32_BESIDE = {"amx_bf16": "avx512", "avx512_bf16": "avx512", "emulated_bf16": "the best of avx512, avx2, generic"}
+
 
 def installed_version(package: str) -> str:
     try:
@@ -107,11 +110,12 @@ def render(facts: dict) -> str:
         if Path(built["file"]).parent != Path(facts["folder"]):
             rows.append(("  in", str(Path(built["file"]).parent)))
         products = built["cpu_bfloat16_products"] or "converted to float32"
-        chosen = f"{built['cpu_instruction_set']}, bfloat16 products: {products}"
-        rows.append(("  on this CPU", chosen if built["cpu_instruction_set"] else UNKNOWN_SET))
+        chosen = built["cpu_instruction_set"]
+        both = f"float32: {FLOAT32_BESIDE.get(chosen, chosen)}; bfloat16: {products}"
+        rows.append(("  on this CPU", both if chosen else UNKNOWN_SET))
     else:
         rows.append(("extension", facts["not_compiled_because"]))
-    for name, label in (("extension", "  compile it?"), ("cuda", "  with CUDA?"), ("bfloat16", "  AMX and such?")):
+    for name, label in (("extension", "  built"), ("cuda", "  CUDA"), ("bfloat16", "  bfloat16")):
         rows.append((label, facts["build_decisions"][name] or "no record of a build"))
     rows += [("backends", "")] + [(f"  {name}", state) for name, state in facts["backends"].items()]
     return "\n".join(f"{label:<14} {text}".rstrip() for label, text in rows)
@@ -124,7 +128,9 @@ def check() -> bool:
         print("no backend but the reference is ready: nothing to compare")
         return True
     print("Forward and all gradients against the reference in float64:\n")
-    print(f"{'':<30}" + "".join(f"{name:>10}" for name in ready))
+    print(f"{'':<30}" + "".join(f"{name:>15}" for name in ready))
+    sets = {"cpu": (compiled() or {}).get("cpu_instruction_set") or ""}
+    print((f"{'':<30}" + "".join(f"{sets.get(name, ''):>15}" for name in ready)).rstrip())
     failures = []
     for problem in self_check.problems():
         dtype = str(problem.dtype).removeprefix("torch.")
@@ -141,7 +147,7 @@ def check() -> bool:
                 wrong = [f"{type(failure).__name__}: {failure}"]
             marks.append("\u2717" if wrong else "\u2713")
             failures += [f"{name}, {row}: {line}" for line in wrong]
-        print(f"{row:<30}" + "".join(f"{mark:>10}" for mark in marks), flush=True)
+        print(f"{row:<30}" + "".join(f"{mark:>15}" for mark in marks), flush=True)
     print("\n" + ("\n".join(failures) or "All right."))
     return not failures
 

@@ -85,7 +85,7 @@ def choice() -> tuple[str, str]:
         return "mkl", "this torch has no MKL, and its own choice is taken"
     if _is_amd():
         return "onednn", "MKL is slower on AMD processors"
-    return "mkl", "no AMD processor, on which alone MKL is slower"
+    return "mkl", "oneDNN is faster on AMD only"
 
 
 def _is_amd() -> bool:

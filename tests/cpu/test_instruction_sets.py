@@ -112,4 +112,10 @@ def test_info_refuses_an_unknown_name():
 
 def test_info_says_which_products_bfloat16_takes():
     found = run_with("emulated_bf16", "-m", "xlnet_kernels.info")
-    assert "emulated_bf16, bfloat16 products: emulated_bf16" in found.stdout
+    assert "generic; bfloat16: emulated_bf16\n" in found.stdout
+
+
+def test_check_names_the_instruction_set():
+    found = run_with("generic", "-m", "xlnet_kernels.info", "--check")
+    names, sets = found.stdout.splitlines()[2:4]
+    assert names.index("cpu") + len("cpu") == sets.index("generic") + len("generic")

@@ -38,7 +38,7 @@ def test_which_gpus_the_compiled_code_runs_on(architectures, device, runs):
     "module, available, capability, reason",
     [
         (None, False, None, "the C++ extension is not loaded"),
-        (SimpleNamespace(cuda_version=None), False, None, "the extension was built without CUDA"),
+        (SimpleNamespace(cuda_version=None), False, None, "the extension was built without CUDA: "),
         ("built", False, None, "compiled for sm_80, sm_90a, sm_100 and PTX, no CUDA device"),
         ("built", True, (7, 5), "compiled for sm_80, sm_90a, sm_100 and PTX, this GPU has sm_75"),
         ("built", True, (9, 0), None),

@@ -46,8 +46,8 @@ def _unavailable() -> str | None:
     if module is None:
         return f"the C++ extension is not loaded: {_extension.reason}"
     if module.cuda_version is None:
-        decision = _extension.build_record().get("cuda", "there is no record of why")
-        return f"the extension was built without CUDA ({decision})"
+        decision = _extension.build_record().get("cuda", "there is no record of why").removeprefix("no, because ")
+        return f"the extension was built without CUDA: {decision}"
     if not torch.cuda.is_available():
         return f"compiled for {_names(module.cuda_architectures)}, no CUDA device"
     major, minor = torch.cuda.get_device_capability()

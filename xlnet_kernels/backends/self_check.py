@@ -47,6 +47,7 @@ class Problem:
     biases: bool = True
     stacked: bool = False  # query rows of both streams: positions that repeat
     is_causal: bool = False  # rel_key ends at distance 0
+    window: tuple[int, int] | None = None  # rel_key has the distances from the first down to minus the second
     dropout_p: float = 0.0
     options: dict = field(default_factory=dict)
 
@@ -56,7 +57,9 @@ class Problem:
         H, D, M, K = self.heads, self.head_dim, self.mem_len, self.length
         shapes: dict[str, tuple[int, ...]] = {name: (self.batch, H, K, D) for name in ("key", "value")}
         shapes["query"] = (self.batch, H, self._rows(), D)
-        shapes["rel_key"] = (H, M + K + (1 if self.is_causal else K), D)
+        ahead = 0 if self.is_causal else K - 1
+        left, right = self.window or (M + K, ahead)
+        shapes["rel_key"] = (H, left + right + 1, D)
         if M:
             shapes |= {name: (self.batch, H, M, D) for name in ("memory_key", "memory_value")}
         if self.biases:
@@ -105,7 +108,7 @@ class Problem:
             "segments": segments,
             "mask": None if mask is None else mask.to(query.device),
             "query_positions": positions.to(query.device) if self.stacked else None,
-            "max_distance": keys,
+            "max_distance": self.window[0] if self.window else keys,
             "memory": memory,
             "dropout_p": self.dropout_p,
             "dropout_state": None if state is None else state.to(query.device),
@@ -125,7 +128,7 @@ class Problem:
 
 
 def problems() -> tuple[Problem, ...]:
-    """A dozen calls that between them use every argument of the operator."""
+    """Calls that between them use every argument of the operator."""
     bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
     return (
         Problem("plain", float32, mask=None, mem_len=0, segments=False, biases=False),
@@ -139,6 +142,10 @@ def problems() -> tuple[Problem, ...]:
         Problem("dense mask", bfloat16, mask="dense"),
         Problem("dropout", float32, dropout_p=0.25),
         Problem("heads of 128", bfloat16, head_dim=128),
+        Problem("window", float32, mask=None, window=(20, 8)),
+        Problem("window", bfloat16, mask=None, window=(20, 8)),
+        Problem("long memory", float32, mask=None, mem_len=150),
+        Problem("long memory", bfloat16, mask="causal", mem_len=150, is_causal=True),
         Problem("one row", float32, length=1, mem_len=1, head_dim=16),
     )
 

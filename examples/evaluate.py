@@ -45,6 +45,7 @@ ORDERS = {
     "autoregressive": ("causal",),
     "masked": ("partial",),
 }
+WRITTEN = ("results.json", "positions.png")  # into --output
 
 
 @dataclass
@@ -129,7 +130,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--mem-len", type=number(int, 0), help="tokens of memory; 0 for none; default as in pre-training")
     add("--seed", type=number(int, 0), default=0, help="of orders and targets")
     add("--output", type=Path, metavar="FOLDER", help="also write results.json, and a picture of loss over position")
-    add("--overwrite", action="store_true", help="replace what is in --output")
+    add("--overwrite", action="store_true", help="replace the results in --output")
     command.add_place(parser)
     return parser
 
@@ -186,7 +187,9 @@ def main(arguments: list[str] | None = None) -> int:
         if options.order and options.order not in can:
             raise ValueError(f"--order {options.order}: the {reader.objective} objective has {', '.join(can)}")
         if options.output:
-            command.clear(options.output, options.overwrite)
+            text = settings.get("text") if options.text is None else options.text
+            inputs = {"--checkpoint": options.checkpoint, "the checkpoint": reader.folder, "--text": text}
+            command.check_output(options.output, options.overwrite, inputs)
         with tempfile.TemporaryDirectory() as folder:
             text, size = read_text(reader, options.text, settings, Path(folder))
             console.print(
@@ -204,6 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
             shown = (f"{name} {x:,}" if isinstance(x, int) else f"{name} {x:,.3f}" for name, x in found.items())
             console.print(f"{order}: {', '.join(shown)}", soft_wrap=True)
         if options.output:
+            command.clear(options.output, WRITTEN)
             options.output.mkdir(parents=True, exist_ok=True)
             (options.output / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
             draw(tallies, options.output / "positions.png")

@@ -62,6 +62,9 @@ PIPELINES = {  # transformers' names
     "tagging": "token-classification",
     "answer": "question-answering",
 }
+# into --output, by training and by `Tuning.save`
+WRITTEN = ("metrics.jsonl", "curves.png", "tensorboard/events.out.tfevents.*", "config.json", "model.safetensors")
+WRITTEN += ("tokenizer.json", "tokenizer_config.json", "README.md", "results.json")
 # from scratch
 SMALL = dict(d_model=128, n_layer=4, n_head=4, d_inner=512, ff_activation="gelu_new", initializer_range=0.0566)
 
@@ -82,7 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_optimizer_options(parser, steps=400, lr=1e-3, layer_decay=0.9)
     add = parser.add_argument_group("run").add_argument
     add("--output", type=Path, default=Path("runs/finetune"), help="folder of the model")
-    add("--overwrite", action="store_true", help="replace what is in --output")
+    add("--overwrite", action="store_true", help="replace the model in --output")
     add("--eval-every", type=number(int, 1), default=50, metavar="STEPS", help="evaluate so often")
     add("--patience", type=number(int, 1), default=5, metavar="N", help="stop after N evaluations without a better one")
     command.add_place(parser)
@@ -235,11 +238,15 @@ def main(arguments: list[str] | None = None) -> int:
     def work() -> int:
         make_exact(options.threads)
         tuning = prepare(options)
-        command.clear(options.output, options.overwrite)
+        checkpoint = options.checkpoint and find(options.checkpoint)
+        inputs = {"--checkpoint": options.checkpoint, "the checkpoint": checkpoint, "--tokenizer": options.tokenizer}
+        inputs |= {"--data": options.data, "--validation": options.validation}
+        command.check_output(options.output, options.overwrite, inputs)
         found = baselines(tuning.task, tuning.training, tuning.testing)
         console.print(f"{len(tuning.training):,} rows for training, {len(tuning.testing):,} for testing")
         for name, reached in found.items():
             console.print(f"{name}: {describe(reached)}", soft_wrap=True)
+        command.clear(options.output, WRITTEN)
         reached, steps, whole = train(tuning, console)
         tuning.save(found | {"this model": reached}, steps)
         console.print(f"this model: {describe(reached)}", soft_wrap=True)

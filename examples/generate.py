@@ -136,9 +136,10 @@ def main(arguments: list[str] | None = None) -> int:
     def work() -> None:
         if (options.prompt is None) == (options.fill is None):
             raise ValueError("give either --prompt or --fill")
-        if options.output:
-            command.clear(options.output, options.overwrite)
         reader = load_reader(options)
+        if options.output:
+            inputs = {"--checkpoint": options.checkpoint, "the checkpoint": reader.folder}
+            command.check_output(options.output, options.overwrite, inputs, folder=False)
         write = proceed if options.fill is None else fill
         with Live(console=console, refresh_per_second=8, transient=True) as live:
             texts = write(reader, options, lambda found: live.update(Text("\n\n".join(found))))

@@ -97,8 +97,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Path | None]:
     if not options.resume:
         if last and not options.overwrite:
             raise ValueError(f"{options.output} holds a checkpoint: --resume goes on from it, --overwrite removes it")
-        if last and options.tokenizer and Path(options.tokenizer).resolve().is_relative_to(options.output.resolve()):
-            raise ValueError(f"--overwrite would remove --tokenizer {options.tokenizer}")
+        if last:
+            command.protect(options.output, {"--tokenizer": options.tokenizer, "--text": options.text})
         return options, None
     if options.overwrite:
         raise ValueError("--resume and --overwrite contradict each other")

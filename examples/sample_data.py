@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from parts import sample
-from parts.command import clear, make_parser, refuse
+from parts.command import check_output, make_parser, refuse
 from parts.table import Row
 
 
@@ -21,12 +21,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit status 0; 2 where options do not fit."""
     parser = make_parser(__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/data"), help="folder of all that")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is in --output")
+    parser.add_argument("--overwrite", action="store_true", help="replace the files in --output")
     options = parser.parse_args(arguments)
 
     def work() -> None:
-        clear(options.output, options.overwrite)
-        (options.output / "texts").mkdir(parents=True)
+        check_output(options.output, options.overwrite)
+        (options.output / "texts").mkdir(parents=True, exist_ok=True)
         for name, text in sample.texts().items():
             (options.output / "texts" / f"{name}.txt").write_text(text, encoding="utf-8")
         for name, rows in zip(("train", "test"), sample.topics(), strict=True):

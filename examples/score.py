@@ -72,9 +72,10 @@ def main(arguments: list[str] | None = None) -> int:
             texts += [line for line in options.file.read_text(encoding="utf-8").splitlines() if line.strip()]
         if not texts:
             raise ValueError("give a text or --file")
-        if options.output:
-            command.clear(options.output, options.overwrite)
         reader = load_reader(options)
+        if options.output:
+            inputs = {"--checkpoint": options.checkpoint, "the checkpoint": reader.folder, "--file": options.file}
+            command.check_output(options.output, options.overwrite, inputs, folder=False)
         found = [score(reader, text, options.order) for text in texts]
         for result in found:
             count = len(result["tokens"])

@@ -16,7 +16,7 @@ try:
 except ImportError:
     raise SystemExit("train_tokenizer.py needs rich: pip install '.[examples]'") from None
 
-from parts.command import clear, make_parser, refuse
+from parts.command import check_output, clear, make_parser, refuse
 from parts.corpus import read_documents
 from parts.tokenizer import KINDS, train_tokenizer
 
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--kind", choices=KINDS, default="bpe", help="bpe keeps every character; unigram collapses white space")
     add("--vocab-size", type=int, default=8000, help="ids in all, special tokens included; bytes have 260")
     add("--output", type=Path, default=Path("runs/tokenizer"), help="folder of the tokenizer")
-    add("--overwrite", action="store_true", help="replace what is in --output")
+    add("--overwrite", action="store_true", help="replace the tokenizer in --output")
     options = parser.parse_args(arguments)
 
     def work() -> None:
@@ -37,10 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
         documents = [text.decode("utf-8") for _, text in read_documents(options.text)]
         if not any(documents):
             raise ValueError(f"--text: {options.text} holds no text")
-        clear(options.output, options.overwrite)
+        check_output(options.output, options.overwrite, {"--text": options.text})
         # by lines: BPE then keeps no word that a line end cuts, and memory does not grow with documents
         lines = (line for document in documents for line in document.splitlines(keepends=True))
         made = train_tokenizer(options.kind, lines, options.vocab_size, show_progress=console.is_terminal)
+        clear(options.output, ("tokenizer.json", "tokenizer_config.json"))
         made.save(options.output)
         size = sum(len(text.encode()) for text in documents)
         tokens = sum(len(made.encode(text.encode())) for text in documents)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -64,14 +63,44 @@ def refuse(name: str, work: Callable[[], int | None]) -> int:
         return 2
 
 
-def clear(output: Path, overwrite: bool) -> None:
-    """Makes way for a new output folder or file.
+def protect(output: Path, inputs: Mapping[str, str | Path | None]) -> None:
+    """Raises ValueError where `output` is or holds the working directory or an input, or is a file within an input.
+
+    Args:
+        inputs: what the command reads, by the name to call it by; None where it is not given.
+    """
+    place = output.resolve()
+    for name, given in {**inputs, "the working directory": Path.cwd()}.items():
+        if given is None:
+            continue
+        shown = Path(given, "config.json")  # a run's folder shows files of a checkpoint, which may be elsewhere
+        paths = [Path(given).resolve(), *([shown.resolve().parent] if shown.exists() else [])]
+        inside = output.is_file() and name in inputs and any(place.is_relative_to(path) for path in paths)
+        if inside or any(path.is_relative_to(place) for path in paths):
+            raise ValueError(f"--output {output} would overwrite {name} {given}: name another place")
+
+
+def check_output(
+    output: Path, overwrite: bool, inputs: Mapping[str, str | Path | None] | None = None, *, folder: bool = True
+) -> None:
+    """Whether a command may write its folder, or its file, to `output`. Removes nothing: `clear` does.
 
     Raises:
-        ValueError: there is something, and `overwrite` is False.
+        ValueError: it is a file where a folder is wanted, or the reverse; there is something, and `overwrite` is False;
+            or something there is to be read (`protect`).
     """
-    there = output.is_file() or output.is_dir() and any(output.iterdir())
-    if there and not overwrite:
-        raise ValueError(f"{output} is there already: --overwrite replaces it")
-    if there:
-        output.unlink() if output.is_file() else shutil.rmtree(output)
+    if output.exists() and output.is_dir() != folder:
+        kinds = ("file", "folder")
+        raise ValueError(f"--output {output} is a {kinds[not folder]}, and must be a {kinds[folder]}")
+    if any(output.iterdir()) if output.is_dir() else output.exists():
+        protect(output, inputs or {})
+        if not overwrite:
+            raise ValueError(f"{output} is there already: --overwrite replaces it")
+
+
+def clear(output: Path, names: Iterable[str]) -> None:
+    """Removes the files of these names or patterns from a folder: those of the run before. All others stay."""
+    for name in names:
+        for path in output.glob(name):
+            if path.is_file() or path.is_symlink():
+                path.unlink()

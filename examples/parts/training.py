@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -120,7 +119,8 @@ class Metrics:
             return
         folder = path.parent / "tensorboard"
         if not after:
-            shutil.rmtree(folder, ignore_errors=True)
+            for old in folder.glob("events.out.tfevents.*"):
+                old.unlink()
         self._board = SummaryWriter(str(folder), purge_step=after + 1)
 
     def write(self, *, step: int, **numbers: float) -> None:

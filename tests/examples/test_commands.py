@@ -211,3 +211,83 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, capsys):
     for module, arguments in ((evaluate, []), (generate, ["--prompt", "a"]), (score, ["a"])):
         assert module.main(["--checkpoint", str(tmp_path / "empty"), *arguments]) == 2
         assert "there is no checkpoint in" in capsys.readouterr().err
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Every file under a folder, with what it holds."""
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_what_is_read_is_not_overwritten(trained, runs, tmp_path, monkeypatch, capsys):
+    """Neither an input nor a folder around it, by whatever name, nor the working directory."""
+    import evaluate
+    import finetune
+    import generate
+    import pretrain
+    import score
+    import train_tokenizer
+
+    run, other = trained("permutation"), str(runs / "text" / "strings")
+    step = next(run.glob("step-*"))
+    (tmp_path / "link").symlink_to(run)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "a", "label": {i % 2}}}\n' for i in range(8)))
+    (tmp_path / "work" / "here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work" / "here")
+    reads = ["--checkpoint", str(run), "--threads", "1"]
+    tune = [*reads, "--data", str(tmp_path / "rows.jsonl"), "--steps", "1"]
+    cases = [(evaluate, reads, place, run) for place in (run, step, runs, tmp_path / "link", run / "latest")]
+    cases += [
+        (evaluate, [*reads, "--text", other], runs / "text", other),
+        (evaluate, reads, tmp_path / "work", tmp_path / "work" / "here"),
+        (generate, [*reads, "--prompt", "a"], step / "model.safetensors", run),
+        (score, [*reads, "a"], run / "config.json", run),
+        (score, [*reads, "--file", other], other, other),
+        (finetune, tune, step, run),
+        (finetune, tune, tmp_path, tmp_path / "rows.jsonl"),
+        (train_tokenizer, ["--text", other], runs / "text", other),
+        (pretrain, ["--text", str(run / "README.md")], run, run / "README.md"),
+    ]
+    before = files(runs), files(tmp_path)
+    for module, arguments, place, named in cases:
+        assert module.main([*arguments, "--output", str(place), "--overwrite"]) == 2
+        shown = capsys.readouterr().err
+        assert f"--output {place} would overwrite " in shown and f" {named}: " in shown, shown
+    assert (files(runs), files(tmp_path)) == before
+
+
+def test_only_own_files_are_replaced(trained, runs, tmp_path, capsys):
+    """A folder is none where a file is wanted, nor the reverse; what others wrote stays; an error removes nothing."""
+    import evaluate
+    import finetune
+    import generate
+    import sample_data
+    import score
+    import train_tokenizer
+
+    reads = ["--checkpoint", str(trained("permutation")), "--threads", "1"]
+    place = tmp_path / "folder"
+    (place / "tensorboard").mkdir(parents=True)
+    others = [place / "mine", place / "tensorboard" / "mine"]
+    for path in others:
+        path.write_text("my own")
+    file, old = tmp_path / "file", place / "results.json"
+    for path in (file, old):
+        path.write_text("old")
+    for module, arguments in ((generate, ["--prompt", "a"]), (score, ["a"])):
+        assert module.main([*reads, *arguments, "--output", str(place), "--overwrite"]) == 2
+        assert f"--output {place} is a folder, and must be a file" in capsys.readouterr().err
+    assert generate.main([*reads, "--prompt", "", "--output", str(file), "--overwrite"]) == 2  # nothing to continue
+    assert evaluate.main([*reads, "--text", "nowhere", "--output", str(place), "--overwrite"]) == 2
+    for module, arguments in ((evaluate, reads), (train_tokenizer, []), (sample_data, [])):
+        assert module.main([*arguments, "--output", str(file), "--overwrite"]) == 2
+        assert f"--output {file} is a file, and must be a folder" in capsys.readouterr().err
+    assert file.read_text() == old.read_text() == "old"
+
+    text = ["--text", str(runs / "text"), "--vocab-size", "300"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"text": "{"ab"[i % 2]}", "label": {i % 2}}}\n' for i in range(40)))
+    tune = [*reads, "--data", str(rows), "--steps", "1"]
+    for module, arguments in ((evaluate, reads), (train_tokenizer, text), (sample_data, []), (finetune, tune)):
+        assert module.main([*arguments, "--output", str(place), "--overwrite"]) in (0, 1)
+        assert [path.read_text() for path in others] == ["my own"] * 2
+    assert "this model" in old.read_text()

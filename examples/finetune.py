@@ -30,9 +30,10 @@ import numpy as np
 import torch
 
 try:
+    import sklearn  # noqa: F401  # what needs it comes late: baselines and metrics
     from rich.console import Console
 except ImportError:
-    raise SystemExit("finetune.py needs rich: pip install '.[examples]'") from None
+    raise SystemExit("finetune.py needs rich and scikit-learn: pip install '.[examples]'") from None
 
 import xlnet_kernels as xk
 from parts import card, command, sample

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pydoc_data.topics
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ def trained(runs):
 
 
 def test_help_shows_defaults(capsys):
+    pytest.importorskip("sklearn")
     import evaluate
     import finetune
     import generate
@@ -213,6 +215,13 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, capsys):
         assert "there is no checkpoint in" in capsys.readouterr().err
 
 
+def test_finetuning_without_scikit_learn_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.delitem(sys.modules, "finetune", raising=False)
+    with pytest.raises(SystemExit, match=r"^finetune.py needs rich and scikit-learn: pip install '.\[examples\]'$"):
+        import finetune  # noqa: F401
+
+
 def files(folder: Path) -> dict[str, bytes]:
     """Every file under a folder, with what it holds."""
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
@@ -220,6 +229,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_what_is_read_is_not_overwritten(trained, runs, tmp_path, monkeypatch, capsys):
     """Neither an input nor a folder around it, by whatever name, nor the working directory."""
+    pytest.importorskip("sklearn")
     import evaluate
     import finetune
     import generate
@@ -257,6 +267,7 @@ def test_what_is_read_is_not_overwritten(trained, runs, tmp_path, monkeypatch, c
 
 def test_only_own_files_are_replaced(trained, runs, tmp_path, capsys):
     """A folder is none where a file is wanted, nor the reverse; what others wrote stays; an error removes nothing."""
+    pytest.importorskip("sklearn")
     import evaluate
     import finetune
     import generate

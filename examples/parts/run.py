@@ -106,6 +106,8 @@ def make_run(options: argparse.Namespace, last: Path | None, ours: Processes) ->
         raise ValueError(f"--resume: {last} was written by {settings['world_size']} processes, not {ours.world_size}")
     if options.batch_size % ours.world_size:
         raise ValueError(f"--batch-size {options.batch_size} cannot be shared by {ours.world_size} processes")
+    if options.d_model % options.heads:
+        raise ValueError(f"--d-model {options.d_model} is no multiple of --heads {options.heads}")
     tokenizer = load_tokenizer(last or options.tokenizer)
     corpus = _prepare_once(options, tokenizer, settings.get("text"), ours)
     batches = [make_batches(options, corpus, part, ours) for part in corpus.split(options.held_out)]

@@ -263,6 +263,11 @@ def test_a_loss_that_is_not_finite_leaves_checkpoints_alone(pretrain, tmp_path, 
     assert pretrain("run", "--resume") == 1  # readable, and fails where it failed
 
 
+def test_heads_that_do_not_fit_leave_no_folder(pretrain, tmp_path):
+    assert pretrain("run", *TINY, "--d-model", 30, "--heads", 4) == 2
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -272,7 +277,7 @@ def test_a_loss_that_is_not_finite_leaves_checkpoints_alone(pretrain, tmp_path, 
         (["--tokenizer", "nowhere"], "--tokenizer: cannot read nowhere"),
         (["--tokenizer", "{short}"], "short is no tokenizer.json"),
         (["--held-out", "0"], "--held-out 0.0 leaves nothing on one side"),
-        (["--d-model", "15", "--heads", "2"], "d_head must be given where d_model (15) is no multiple of n_head (2)"),
+        (["--d-model", "15", "--heads", "2"], "--d-model 15 is no multiple of --heads 2"),
         (["--batch-size", "3", "--bi-data"], "batch_size must be even with bi_data"),
         (["--resume"], "--resume: there is no checkpoint in"),
     ],

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import xlnet_kernels as xk
+from parts.command import number
 from xlnet_kernels.integrations.conformer import RelPositionAttention, conformer_positions
 
 
@@ -83,7 +84,7 @@ def make_batch(batch: int, length: int, symbols: int, delay: int) -> tuple[Tenso
 def main(arguments: list[str] | None = None) -> float:
     """The accuracy on new sequences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=number(int, 1), default=150)
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     symbols, delay = 8, 12

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parts.command import number
 from xlnet_kernels import RankMask, TwoStreamAttention
 
 SYMBOLS, HALF, GAPS = 16, 8, 4
@@ -65,7 +66,7 @@ def make_batch(batch: int) -> tuple[Tensor, Tensor]:
 def main(arguments: list[str] | None = None) -> float:
     """The accuracy on new sequences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=number(int, 1), default=200)
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     model = GapFiller()

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import xlnet_kernels as xk
+from parts.command import number
 
 SYMBOLS, PERIOD, SEGMENT, MEMORY = 8, 24, 16, 32
 
@@ -104,7 +105,7 @@ def train(steps: int, mem_len: int) -> float:
 def main(arguments: list[str] | None = None) -> tuple[float, float]:
     """The losses with memory and without."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=number(int, 3), default=250)  # the third is the first whose memory is whole
     options = parser.parse_args(arguments)
     losses = tuple(train(options.steps, mem_len) for mem_len in (MEMORY, 0))
     print(f"loss with {MEMORY} symbols of memory {losses[0]:.3f}, without {losses[1]:.3f}")

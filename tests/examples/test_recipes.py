@@ -188,3 +188,13 @@ def test_memory_is_what_the_transformer_xl_learns_with(capsys):
     remembering, forgetting = transformer_xl.main(["--steps", "70"])
     assert remembering < 0.7 and forgetting > 1.8  # log 8 = 2.08 is knowing nothing
     assert "32 symbols of memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name, least", [("conformer", 1), ("drop_in", 1), ("transformer_xl", 3)])
+def test_too_few_steps_are_refused(name, least, capsys):
+    main = importlib.import_module(name).main
+    for steps in (least - 1, 0, -3):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--steps", str(steps)])
+        assert f"argument --steps: must be in [{least}, inf), got {steps}" in capsys.readouterr().err
+    main(["--steps", str(least)])

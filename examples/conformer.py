@@ -9,13 +9,14 @@ does not reach that far. Some seconds on a CPU.
 from __future__ import annotations
 
 import argparse
+import sys
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import xlnet_kernels as xk
-from parts.command import number
+from parts.command import number, refuse
 from xlnet_kernels.integrations.conformer import RelPositionAttention, conformer_positions
 
 
@@ -107,4 +108,4 @@ def main(arguments: list[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(refuse("conformer.py", main))

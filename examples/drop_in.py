@@ -10,12 +10,13 @@ at a quarter of its cost. Some seconds on a CPU.
 from __future__ import annotations
 
 import argparse
+import sys
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parts.command import number
+from parts.command import number, refuse
 from xlnet_kernels import RankMask, TwoStreamAttention
 
 SYMBOLS, HALF, GAPS = 16, 8, 4
@@ -87,4 +88,4 @@ def main(arguments: list[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(refuse("drop_in.py", main))

@@ -9,13 +9,14 @@ without, it stays near log 8 = 2.08. Some seconds on a CPU.
 from __future__ import annotations
 
 import argparse
+import sys
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import xlnet_kernels as xk
-from parts.command import number
+from parts.command import number, refuse
 
 SYMBOLS, PERIOD, SEGMENT, MEMORY = 8, 24, 16, 32
 
@@ -113,4 +114,4 @@ def main(arguments: list[str] | None = None) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(refuse("transformer_xl.py", main))

@@ -54,13 +54,17 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=number(int, 1), metavar="N", help="CPU threads; exact resuming needs the same number")
 
 
-def refuse(name: str, work: Callable[[], int | None]) -> int:
-    """Runs a command; what does not fit (ValueError, OSError) becomes one line and exit status 2."""
+def refuse(name: str, work: Callable[[], object]) -> int:
+    """Runs a command; what does not fit (ValueError, OSError) becomes one line and exit status 2; Ctrl-C, 130."""
     try:
-        return work() or 0
+        status = work()
+        return status if type(status) is int else 0
     except (ValueError, OSError) as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{name}: stopped", file=sys.stderr)
+        return 130
 
 
 def protect(output: Path, inputs: Mapping[str, str | Path | None]) -> None:

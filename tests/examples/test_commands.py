@@ -222,6 +222,19 @@ def test_finetuning_without_scikit_learn_says_what_to_install(monkeypatch):
         import finetune  # noqa: F401
 
 
+def test_ctrl_c_stops_without_a_traceback(trained, tmp_path, monkeypatch, capsys):
+    import score
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(score, "score", interrupted)
+    (tmp_path / "scores").write_text("old")
+    arguments = ["--checkpoint", str(trained("permutation")), "--output", str(tmp_path / "scores"), "--overwrite", "a"]
+    assert score.main(arguments) == 130 and capsys.readouterr().err == "score.py: stopped\n"
+    assert (tmp_path / "scores").read_text() == "old"
+
+
 def files(folder: Path) -> dict[str, bytes]:
     """Every file under a folder, with what it holds."""
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import runpy
+import sys
 
 import pytest
 import torch
@@ -198,3 +200,15 @@ def test_too_few_steps_are_refused(name, least, capsys):
             main(["--steps", str(steps)])
         assert f"argument --steps: must be in [{least}, inf), got {steps}" in capsys.readouterr().err
     main(["--steps", str(least)])
+
+
+@pytest.mark.parametrize("name", ["conformer", "drop_in", "transformer_xl"])
+def test_ctrl_c_stops_without_a_traceback(name, monkeypatch, capsys):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.setattr(torch.optim, "AdamW", interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert capsys.readouterr().err == f"{name}.py: stopped\n"

@@ -37,6 +37,12 @@ def test_docs_workflow_installs_the_extra():
     assert sorted(re.findall(r'"(.+?)"', extra)) == sorted(command.partition(" # ")[0].replace('"', "").split()[2:])
 
 
+def test_examples_extra_has_what_the_trainer_needs():
+    (extra,) = re.findall(r"^examples = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert "transformers.Trainer(" in (ROOT / "docs" / "how-to" / "pre-train.md").read_text()
+    assert {"transformers>=5.18", "accelerate"} <= set(re.findall(r'^ *"(.+?)"', extra, re.MULTILINE))
+
+
 @pytest.mark.parametrize("form", ["bug", "slow", "model"])
 def test_issue_forms_have_what_forms_need(form):
     found = yaml.safe_load((GITHUB / "ISSUE_TEMPLATE" / f"{form}.yml").read_text())

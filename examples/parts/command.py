@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -14,7 +16,31 @@ import xlnet_kernels as xk
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The description as it stands, and each option's default, unless its help names one or there is none."""
+    """Descriptions as wide as the terminal, and each option's default, unless its help names one or there is none."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Paragraphs are wrapped anew; indented lines stay lines, and what is too long goes on further in."""
+        lines: list[str] = []
+        for line in text.strip().splitlines():
+            if lines and lines[-1] and line and not (line.startswith(" ") or lines[-1].startswith(" ")):
+                lines[-1] += f" {line}"
+            else:
+                lines.append(line)
+        return "\n".join(self._wrap(line, width) for line in lines)
+
+    def _wrap(self, line: str, width: int) -> str:
+        start = line[: len(line) - len(line.lstrip())]
+        further = f"{start}    " if start else ""
+        is_command = bool(re.match(r" +(python|torchrun) (?!.*   )", line))  # and no words beside it
+        wrapper = textwrap.TextWrapper(
+            width - 2 * is_command, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
+        )
+        return (" \\\n" if is_command else "\n").join(wrapper.wrap(line))
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        """What an option without a metavar takes: by its type, not its own name again."""
+        kind = getattr(action.type, "__name__", "")
+        return {"int": "N", "float": "X", "Path": "PATH"}.get(kind) or super()._get_default_metavar_for_optional(action)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         shown = action.help or ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pydoc_data.topics
+import re
 import sys
 from pathlib import Path
 
@@ -47,8 +48,9 @@ def trained(runs):
     return run
 
 
-def test_help_shows_defaults(capsys):
+def test_help_fits_and_shows_defaults(capsys, monkeypatch):
     pytest.importorskip("sklearn")
+    monkeypatch.setenv("COLUMNS", "80")
     import evaluate
     import finetune
     import generate
@@ -60,7 +62,12 @@ def test_help_shows_defaults(capsys):
         with pytest.raises(SystemExit, match="0"):
             module.main(["--help"])
         shown = capsys.readouterr().out
-        assert "(default: " in shown and "None" not in shown and shown.count(module.__doc__.splitlines()[0]) == 1
+        assert max(map(len, shown.splitlines())) <= 80
+        assert not re.search(r"--[a-z-]+ [A-Z]+_[A-Z]+", shown)  # a number is N or X, not --held-out HELD_OUT
+        assert "(default: " in shown and "None" not in shown
+        # the same words, and commands that can be copied: a line that goes on ends with a backslash
+        words = " ".join(shown.replace("\\\n", " ").split())
+        assert words.count(" ".join(module.__doc__.split())) == 1
 
 
 def test_a_tokenizer_is_trained(runs, tmp_path, capsys):

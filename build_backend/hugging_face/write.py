@@ -28,12 +28,18 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT / "build_backend"))
+
+import build_decisions as decide  # noqa: E402
+
 NAME = "xlnet_kernels"
 VERSION = 0  # by their convention: not yet stable
 # What needs more than torch and the standard library, or is of the package alone
 LEFT_OUT = ("model", "pretraining", "integrations", "info.py", "_ops.py", "_sources.py", "py.typed", "_build_info.json")
 NAMESPACE = "#define XLNET_KERNELS_NAMESPACE "
 CXX_FLAGS = ("-O3", "-fopenmp", "-Wno-psabi")
+# kernel-builder's GCC knows the instructions, elsewhere than on x86-64 native.cpp is empty; --build asks the compiler
+BFLOAT16_FLAG = f"-D{decide.BFLOAT16_MACRO}=1"
 OPS = """import torch
 
 from . import {id}
@@ -68,7 +74,7 @@ def sources(folder: Path, *patterns: str) -> list[str]:
 
 def build_toml(folder: Path) -> str:
     """The CUDA extension serves CPU tensors too, so it has the sources of both."""
-    cpu = sources(folder, "csrc/*.cpp", "csrc/*.h", "csrc/cpu/*.*", "csrc/cuda/kernels.h", "csrc/cuda/shapes.h")
+    cpu = sources(folder, "csrc/*.cpp", "csrc/*.h", "csrc/cpu/**/*.*", "csrc/cuda/kernels.h", "csrc/cuda/shapes.h")
     cuda = sources(folder, "csrc/cuda/**/*.*")
     parts = {"cpu": cpu, "cuda": sorted({*cpu, *cuda})}
     lines = ["[general]", f'name = "{NAME.replace("_", "-")}"', f"version = {VERSION}", "edition = 5"]
@@ -76,7 +82,7 @@ def build_toml(folder: Path) -> str:
     lines += ["[torch]", 'src = ["torch-ext/torch_binding.cpp"]', 'include = ["csrc"]', 'minver = "2.6"']
     for backend, files in parts.items():
         lines += ["", f"[kernel.{NAME}_{backend}]", f'backend = "{backend}"', 'depends = ["torch"]']
-        lines += ['include = ["csrc", "csrc/cuda"]', f"cxx-flags = {json.dumps(CXX_FLAGS)}"]
+        lines += ['include = ["csrc", "csrc/cuda"]', f"cxx-flags = {json.dumps([*CXX_FLAGS, BFLOAT16_FLAG])}"]
         if backend == "cuda":
             lines.append('cuda-capabilities = ["8.0", "9.0", "10.0"]')  # _extension.py has them too
         lines += ["src = [", *(f'  "{file}",' for file in files), "]"]
@@ -91,14 +97,15 @@ def build(folder: Path) -> Path:
     digest = runpy.run_path(str(ROOT / NAME / "_sources.py"))["digest"]
     unique = hashlib.sha256((digest(folder / "csrc") + digest(folder / "torch-ext")).encode()).hexdigest()[:7]
     name = f"_{NAME}_cpu_{unique}"
-    files = ["torch-ext/torch_binding.cpp", *sources(folder, "csrc/*.cpp", "csrc/cpu/*.cpp")]
+    files = ["torch-ext/torch_binding.cpp", *sources(folder, "csrc/*.cpp", "csrc/cpu/**/*.cpp")]
+    bfloat16 = [BFLOAT16_FLAG] if decide.bfloat16_decision(folder / "csrc/cpu/bfloat16/native.cpp").build else []
     objects = folder / "build-objects"
     objects.mkdir(exist_ok=True)
     cpp_extension.load(
         name,
         [str(folder / file) for file in files],
         extra_include_paths=[str(folder / "csrc")],
-        extra_cflags=[*CXX_FLAGS, "-DPy_LIMITED_API=0x03090000", "-DCPU_KERNEL"],
+        extra_cflags=[*CXX_FLAGS, *bfloat16, "-DPy_LIMITED_API=0x03090000", "-DCPU_KERNEL"],
         build_directory=str(objects),
         is_python_module=False,
         verbose=True,

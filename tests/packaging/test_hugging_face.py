@@ -53,6 +53,18 @@ def test_build_file_names_every_source(repository):
     assert all((repository / file).is_file() for file in settings["torch"]["src"])
 
 
+def test_the_cpu_has_every_source_that_setup_py_compiles(repository):
+    tomllib = pytest.importorskip("tomllib", reason="in Python 3.11 and later")
+    (line,) = re.findall(r"^CPU_SOURCES = find\((.*)\)$", (ROOT / "setup.py").read_text(), re.MULTILINE)
+    patterns = ast.literal_eval(f"({line},)")
+    wanted = {path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)}
+    part = tomllib.loads((repository / "build.toml").read_text())["kernel"]["xlnet_kernels_cpu"]
+    compiled = {file for file in part["src"] if file.endswith(".cpp")}
+    assert compiled == wanted - {"csrc/module.cpp"} and "csrc/cpu/bfloat16/native.cpp" in compiled
+    headers = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc" / "cpu").rglob("*.h")}
+    assert headers <= set(part["src"]) and "-DXLNET_KERNELS_BFLOAT16_INSTRUCTIONS=1" in part["cxx-flags"]
+
+
 def test_namespace_is_that_of_the_build(repository):
     text = "\n".join(path.read_text() for path in (repository / "csrc").rglob("*.*"))
     assert re.findall(r"define XLNET_KERNELS_NAMESPACE (\w+)", text) == ["TORCH_EXTENSION_NAME"]

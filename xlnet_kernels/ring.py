@@ -60,7 +60,8 @@ def ring_attention(
         (B, H, L, D), or that and the log-sum-exp (B, H, L).
 
     Raises:
-        ValueError: chunks differ in length, or an argument does not fit; the text names it.
+        ValueError: chunks differ in length, or an argument does not fit; the text names it. An error in one process
+            alone leaves the others waiting, until the group's timeout: the lengths are compared once all are there.
 
     >>> q = k = v = torch.randn(1, 2, 5, 8)  # one process alone has the whole sequence
     >>> ring_attention(q, k, v, torch.randn(2, 10, 8)).shape
@@ -231,27 +232,32 @@ class RingAttention(torch.autograd.Function):
         query, key, value, *shared, out, lse = ctx.saved_tensors
         call, ring, wide = ctx.call, ctx.call.ring, lse.dtype
         grad_out = grad_out.to(wide)
-        given = [x for x in (query, *shared) if x is not None]
+        needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[3:-1]  # False where there is None
+        given = [x for x, need in zip((query, *shared), needs, strict=True) if need]
         totals = [torch.zeros_like(x, dtype=wide) for x in given]
         travelling = torch.zeros(2, *key.shape, dtype=wide, device=key.device)
         for chunk, (k, v) in ring.chunks(torch.stack([key, value])):
             with torch.enable_grad():
-                leaves = [None if x is None else x.detach().requires_grad_() for x in (query, k, v, *shared)]
+                # Those of keys and values in any case: their own process may want them.
+                flags = (needs[0], True, True, *needs[1:])
+                tensors = zip((query, k, v, *shared), flags, strict=True)
+                leaves = [None if x is None else x.detach().requires_grad_(need) for x, need in tensors]
                 part = call.partial(chunk, *leaves)
             if part is not None:
                 weight = _weight(part[1].detach(), lse)
                 of_out = weight * grad_out
                 # out = sum of weights times parts, and the weights are the softmax of the parts' log-sum-exp
                 of_lse = weight[..., 0] * ((grad_out * (part[0].detach() - out)).sum(-1) + grad_lse)
-                above, wanted = (of_out.to(query.dtype), of_lse), [x for x in leaves if x is not None]
-                of_query, of_key, of_value, *rest = torch.autograd.grad(part, wanted, above, materialize_grads=True)
+                wanted = leaves[1:3] + [x for x in leaves[:1] + leaves[3:] if x is not None and x.requires_grad]
+                above = of_out.to(query.dtype), of_lse
+                of_key, of_value, *rest = torch.autograd.grad(part, wanted, above, materialize_grads=True)
                 travelling[0] += of_key
                 travelling[1] += of_value
-                for total, gradient in zip(totals, (of_query, *rest), strict=True):
+                for total, gradient in zip(totals, rest, strict=True):
                     total += gradient
             travelling = ring.hand_on(travelling)()  # with their keys; from the last step they come home
         found = iter(total.to(x.dtype) for total, x in zip(totals, given, strict=True))
-        grad_query, *others = [None if x is None else next(found) for x in (query, *shared)]
+        grad_query, *others = [next(found) if need else None for need in needs]
         return grad_query, *travelling.to(key.dtype), *others, None
 
 

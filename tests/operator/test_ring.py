@@ -149,6 +149,25 @@ def test_one_process_alone_is_the_operator():
         assert torch.equal(one, wanted)
 
 
+def test_frozen_inputs_have_no_gradients(monkeypatch):
+    """Only keys and values, which travel, have them in any case."""
+    query, key, value = (torch.randn(1, 2, 5, 8, dtype=torch.float64) for _ in range(3))
+    rel_key, bias = torch.randn(2, 10, 8, dtype=torch.float64), torch.randn(2, 8, dtype=torch.float64)
+    bias.requires_grad_()
+    wanted = torch.autograd.grad(xk.rel_attention(query, key, value, rel_key, content_bias=bias).sin().sum(), bias)
+    asked, grad = [], torch.autograd.grad
+
+    def spy(outputs, inputs, *rest, **options):
+        asked.append([tuple(x.shape) for x in inputs])
+        return grad(outputs, inputs, *rest, **options)
+
+    out = ring_attention(query, key, value, rel_key, content_bias=bias)
+    monkeypatch.setattr(torch.autograd, "grad", spy)
+    out.sin().sum().backward()
+    assert asked == [[(1, 2, 5, 8), (1, 2, 5, 8), (2, 8)]]
+    torch.testing.assert_close(bias.grad, wanted[0])
+
+
 def test_what_backward_needs_is_the_own_chunk_alone():
     """Of a sequence half as long half as many numbers are kept, however many processes the other half has."""
     saved: list[torch.Tensor] = []

@@ -45,6 +45,33 @@ def test_a_batch_holds_targets_and_hides_padding():
     assert (short >= 0).sum(1).tolist() == [12, 10]
 
 
+@pytest.mark.parametrize("objective", [PermutationLM(), MaskedLM()])
+def test_targets_are_of_the_own_length(objective):
+    """A sixth of each row, whatever it is beside."""
+    batch = DataCollatorForPermutationLM(VOCABULARY, objective)([[7 + i % 40 for i in range(n)] for n in (80, 14, 8)])
+    labels = batch["labels"]
+    assert (labels >= 0).sum(1).tolist() == [80 // 6, 14 // 6, 8 // 6]
+    places = batch["target_positions" if isinstance(objective, PermutationLM) else "output_rows"]
+    text = torch.tensor([[7 + (i - 80 + n) % 40 for i in range(80)] for n in (80, 14, 8)])
+    assert torch.equal(text.gather(1, places)[labels >= 0], labels[labels >= 0])
+
+
+def test_a_short_row_keeps_context():
+    """Also where `num_predict` asks for more targets than it has tokens."""
+    collator = DataCollatorForPermutationLM(VOCABULARY, PermutationLM(num_predict=10))
+    labels = collator([list(range(7, 31)), list(range(7, 13))])["labels"]
+    assert (labels >= 0).sum(1).tolist() == [10, 5]
+
+
+def test_rows_of_the_mapping_without_a_target_are_zeros():
+    """So that an accelerated XLNet computes the targets' rows alone."""
+    collator = DataCollatorForPermutationLM(VOCABULARY, PermutationLM(num_predict=12), dense=True)
+    batch = collator(rows())
+    assert (batch["labels"][1] < 0).sum() == 2
+    assert torch.equal(batch["target_mapping"].sum(-1), (batch["labels"] >= 0).float())
+    assert batch["target_mapping"].sum(-2).max() == 1
+
+
 def test_torchs_generator_decides_what_is_random():
     collator, data, found = DataCollatorForPermutationLM(VOCABULARY), rows(), []
     for seed in (1, 1, 2):
@@ -176,6 +203,7 @@ def test_trainer(tmp_path):
             lambda: DataCollatorForPermutationLM(VOCABULARY)([{"input_ids": [7, 8], "token_type_ids": [0]}]),
             r"features\[0\] must have a token type for each of 2 ids",
         ),
+        (lambda: DataCollatorForPermutationLM(VOCABULARY)([]), "features must hold at least one row"),
         (lambda: DataCollatorForPermutationLM(VOCABULARY)([[7]]), "num_predict must leave context"),
         (lambda: DataCollatorForPermutationLM(VOCABULARY, MaskedLM(), dense=True), "dense is for PermutationLM"),
     ],

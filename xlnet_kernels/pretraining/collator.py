@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..masks import RankMask
-from .objective import Objective, PermutationLM
+from ..masks import HIGHEST, RankMask
+from .objective import IGNORED, AutoregressiveLM, Example, Objective, PermutationLM
 from .tokens import Vocabulary
 
 
@@ -20,7 +21,8 @@ class DataCollatorForPermutationLM:
     """Rows of tokens to a batch of the permutation LM (or another objective), new targets and orders each time.
 
     What is random is drawn from torch's generator, so that `TrainingArguments(seed=...)` decides it. Rows are padded on
-    the left, with token type 3; no one sees padding, and it is never a target.
+    the left, with token type 3; no one sees padding, and it is never a target. How many targets a row has is of its own
+    length; rows with fewer than others have labels of -100 in the end, and with `dense` zeros in `target_mapping`.
 
     transformers' DataCollatorForPermutationLanguageModeling does not train a permutation LM. It writes MASK over the
     targets in the input, so that no target ever sees another one's token and the order decides nothing; its SEP and CLS
@@ -40,8 +42,8 @@ class DataCollatorForPermutationLM:
     `TrainingArguments(remove_unused_columns=False)`.
 
     Raises:
-        ValueError: a row is empty or holds something else than ids of the vocabulary, or `dense` and an objective other
-            than PermutationLM are combined.
+        ValueError: there is no row, one is empty, too short for a target and context, or holds something else than ids
+            of the vocabulary, or `dense` and an objective other than PermutationLM are combined.
 
     >>> vocabulary = Vocabulary(size=100, sep=4, cls=3, pad=5, mask=6)
     >>> batch = DataCollatorForPermutationLM(vocabulary)([list(range(10, 34)), list(range(40, 52))])
@@ -59,12 +61,16 @@ class DataCollatorForPermutationLM:
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
         rows = [self._row(index, feature) for index, feature in enumerate(features)]
+        if not rows:
+            raise ValueError("features must hold at least one row, got none")
         length = max(len(ids) for ids, _ in rows)
-        ids = np.stack([np.pad(x, (length - len(x), 0), constant_values=self.vocabulary.pad) for x, _ in rows])
         types = np.stack([np.pad(x, (length - len(x), 0), constant_values=3) for _, x in rows])
         self.objective.check((length,), 0)
         rng = np.random.default_rng(int(torch.randint(2**62, ())))
-        examples = [self.objective.example(row, self.vocabulary, (length,), rng) for row in ids]
+        found = [self._objective_of(len(row)).example(row, self.vocabulary, (len(row),), rng) for row, _ in rows]
+        partial = not isinstance(self.objective, AutoregressiveLM)
+        count = max(len(example.labels) for example in found) if partial else length
+        examples = [self._padded(example, length, count) for example in found]
 
         def stacked(name: str) -> Tensor:
             return torch.from_numpy(np.stack([getattr(example, name) for example in examples]))
@@ -83,9 +89,40 @@ class DataCollatorForPermutationLM:
         if not self.dense:
             return batch | {"mask": mask, "target_positions": positions}
         mapping = torch.nn.functional.one_hot(positions, length).float()
-        visible = torch.from_numpy(ids != self.vocabulary.pad).long()
+        mapping[batch["labels"] == IGNORED] = 0
+        visible = (batch["input_ids"] != self.vocabulary.pad).long()
         perm_mask = (~mask.to_bool(stream="query")).float()
         return batch | {"perm_mask": perm_mask, "target_mapping": mapping, "attention_mask": visible}
+
+    def _objective_of(self, length: int) -> Objective:
+        """For a row of that many tokens, of which one at least stays as context."""
+        asked = getattr(self.objective, "num_predict", None)
+        if asked is None or asked < length:
+            return self.objective
+        return dataclasses.replace(self.objective, num_predict=max(1, length - 1))  # type: ignore[call-arg]
+
+    def _padded(self, example: Example, length: int, count: int) -> Example:
+        """To `length` tokens, on the left, and `count` targets, of which the last ones are none."""
+        before = length - len(example.input_ids)
+
+        def left(values: np.ndarray, fill: int) -> np.ndarray:
+            return np.pad(values, (before, 0), constant_values=fill)
+
+        places = example.target_positions if example.target_positions is not None else example.output_rows
+        if places is None:
+            labels = left(example.labels, IGNORED)
+        else:
+            after = (0, count - len(example.labels))
+            labels = np.pad(example.labels, after, constant_values=IGNORED)
+            places = np.where(labels == IGNORED, 0, np.pad(places, after) + before)
+        return Example(
+            left(example.input_ids, self.vocabulary.pad),
+            left(example.query_rank, 0),
+            left(example.key_rank, HIGHEST),
+            labels,
+            target_positions=None if example.target_positions is None else places,
+            output_rows=None if example.output_rows is None else places,
+        )
 
     def _row(self, index: int, feature: Any) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and token types of one feature."""

@@ -412,6 +412,20 @@ def test_fairseq2_makes_its_maps_and_slopes(toolkits, calls):
     assert torch.allclose(attention(q, layout, q, layout, q, cache())[0], out, atol=1e-6) and len(calls) == 1
 
 
+def test_fairseq2_layouts_share_a_cache(toolkits, calls):
+    """As they may in fairseq2, which keeps nothing where all is seen."""
+    attention = fairseq2(toolkits)
+    layout, cache = of_fairseq2(attention)
+    q = torch.randn(2, 8, HEADS, WIDTH // HEADS)
+    layouts = [layout((2, 8), lengths) for lengths in ([8, 8], [8, 5], [8, 8])]
+    wanted = [attention(q, one, q, one, q, cache())[0] for one in layouts]
+    shared = cache()
+    xk.accelerate(attention)
+    for one, out in zip(layouts, wanted, strict=True):
+        assert_same({"out": attention(q, one, q, one, q, shared)[0]}, {"out": out}, torch.float32)
+    assert [call["mask"] is None for call in calls] == [True, False, True]
+
+
 def test_speechbrain_with_keys_of_another_tensor(toolkits, calls):
     """The weight is then laid out one projection after the other, and the queries are the last of the keys."""
     attention = make("speechbrain", toolkits)

@@ -1,8 +1,8 @@
 """Stand-in for fairseq2's RelativePositionSDPA, which gets heads (B, L, H, D) and makes the table itself.
 
 Its masks are layouts (lengths) with an `AttentionBias`. Padding alone becomes ranks; other biases are made dense by
-fairseq2's code and become ranks where these can say them. What is found is kept in fairseq2's cache of biases. A padded
-row sees the padded keys, as in fairseq2.
+fairseq2's code and become ranks where these can say them. What is found is kept in fairseq2's cache of biases, by the
+lengths. A padded row sees the padded keys, as in fairseq2.
 """
 
 from __future__ import annotations
@@ -42,10 +42,13 @@ class RelativePositionSDPA(Original):
         return out.unflatten(-1, (self.num_heads, -1)), None
 
     def _find_mask(self, q: Tensor, q_layout: Any, k: Tensor, k_layout: Any, bias_cache: Any) -> LayerMask | None:
-        found = bias_cache.maybe_get(self.bias, "xlnet_kernels", LayerMask)
+        # fairseq2 keeps nothing where all is seen, so that one cache may serve several layouts
+        name = f"xlnet_kernels {q.shape[1]} {q_layout.seq_lens} {k.shape[1]} {k_layout.seq_lens}"
+        found = bias_cache.maybe_get(self.bias, name, LayerMask)
         if found is None:
             found = self._make_mask(q, q_layout, k, k_layout, bias_cache)
-            bias_cache.set(self.bias, "xlnet_kernels", found)
+            if found is not EVERYTHING:
+                bias_cache.set(self.bias, name, found)
         return None if found is _SOFT else found
 
     def _make_mask(self, q: Tensor, q_layout: Any, k: Tensor, k_layout: Any, bias_cache: Any) -> LayerMask:

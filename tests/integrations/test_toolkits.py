@@ -426,6 +426,17 @@ def test_fairseq2_layouts_share_a_cache(toolkits, calls):
     assert [call["mask"] is None for call in calls] == [True, False, True]
 
 
+@pytest.mark.parametrize("name, value", [("att_context_size", [4, 2]), ("global_tokens", 1)])
+def test_longformer_settings_may_change_later(name, value, small, calls):
+    """NeMo's own code computes what ours does not."""
+    attention = make("nemo-local", lambda toolkit: small)
+    setattr(attention, name, value)
+    wanted = run("nemo-local", attention)
+    delattr(attention, name)
+    setattr(xk.accelerate(attention), name, value)
+    assert torch.equal(run("nemo-local", attention)["out"], wanted["out"]) and not calls
+
+
 def test_speechbrain_with_keys_of_another_tensor(toolkits, calls):
     """The weight is then laid out one projection after the other, and the queries are the last of the keys."""
     attention = make("speechbrain", toolkits)

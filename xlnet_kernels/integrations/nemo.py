@@ -105,7 +105,8 @@ class RelPositionMultiHeadAttentionLongformer(RelPositionMultiHeadAttention):
         self, query: Tensor, key: Tensor, value: Tensor, pad_mask: Tensor, pos_emb: Tensor, cache: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         left, right = self.att_context_size
-        if cache is not None or query.shape[1] != key.shape[1] or pos_emb.shape[1] != left + right + 1:
+        changed = left != right or left < 1 or self.global_tokens  # since it was accelerated
+        if changed or cache is not None or query.shape[1] != key.shape[1] or pos_emb.shape[1] != left + right + 1:
             own: Any = super(RelPositionMultiHeadAttention, self)  # NeMo's
             return own.forward(query, key, value, pad_mask, pos_emb, cache)
         frames = RankMask.padding(attention_mask=~pad_mask)

@@ -386,6 +386,27 @@ def test_espnet_has_its_maps_when_asked(toolkits):
     assert torch.allclose(attention.attn, found, atol=1e-12) and "_last_call" not in vars(attention)
 
 
+@pytest.mark.parametrize("changed", range(6), ids=["query", "key", "value", "positions", "mask", "weight"])
+def test_espnet_has_no_map_of_what_was_changed(changed, toolkits):
+    attention = xk.accelerate(make("espnet", toolkits))
+    inputs = [torch.randn(2, LENGTH, WIDTH, dtype=torch.float64) for _ in range(3)]
+    inputs += [positions(2 * LENGTH - 1), (~HIDDEN[:, None]).long()]
+    attention(*inputs)
+    with torch.no_grad():
+        [*inputs, attention.linear_q.weight][changed].mul_(2)
+    assert attention.attn is None
+    attention(*inputs)
+    assert attention.attn is not None
+
+
+def test_espnet_copies_are_without_inputs(toolkits):
+    attention = xk.accelerate(make("espnet", toolkits))
+    run("espnet", attention)
+    for other in (copy.deepcopy(attention), pickle.loads(pickle.dumps(attention))):
+        assert "_last_call" not in vars(other) and other.attn is None
+    assert attention.attn is not None
+
+
 def test_speechbrain_makes_its_maps_and_soft_masks(toolkits, calls):
     attention = make("speechbrain", toolkits)
     x, table = torch.randn(2, LENGTH, WIDTH), positions(2 * LENGTH - 1).float()

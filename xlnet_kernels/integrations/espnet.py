@@ -6,7 +6,7 @@ zeros, which is the same. The legacy class has a table that ends at distance 0, 
 keys ahead the scores of the next query: no table has these, and it is refused.
 
 ESPnet keeps each layer's map in `attn` and plots some now and then: here it is computed by ESPnet's code when it is
-asked for, from the inputs of the last call.
+asked for, from the inputs of the last call, which pickles do not hold. It is None where these were changed since.
 """
 
 from __future__ import annotations
@@ -62,23 +62,35 @@ class RelPositionMultiHeadedAttention(Original):
         )
         if not torch.compiler.is_compiling():
             self.attn = None
-            self._last_call = tuple(x.detach() for x in (query, key, value, pos_emb)) + (mask,)
+            inputs = tuple(x.detach() for x in (query, key, value, pos_emb)) + (mask,)
+            self._last_call = inputs, self._versions(inputs)
         return self.linear_out(out)
 
     @property
     def attn(self) -> Tensor | None:
-        """(B, H, L, K), the map of the last call, before dropout."""
-        last: Any = vars(self).get("_last_call")
-        if vars(self)["attn"] is None and last is not None:
-            devices = [last[0].device] if last[0].is_cuda else []
+        """(B, H, L, K), the map of the last call, before dropout; None where inputs or weights were changed since."""
+        inputs, versions = vars(self).get("_last_call") or (None, None)
+        if vars(self)["attn"] is None and inputs is not None and versions == self._versions(inputs):
+            devices = [inputs[0].device] if inputs[0].is_cuda else []
             with torch.no_grad(), torch.random.fork_rng(devices):  # dropout of an output that no one wants
-                super().forward(*last)
+                super().forward(*inputs)
         return vars(self)["attn"]
 
     @attn.setter
     def attn(self, weights: Tensor | None) -> None:
         vars(self)["attn"] = weights
         vars(self)["_last_call"] = None
+
+    def _versions(self, inputs: tuple) -> list[int]:
+        """How often each tensor of a call was written to, where torch counts it."""
+        tensors = (x for x in (*inputs, *self.parameters()) if x is not None)
+        return [x._version for x in tensors if not x.is_inference()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickles and copies are without the inputs of the last call."""
+        own = getattr(super(), "__getstate__", None)  # object has one from Python 3.11 on
+        state = vars(self) if own is None else own()
+        return {name: value for name, value in state.items() if name != "_last_call"}
 
 
 class LegacyRelPositionMultiHeadedAttention(RelPositionMultiHeadedAttention):

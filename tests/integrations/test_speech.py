@@ -15,7 +15,7 @@ import transformers
 from transformers import ParakeetEncoder, ParakeetEncoderConfig, ParakeetForCTC, Wav2Vec2BertConfig, Wav2Vec2BertModel
 
 import xlnet_kernels as xk
-from xlnet_kernels.integrations import _masks, parakeet
+from xlnet_kernels.integrations import _masks, _relative, parakeet
 from xlnet_kernels.integrations.transformers import STAND_INS, accelerate, restore
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
@@ -149,7 +149,7 @@ def calls(monkeypatch) -> list[dict]:
         seen.append(kwargs)
         return xk.rel_attention(*args, **kwargs)
 
-    monkeypatch.setattr(parakeet, "rel_attention", spy)
+    monkeypatch.setattr(_relative, "rel_attention", spy)
     return seen
 
 

@@ -1,4 +1,4 @@
-"""What the stand-ins for speech toolkits share: one call of the operator in the order of a Conformer's table."""
+"""What the stand-ins for speech models share: one call of the operator in the order of a Conformer's table."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .._checks import readable
 from ..functional import rel_attention
 from ..masks import RankMask
+from ._masks import OfLast
 
 if TYPE_CHECKING:
 
@@ -44,8 +46,8 @@ def attend(
     key: Tensor,
     value: Tensor,
     rel_key: Tensor,
-    content_bias: Tensor,
-    position_bias: Tensor,
+    content_bias: Tensor | None,
+    position_bias: Tensor | None,
     mask: RankMask | Tensor | None,
     *,
     backend: str | None,
@@ -77,3 +79,15 @@ def attend(
         backend=backend,
     )
     return out.transpose(1, 2).flatten(2)
+
+
+def shared(positions: Tensor) -> Tensor:
+    """(P, d_model) where the samples of a batch are alike, so that they are projected once."""
+    return positions[0] if _alike(positions) else positions
+
+
+@OfLast
+def _alike(positions: Tensor) -> bool:
+    if positions.shape[0] == 1 or not readable(positions):  # where it is not known what they hold
+        return positions.shape[0] == 1
+    return torch.equal(positions, positions[:1].expand_as(positions))

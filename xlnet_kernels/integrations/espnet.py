@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._masks import visible_ranks
-from ._relative import Original, attend, check_forward
-from .parakeet import _shared
+from ._relative import Original, attend, check_forward, shared
 
 _ARGUMENTS = ("query", "key", "value", "pos_emb", "mask")
 
@@ -41,7 +40,7 @@ class RelPositionMultiHeadedAttention(Original):
         return F.pad(rel_key[..., :keys, :], (0, 0, 0, keys - 1)) if self.zero_triu else rel_key
 
     def _project(self, pos_emb: Tensor) -> Tensor:
-        return self.linear_pos(_shared(pos_emb)).unflatten(-1, (self.h, self.d_k)).transpose(-3, -2)
+        return self.linear_pos(shared(pos_emb)).unflatten(-1, (self.h, self.d_k)).transpose(-3, -2)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, pos_emb: Tensor, mask: Tensor | None) -> Tensor:
         keys = key.shape[1]

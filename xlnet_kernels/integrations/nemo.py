@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from ..masks import HIGHEST, LOWEST, RankMask
 from ._masks import visible_ranks
-from ._relative import Original, attend, check_forward
-from .parakeet import _shared
+from ._relative import Original, attend, check_forward, shared
 
 
 class RelPositionMultiHeadAttention(Original):
@@ -58,7 +57,7 @@ class RelPositionMultiHeadAttention(Original):
         if torch.is_autocast_enabled():
             query, key, value = query.float(), key.float(), value.float()
         with self._precision():
-            rel_key = self.linear_pos(_shared(pos_emb)).unflatten(-1, (self.h, self.d_k)).transpose(-3, -2)
+            rel_key = self.linear_pos(shared(pos_emb)).unflatten(-1, (self.h, self.d_k)).transpose(-3, -2)
             q, k, v = self.forward_qkv(query, key, value)
             out = attend(
                 q,

@@ -20,31 +20,19 @@ masks otherwise (5.23), and here they give what they give with sdpa.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._checks import readable
 from .._kept import KeptTable
 from .._torch import has_hooks
-from ..functional import rel_attention
-from ._masks import EVERYTHING, LayerMask, OfLast, layer_mask, padding_mask
-
-if TYPE_CHECKING:
-
-    class _Original(nn.Module):
-        """The class of transformers that comes after ours: its attributes, and what `super().forward` is."""
-
-        def __getattr__(self, name: str) -> Any: ...
-
-        def forward(self, *inputs: Any, **options: Any) -> Any: ...
-
-else:
-    _Original = object
+from ._masks import EVERYTHING, LayerMask, layer_mask, padding_mask
+from ._relative import Original, attend, shared
 
 
-class _RelativeAttention(_Original):
+class _RelativeAttention(Original):
     """Project, attend and project back: what all of these layers do. Subclasses say what their parts are called."""
 
     backend: str | None = None
@@ -71,36 +59,30 @@ class _RelativeAttention(_Original):
         query, key, value = (self._heads(hidden_states, part) for part in range(3))
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        batch, count, length, _ = query.shape
-        keys = key.shape[2]
+        count, keys = query.shape[1], key.shape[2]
         content_bias, position_bias = (getattr(self, name, None) for name in self.biases)
         if content_bias is None:
             rel_key = self._table(keys).to(query.dtype).expand(count, -1, -1)
         else:
             assert positions is not None, "such a model always passes its position embeddings"
-            rel_key = self._rel_key(_shared(positions))
+            rel_key = self._rel_key(shared(positions))
             if rel_key.shape[-2] != 2 * keys - 1:  # which the operator would take for a window
                 raise ValueError(
                     f"position embeddings of {keys} keys must have {2 * keys - 1} rows, got {rel_key.shape[-2]}"
                 )
-        query_positions = None
-        if keys != length:
-            query_positions = torch.arange(keys - length, keys, device=query.device).expand(batch, -1)
-        out = rel_attention(
+        out = attend(
             query,
             key,
             value,
             rel_key,
-            content_bias=content_bias,
-            position_bias=position_bias,
-            mask=mask.visible,
-            query_positions=query_positions,
-            max_distance=keys - 1,
-            dropout_p=dropout_p if self.training else 0.0,
+            content_bias,
+            position_bias,
+            mask.visible,
             backend=self.backend,
+            dropout_p=dropout_p if self.training else 0.0,
         )
         out = self._fill_blind(out, mask, query, key, value, content_bias)
-        return getattr(self, self.projections[3])(out.transpose(1, 2).flatten(2)), None
+        return getattr(self, self.projections[3])(out), None
 
     def _rel_key(self, positions: Tensor) -> Tensor:
         """The projected positions; at inference from the call before, which had the same more often than not."""
@@ -132,7 +114,7 @@ class _RelativeAttention(_Original):
             query = query if content_bias is None else query + content_bias[:, None]
             slope = query @ (key.mT @ (value - average).detach()) * (query.shape[-1] ** -0.5 / key.shape[2])
             average = average + (slope - slope.detach())
-        return torch.where(mask.blind[:, None, :, None], average, out)
+        return torch.where(mask.blind[..., None], average.transpose(1, 2).flatten(2), out)
 
     def _wants_map(self, options: dict[str, Any]) -> bool:
         return bool(options.get("output_attentions") or getattr(self.config, "output_attentions", False))
@@ -231,15 +213,3 @@ def __getattr__(name: str) -> type:
     modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     globals()[name] = type(name, (methods, getattr(modeling, name)), {"__module__": __name__})
     return globals()[name]
-
-
-def _shared(positions: Tensor) -> Tensor:
-    """(P, d_model) where the samples of a batch are alike, so that they are projected once."""
-    return positions[0] if _alike(positions) else positions
-
-
-@OfLast
-def _alike(positions: Tensor) -> bool:
-    if positions.shape[0] == 1 or not readable(positions):  # where it is not known what they hold
-        return positions.shape[0] == 1
-    return torch.equal(positions, positions[:1].expand_as(positions))

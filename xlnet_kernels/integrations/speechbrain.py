@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ..masks import HIGHEST, RankMask
 from ._masks import visible_ranks
-from ._relative import Original, attend, check_forward
-from .parakeet import _shared
+from ._relative import Original, attend, check_forward, shared
 
 
 class RelPosMHAXL(Original):
@@ -56,7 +55,7 @@ class RelPosMHAXL(Original):
             q,
             k,
             v,
-            self.linear_pos(_shared(pos_embs)).unflatten(-1, (self.num_heads, -1)).transpose(-3, -2),
+            self.linear_pos(shared(pos_embs)).unflatten(-1, (self.num_heads, -1)).transpose(-3, -2),
             self.pos_bias_u.view(self.num_heads, self.head_dim),
             self.pos_bias_v.view(self.num_heads, self.head_dim),
             mask,

@@ -572,6 +572,20 @@ def test_what_is_not_served_is_refused_and_nothing_is_changed(case, toolkits):
     assert (type(good), type(bad)) == kinds
 
 
+def test_a_class_that_cannot_be_exchanged_changes_nothing(small):
+    class Fixed(small.RelPositionMultiHeadAttention):
+        def __setattr__(self, name, value):
+            if name == "__class__":
+                raise TypeError("its class is fixed")
+            super().__setattr__(name, value)
+
+    model = nn.ModuleList([make("nemo", lambda toolkit: small), Fixed()])
+    kinds = [type(module) for module in model]
+    with pytest.raises(TypeError, match="its class is fixed"):
+        xk.accelerate(model)
+    assert [type(module) for module in model] == kinds and not any("backend" in vars(module) for module in model)
+
+
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)
 def test_versions_that_are_not_served_are_refused(library, small, monkeypatch):
     cls = type(next(iter(library.classes)), (nn.Module,), {"__module__": f"{library.roots[0]}.some.where"})

@@ -82,10 +82,17 @@ def accelerate(model: nn.Module, backend: str | None = None, linears: bool = Fal
         check = getattr(cls, "check_accelerable", None)
         if check is not None:
             check(module)
+    substitutes = [(module, cls) for module, cls in substitutes if linears or not issubclass(cls, Linear)]
+    before = [(module, type(module)) for module, _ in substitutes]
+    try:
+        for module, cls in substitutes:
+            module.__class__ = cls
+    except BaseException:  # e.g. TypeError: a class with __slots__ of its own
+        for module, original in before:
+            if type(module) is not original:
+                module.__class__ = original
+        raise
     for module, cls in substitutes:
-        if issubclass(cls, Linear) and not linears:
-            continue
-        module.__class__ = cls
         if hasattr(cls, "backend"):
             vars(module)["backend"] = backend
     _LOGGER.info("accelerated: %s", ", ".join(f"{count} x {name}" for name, count in accelerated(model).items()))

@@ -2,63 +2,92 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._checks import readable
+from ._torch import has_hooks
 
 _LARGEST = 2**22  # numbers in a table that is kept, of one layer
+
+
+class _Kept(NamedTuple):
+    positions: Tensor
+    position_version: int | None
+    weight: weakref.ref[Tensor]
+    weight_version: int | None
+    probed: int  # the row that is computed again
+    row: Tensor  # what it was
+    table: Tensor
 
 
 class KeptTable:
     """The rel_key table of a layer, kept at inference on a CPU, where it is up to a third of a layer's products.
 
     It serves the same positions again, and any that are the middle rows of them: a Conformer's for a shorter audio.
-    Weights may change in ways that leave no trace (x.data): one row, computed again, tells. Copies and pickles are
-    empty.
+    The weight must be the same tensor of the same version; it may change in ways that leave no trace (x.data), and
+    so may adapters around it: one row, computed again, tells. Threads may share a table. A call that wants gradients
+    empties it; copies and pickles are empty.
     """
 
     def __init__(self) -> None:
-        self._kept: tuple[Tensor, int | None, Tensor, Tensor] | None = None  # positions, version, first row, table
+        self._kept: _Kept | None = None
 
     def __reduce__(self) -> tuple:
         return KeptTable, ()
 
-    def forget(self) -> None:
-        self._kept = None
-
     def __call__(self, positions: Tensor, weight: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
         """project(positions): positions (..., P, d_model) times `weight`, to (..., H, P, D)."""
-        usable = positions.device.type == "cpu" and readable(positions) and readable(weight)
-        if not usable or torch.is_grad_enabled() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return project(positions)
-        first = self._find(positions)
-        if first is not None:
-            assert self._kept is not None, "it was found there"
-            own, _, row, table = self._kept
-            again = project(own[..., :1, :])
-            if again.dtype == row.dtype and torch.equal(again, row):
-                return table.narrow(-2, first, positions.shape[-2])
-        table = project(positions)
-        if table.numel() <= _LARGEST:
-            self._kept = (positions, _version(positions), project(positions[..., :1, :]), table)
+        usable = positions.device.type == "cpu" and readable(positions) and readable(weight)
+        if not usable or weight.is_inference() or torch.is_grad_enabled():
+            self._kept = None
+            return project(positions)
+        kept = self._kept  # read once: another thread may write it
+        first = None if kept is None else _find(kept, positions, weight)
+        if kept is not None and first is not None:
+            again = project(kept.positions.narrow(-2, kept.probed, 1))
+            if again.dtype == kept.row.dtype and torch.equal(again, kept.row):
+                return kept.table.narrow(-2, first, positions.shape[-2])
+        versions = _version(positions), _version(weight)
+        # No one counts what is written into an inference tensor, so its values are kept and compared.
+        own = positions.clone() if positions.is_inference() else positions
+        table = project(own)
+        if 0 < table.numel() <= _LARGEST:
+            # The largest row, as one of zeros would be projected to zeros by any weight.
+            probed = int(own.abs().amax(-1).reshape(-1, own.shape[-2]).amax(0).argmax())
+            row = project(own.narrow(-2, probed, 1))
+            self._kept = _Kept(own, versions[0], weakref.ref(weight), versions[1], probed, row, table)
         return table
 
-    def _find(self, positions: Tensor) -> int | None:
-        """The row of the kept positions where these begin."""
-        if self._kept is None:
-            return None
-        own, version = self._kept[:2]
-        if _version(own) != version:
-            return None
-        if own is positions:
-            return 0
-        first, odd = divmod(own.shape[-2] - positions.shape[-2], 2)
-        if first < 0 or odd or own.dim() != positions.dim() or own.dtype != positions.dtype:
-            return None
-        return first if torch.equal(own.narrow(-2, first, positions.shape[-2]), positions) else None
+    def of_module(self, positions: Tensor, projection: nn.Module, project: Callable[[Tensor], Tensor]) -> Tensor:
+        """The same where `project` calls `projection`; its hooks see every call, with all positions."""
+        weight = getattr(projection, "weight", None)
+        if not isinstance(weight, Tensor) or has_hooks(projection):
+            return project(positions)
+        return self(positions, weight, project)
+
+
+def _find(kept: _Kept, positions: Tensor, weight: Tensor) -> int | None:
+    """The row of the kept positions where these begin."""
+    own = kept.positions
+    if _version(own) != kept.position_version:
+        return None
+    if kept.weight() is not weight or _version(weight) != kept.weight_version:
+        return None
+    if kept.table.is_inference() and not torch.is_inference_mode_enabled():  # backward could not save it
+        return None
+    if own is positions:
+        return 0
+    first, odd = divmod(own.shape[-2] - positions.shape[-2], 2)
+    if first < 0 or odd or own.dim() != positions.dim() or own.dtype != positions.dtype:
+        return None
+    return first if torch.equal(own.narrow(-2, first, positions.shape[-2]), positions) else None
 
 
 def _version(tensor: Tensor) -> int | None:

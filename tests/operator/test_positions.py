@@ -80,11 +80,79 @@ def test_a_kept_table_serves_what_it_may():
         rows.mul_(2)
         assert not served(view)
         assert pickle.loads(pickle.dumps(kept))._kept is None
-        kept.forget()
-        assert not served(rows)
+    assert not served(rows) and kept._kept is None  # training holds no table
     with torch.inference_mode():
         rows = torch.randn(5, 3)
         assert not served(rows) and served(rows)
+        rows.mul_(2)  # leaves no trace in an inference tensor
+        assert not served(rows) and served(rows)
+    rows = rows.clone()
+    with torch.no_grad():
+        assert not served(rows)  # gradients could not go through a table of inference mode
+        assert not kept(rows, weight, project).is_inference() and served(rows)
+    with torch.inference_mode():
+        assert served(rows)
+
+
+def test_a_kept_table_is_of_its_weight():
+    """Also where the first row is zero, which any weight projects to zero."""
+    kept, rows = _kept.KeptTable(), torch.randn(5, 3)
+    rows[0] = 0
+    weights = [torch.randn(4, 3), torch.randn(4, 3)]
+
+    def check(weight):
+        assert torch.allclose(kept(rows, weight, lambda rows: rows @ weight.mT), rows @ weight.mT)
+
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            for change in (lambda x: x, lambda x: x.mul_(2), lambda x: x.data.mul_(2), lambda x: x.copy_(weights[1])):
+                check(weights[0])
+                change(weights[0])
+                check(weights[0])
+            check(weights[1])
+            weights[1].add_(1)
+            own = weights[1].clone()  # of inference_mode the second time
+            check(own)
+            own.mul_(2)
+            check(own)
+
+
+def test_threads_share_a_kept_table():
+    """One writes the table between the two looks of another at it."""
+    kept, weight, other = _kept.KeptTable(), torch.randn(4, 3), torch.randn(9, 3)
+    rows = torch.randn(5, 3)
+
+    def project(rows):
+        return rows @ weight.mT
+
+    def interrupted(rows):
+        kept(other, weight, project)
+        return project(rows)
+
+    with torch.no_grad():
+        kept(rows, weight, project)
+        assert torch.allclose(kept(rows, weight, interrupted), project(rows))
+        kept(rows, weight, project)
+        find = _kept._find
+
+        def find_interrupted(*given):
+            first = find(*given)
+            kept(other, weight, project) if first is not None else None
+            return first
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_kept, "_find", find_interrupted)
+            assert torch.allclose(kept(rows, weight, project), project(rows))
+
+
+def test_hooks_of_a_projection_see_all_positions():
+    kept, linear, seen = _kept.KeptTable(), torch.nn.Linear(3, 4), []
+    rows = torch.randn(5, 3)
+    linear.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+    with torch.no_grad():
+        for _ in range(2):
+            kept.of_module(rows, linear, linear)
+    assert seen == [5, 5]
 
 
 def test_a_large_table_is_not_kept(monkeypatch):

@@ -127,7 +127,7 @@ class RelPositionAttention(nn.Module):
             self._heads(self.linear_q(x)),
             self._heads(self.linear_k(frames)),
             self._heads(self.linear_v(frames)),
-            self._kept(pos_emb, self.linear_pos.weight, lambda rows: self._heads(self.linear_pos(rows))),
+            self._kept.of_module(pos_emb, self.linear_pos, lambda rows: self._heads(self.linear_pos(rows))),
             content_bias=self.pos_bias_u,
             position_bias=self.pos_bias_v,
             mask=mask,

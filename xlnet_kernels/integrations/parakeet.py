@@ -27,7 +27,6 @@ from torch import Tensor
 
 from .._checks import readable
 from .._kept import KeptTable
-from .._torch import has_hooks
 from ._masks import EVERYTHING, LayerMask, layer_mask, padding_mask
 from ._relative import Original, attend, shared
 
@@ -86,12 +85,10 @@ class _RelativeAttention(Original):
 
     def _rel_key(self, positions: Tensor) -> Tensor:
         """The projected positions; at inference from the call before, which had the same more often than not."""
-        projection = getattr(self, self.projections[4])
-        weight = getattr(projection, "weight", None)
-        if not readable(positions) or not isinstance(weight, Tensor) or has_hooks(projection):
+        if not readable(positions):
             return self._heads(positions, 4)
         kept = vars(self).setdefault("kept", KeptTable())
-        return kept(positions, weight, lambda rows: self._heads(rows, 4))
+        return kept.of_module(positions, getattr(self, self.projections[4]), lambda rows: self._heads(rows, 4))
 
     def _table(self, keys: int) -> Tensor:
         """Row p of the learned table is for distance keys - 1 - p, (P, D)."""

@@ -85,10 +85,6 @@ class XLNetLayer(nn.Module):
         self.ff = XLNetFeedForward(config)
         self._kept = KeptTable()
 
-    def train(self, mode: bool = True) -> XLNetLayer:
-        self._kept.forget()
-        return super().train(mode)
-
     def forward(
         self,
         rows: Tensor,

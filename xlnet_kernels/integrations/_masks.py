@@ -36,13 +36,12 @@ class OfLast(Generic[Found]):
         self.last: tuple = (lambda: None, None, None)
 
     def __call__(self, tensor: Tensor) -> Found:
-        if not readable(tensor):
+        if not readable(tensor) or tensor.is_inference():  # no one counts what is written into those of inference mode
             return self.find(tensor)
-        version = None if tensor.is_inference() else tensor._version
         seen, seen_version, found = self.last
-        if seen() is not tensor or seen_version != version:
+        if seen() is not tensor or seen_version != tensor._version:
             found = self.find(tensor)
-            self.last = (weakref.ref(tensor), version, found)
+            self.last = (weakref.ref(tensor), tensor._version, found)
         return found
 
 

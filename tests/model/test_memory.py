@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Barrier, BrokenBarrierError
 
 import pytest
 import torch
+from torch import Tensor
 
 import xlnet_kernels as xk
 from tests.model.twins import B, L, M, assert_same, assert_same_outputs, make_inputs, make_mems, ours, twins
 from xlnet_kernels import TwoStreamAttention
+from xlnet_kernels.model.memory import Extension
 
 LENGTH = 12
 
@@ -168,6 +173,65 @@ def test_a_memory_that_is_used_twice_stays_as_it_is():
             assert_same(model(ids[:, 9:10], mems=plain).last_hidden_state, found)
     assert_same([*memory.keys, *memory.values], saved)
     assert _places(branches[0][0]).isdisjoint(_places(branches[1][0]))
+
+
+@pytest.mark.parametrize("what", ["batch expanded", "values cloned", "keys cloned", "one layer", "a storage shared"])
+def test_memory_that_was_replaced_is_copied(what):
+    """Only what lies in a buffer as a step left it is written behind."""
+    model, batch = ours(attn_type="uni", mem_len=6), 1 if what == "batch expanded" else B
+    ids = _text(batch, 8)
+    with torch.no_grad():
+        memory = model(ids[:, :5], mems=model.project_mems(batch=batch)).mems
+        keys, values = memory.keys, memory.values
+        if what == "batch expanded":
+            keys, values, ids = (
+                [x.expand(B, -1, -1, -1) for x in keys],
+                [x.expand(B, -1, -1, -1) for x in values],
+                ids.expand(B, -1),
+            )
+        elif what == "values cloned":
+            values = [x.clone() for x in values]
+        elif what == "keys cloned":
+            keys = [x.clone() for x in keys]
+        elif what == "one layer":
+            keys, values = [keys[0], keys[1].clone()], [values[0], values[1].clone()]
+        else:
+            values = keys
+        changed = replace(memory, keys=keys, values=values)
+        fresh = replace(changed, keys=[x.clone() for x in keys], values=[x.clone() for x in values], written=None)
+        claimed = int(memory.written)
+        found = wanted = None
+        for step in (ids[:, 5:7], ids[:, 7:]):
+            found = model(step, mems=changed if found is None else found.mems)
+            wanted = model(step, mems=fresh if wanted is None else wanted.mems)
+            assert_same(found.last_hidden_state, wanted.last_hidden_state)
+    assert int(memory.written) == claimed
+
+
+def test_two_threads_that_go_on_from_one_memory():
+    """The second asks while the first has seen that there is room, and has not taken it yet."""
+    model = ours(attn_type="uni", mem_len=6)
+    with torch.no_grad():
+        memory = model(_text(length=5), mems=model.project_mems(batch=B)).mems
+        both = Barrier(2)
+
+        class Slow(Tensor):  # both threads have read its number before either goes on, if they may
+            def __int__(self):
+                number = int(self.as_subclass(Tensor))
+                try:
+                    both.wait(0.2)
+                except BrokenBarrierError:
+                    pass
+                return number
+
+        slow = replace(memory, written=memory.written.as_subclass(Slow))
+
+        def claim(_):
+            with torch.no_grad():
+                return Extension(slow, 1, 6, None)._in_place
+
+        with ThreadPoolExecutor(2) as pool:
+            assert sorted(pool.map(claim, range(2))) == [False, True]
 
 
 def test_memory_of_inference_mode_goes_on_outside_of_it():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -61,6 +62,9 @@ def keep(previous: Tensor | None, new: Tensor, mem_len: int | None, reuse_len: i
     return new.detach()
 
 
+_CLAIM = Lock()
+
+
 class Extension:
     """The next memory of a `ProjectedMemory`, layer by layer: its keys and values after a segment of `length`.
 
@@ -75,19 +79,28 @@ class Extension:
         if not self._buffered:
             return
         self.stay, self.first, self.count = _kept(memory.length, length, mem_len, reuse_len)
-        written = memory.written
-        self._in_place = written is not None and self._has_room(memory.keys[0], written)
-        if written is not None and self._in_place:
-            self.written = written.add_(self.count)
-        else:
-            self.written = torch.tensor(self.stay + self.count)
+        self._in_place = self._claim(memory)
+        self.written = memory.written if self._in_place else torch.tensor(self.stay + self.count)
 
-    def _has_room(self, key: Tensor, written: Tensor) -> bool:
-        """Whether this memory is the last one in its buffers, and the next fits in behind it."""
-        if written.device.type != "cpu" or key.is_inference() and not torch.is_inference_mode_enabled():
+    def _claim(self, memory: ProjectedMemory) -> bool:
+        """Takes the place behind this memory, if it is the last one in its buffers and the next fits in there."""
+        written, key, every = memory.written, memory.keys[0], (*memory.keys, *memory.values)
+        if written is None or written.device.type != "cpu":
             return False
-        end = key.storage_offset() // key.shape[3] + key.shape[2]
-        return int(written) == end and end + self.count <= key.stride(1) // key.shape[3]
+        if any(x.is_inference() for x in every) and not torch.is_inference_mode_enabled():
+            return False
+        heads, length, width = key.shape[1:]
+        offset, strides = key.storage_offset(), key.stride()
+        if strides != (heads * strides[1], strides[1], width, 1) or len({x.data_ptr() for x in every}) < len(every):
+            return False
+        if any((x.storage_offset(), x.stride(), x.shape) != (offset, strides, key.shape) for x in every):
+            return False
+        end = offset // width + length
+        with _CLAIM:  # another thread may go on from the same memory
+            if int(written) != end or end + self.count > strides[1] // width:
+                return False
+            written.add_(self.count)
+        return True
 
     def of(self, old: Tensor, new: Tensor) -> Tensor:
         """Keys, or values, (B, H, M, D) of the next memory, from those of the memory and of the segment."""

@@ -71,12 +71,13 @@ def in_dispatch_mode() -> bool:
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether somebody wants to know of calls of the module, which must be called then.
+    """Whether somebody wants to know of calls of the module, or replaced its `forward`: it must be called then.
 
     When one of the names goes: say True, and the table of tied words and logits gets its gradient in three pieces.
     """
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, name, True) for name in names)
+    everywhere = (getattr(torch.nn.modules.module, f"_global{name}", True) for name in names)
+    return "forward" in vars(module) or any(getattr(module, name, True) for name in names) or any(everywhere)
 
 
 def has_onednn_linear() -> bool:

@@ -96,12 +96,40 @@ def test_modules_that_are_not_plain_are_called():
     for change in (
         lambda model: setattr(model, "lm_loss", copy.deepcopy(model.lm_loss)),  # no longer tied
         lambda model: model.lm_loss.register_forward_pre_hook(lambda *_: None),
+        lambda model: setattr(model.lm_loss, "forward", type(model.lm_loss).forward.__get__(model.lm_loss)),
+        lambda model: model.transformer.register_forward_pre_hook(lambda *_: None),
         lambda model: setattr(model.transformer.word_embedding, "padding_idx", 0),
         lambda model: nn.utils.parametrize.register_parametrization(model.lm_loss, "weight", nn.Identity()),
     ):
         model = lm()
         change(model)
         assert dense_backward(loss_of(model, inputs).backward)
+
+
+def test_hooks_of_the_encoder_see_its_words_and_those_of_all_modules_every_call():
+    model, ids, seen = lm(), make_inputs()["input_ids"], []
+    with model.transformer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0])):
+        model(ids)
+    assert torch.equal(seen[0], ids)
+    calls = []
+    with nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(module)):
+        model(ids)
+    assert model.lm_loss in calls and model.transformer.word_embedding in calls
+
+
+def test_words_may_be_given_by_place():
+    """All eight arguments of the encoder, in the order of its signature."""
+    model, ids = lm(), make_inputs()["input_ids"]
+    wanted = model(ids)
+    found = model(ids, *[None] * 7)
+    assert_same(found.logits, wanted.logits, 0)
+    assert not dense_backward(found.logits.sum().backward)
+    words = model.transformer.word_embedding(ids)
+    assert_same(model(None, *[None] * 6, words).logits, wanted.logits, 1e-6)
+    with pytest.raises(ValueError, match="give either input_ids or inputs_embeds, got both"):
+        model(ids, *[None] * 6, words)
+    with pytest.raises(TypeError):
+        model(ids, *[None] * 8)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")

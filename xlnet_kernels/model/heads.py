@@ -5,6 +5,8 @@ Every `forward` passes what is not its own to the encoder: arguments have the na
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +20,9 @@ from .generation import Generation
 from .inputs import check_labels, check_tensor, check_words
 from .outputs import HeadOutput, SpanOutput
 from .tied import words_and_table
+
+# Where inputs_embeds is among the arguments that come after input_ids.
+_EMBEDS = list(inspect.signature(XLNetModel.forward).parameters).index("inputs_embeds") - len(("self", "input_ids"))
 
 
 class HeadedModel(PretrainedModel):
@@ -58,14 +63,16 @@ class XLNetLMHeadModel(Generation, HeadedModel):
 
     def forward(self, input_ids: Tensor | None = None, *inputs, labels: Tensor | None = None, **options) -> HeadOutput:
         tied = None
-        if input_ids is not None and len(inputs) < 7 and options.get("inputs_embeds") is None:
+        embeds = inputs[_EMBEDS] if len(inputs) > _EMBEDS else options.get("inputs_embeds")
+        if input_ids is not None and embeds is None:
             check_words(input_ids, None, self.config, self.lm_loss.weight)
-            tied = words_and_table(self.transformer.word_embedding, self.lm_loss, input_ids)
+            tied = words_and_table(self.transformer, self.lm_loss, input_ids)
         if tied is None:
             output = self.transformer(input_ids, *inputs, **options)
             logits = self.lm_loss(output.last_hidden_state)
         else:
             words, table = tied
+            inputs = inputs[:_EMBEDS] + inputs[_EMBEDS + 1 :]  # what may be there is None
             output = self.transformer(None, *inputs, **options | {"inputs_embeds": words})
             logits = linear(output.last_hidden_state, table, self.lm_loss.bias)
         return HeadOutput(_token_loss(logits, labels), logits, *output[1:])

@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from .._checks import readable
 from .._torch import has_hooks, is_batch_of_gradients, transformed
 from ..linear import Linear
+from .encoder import XLNetModel
 
 
-def words_and_table(embedding: nn.Embedding, head: nn.Linear, ids: Tensor) -> tuple[Tensor, Tensor] | None:
-    """embedding(ids), and the weight for `head` to use in place of its own; None where both must be called as they are.
+def words_and_table(encoder: XLNetModel, head: nn.Linear, ids: Tensor) -> tuple[Tensor, Tensor] | None:
+    """encoder.word_embedding(ids), and the weight for `head` to use instead of its own; None where both must be called.
 
     Served are plain modules with one weight on the CPU, when gradients are wanted: modules with hooks, wrapped,
     parametrized or sharded by themselves, compiled graphs, traces and transforms are not.
     """
-    weight = head.weight
+    embedding, weight = encoder.word_embedding, head.weight
     if (
         embedding.weight is not weight
         or type(embedding) is not nn.Embedding
@@ -36,8 +37,7 @@ def words_and_table(embedding: nn.Embedding, head: nn.Linear, ids: Tensor) -> tu
         or embedding.max_norm is not None
         or embedding.scale_grad_by_freq
         or embedding.sparse
-        or has_hooks(embedding)
-        or has_hooks(head)
+        or any(has_hooks(module) for module in (encoder, embedding, head))
     ):
         return None
     return _WordsAndTable.apply(weight, ids.long())

@@ -248,7 +248,8 @@ class RingAttention(torch.autograd.Function):
                 of_out = weight * grad_out
                 # out = sum of weights times parts, and the weights are the softmax of the parts' log-sum-exp
                 of_lse = weight[..., 0] * ((grad_out * (part[0].detach() - out)).sum(-1) + grad_lse)
-                wanted = leaves[1:3] + [x for x in leaves[:1] + leaves[3:] if x is not None and x.requires_grad]
+                ordered = (*leaves[1:3], *leaves[:1], *leaves[3:])
+                wanted = [x for x in ordered if x is not None and x.requires_grad]
                 above = of_out.to(query.dtype), of_lse
                 of_key, of_value, *rest = torch.autograd.grad(part, wanted, above, materialize_grads=True)
                 travelling[0] += of_key

@@ -99,7 +99,7 @@ class DataCollatorForPermutationLM:
         asked = getattr(self.objective, "num_predict", None)
         if asked is None or asked < length:
             return self.objective
-        return dataclasses.replace(self.objective, num_predict=max(1, length - 1))  # type: ignore[call-arg]
+        return dataclasses.replace(self.objective, num_predict=max(1, length - 1))  # type: ignore[arg-type]
 
     def _padded(self, example: Example, length: int, count: int) -> Example:
         """To `length` tokens, on the left, and `count` targets, of which the last ones are none."""

@@ -197,9 +197,11 @@ def test_a_wrong_speech_layer_is_found(tmp_path, monkeypatch, capsys, seconds):
 
     pytest.importorskip("transformers.models.parakeet")
 
-    def other_weights(layer, right=speech.accelerate):
+    right = speech.accelerate
+
+    def other_weights(layer, **options):
         layer.bias_v.data += 0.1
-        return right(layer)
+        return right(layer, **options)
 
     monkeypatch.setattr(speech, "accelerate", other_weights)
     arguments = ["--device", "cpu", "--quick", "--audio", str(seconds), "--parts", "attention"]

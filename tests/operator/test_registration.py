@@ -245,7 +245,7 @@ def test_the_operator_itself_stays_inside_its_tensors():
     names = [argument.name for argument in function._schema.arguments]
     changes = {"key": lambda x: x[:1], "value": lambda x: x.double(), "rel_key": lambda x: x[:, :, :1]}
     changes |= {"memory_value": lambda x: None, "key_rank": lambda x: x[:, 1:], "query_ids": lambda x: x[:, 1:]}
-    changes |= {"query_positions": lambda x: x + 1000, "max_distance": lambda x: 1, "dropout_p": lambda x: 0.5}
+    changes |= {"query_positions": lambda x: x + 1000, "max_distance": lambda x: 2**31, "dropout_p": lambda x: 0.5}
     for name, change in changes.items():
         index = names.index(name)
         with pytest.raises(ValueError):

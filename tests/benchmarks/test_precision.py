@@ -17,6 +17,9 @@ pytestmark = [
     pytest.mark.skipif(not xk.backends()["cpu"].available, reason="the CPU backend is not built"),
 ]
 
+# Three roundings for one where products take 16 bits: inputs, P and dS (tests/operator/test_trusted_gradients.py)
+IN_BFLOAT16 = 3e-3 * 3**0.5
+
 
 def run(tmp_path, *arguments: str) -> dict:
     import precision
@@ -36,7 +39,7 @@ def test_errors_and_cost_of_the_residual(tmp_path, capsys):
     assert len(errors) == 2 * 5 * 3
     for (dtype, case, name), found in errors.items():
         if name == OWN:
-            allowed = 3e-3 if dtype == "bfloat16" else 4e-4
+            allowed = IN_BFLOAT16 if dtype == "bfloat16" else 4e-4
             assert max(found.values()) <= allowed < errors[dtype, case, ROUNDED]["query"]
         elif name == SDPA:
             assert found.keys() == {"content_bias", "query", "key", "value"}
@@ -63,7 +66,7 @@ def test_kinds_of_training(tmp_path, capsys, objective):
         assert row["held_out"][1][1] == pytest.approx(first[1][1], rel=1e-2)
         assert [probe["step"] for probe in row["errors"]] == ([1, 3] if kind.has_16_bits else [])
         for probe in row["errors"]:
-            assert probe["attention"][OWN][0] < 3e-3 and probe["attention"][OWN] != probe["attention"][ROUNDED]
+            assert probe["attention"][OWN][0] < IN_BFLOAT16 and probe["attention"][OWN] != probe["attention"][ROUNDED]
             assert 1e-4 < probe["model"][OWN] < 0.05
     assert "| bfloat16 weights |" in capsys.readouterr().out
     if plot:

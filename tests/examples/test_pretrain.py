@@ -73,8 +73,8 @@ def test_training_lowers_the_loss(pretrain, tmp_path, objective, capsys):
     assert pretrain("run", *TINY, *arguments) == 0
     losses, held_out = lines(tmp_path / "run"), lines(tmp_path / "run", "validation_loss")
     assert list(losses) == list(range(1, 81)) and list(held_out) == [40, 80]
-    # It starts from all bytes being about equally likely, and learns at least that most of them never occur. Logits begin
-    # with a variance of d_model x (0.02^2 x 1024 / d_model) = 0.41, which costs half of that.
+    # It starts from all bytes being about equally likely, and learns at least that most of them never occur. Logits
+    # begin with a variance of d_model x (0.02^2 x 1024 / d_model) = 0.41, which costs half of that.
     assert losses[1] == pytest.approx(math.log(260) + 0.2, abs=0.2)
     assert held_out[80] < held_out[40] < losses[1] - 1
     assert "unigram entropy" in capsys.readouterr().out

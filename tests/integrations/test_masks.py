@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from xlnet_kernels.integrations import parakeet
+from xlnet_kernels.integrations import _relative
 from xlnet_kernels.integrations._masks import layer_mask, visible_ranks
 
 
@@ -27,6 +27,6 @@ def test_a_mask_may_be_edited_in_place(mode):
 def test_positions_may_be_edited_in_place(mode):
     with mode():
         positions = torch.ones(2, 5, 4)
-        assert parakeet._shared(positions).dim() == 2
+        assert _relative.shared(positions).dim() == 2
         positions[1] = 2
-        assert parakeet._shared(positions) is positions
+        assert _relative.shared(positions) is positions

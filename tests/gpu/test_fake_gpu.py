@@ -137,7 +137,9 @@ def test_language_model(attn_type, bi_data):
     assert_on_gpu(model(ids, perm_mask=hidden, target_mapping=mapping, **maps))
     transformer = model.eval().transformer
     memory = transformer(ids, mems=transformer.project_mems(batch=2)).mems
-    assert_on_gpu(transformer(ids[:, :3], mems=memory))
+    step = transformer(ids[:, :3], mems=memory)
+    assert step.mems.written.device.type == "cpu"  # asked before each step: a GPU's would be waited for
+    assert_on_gpu([step.last_hidden_state, step.mems.keys, step.mems.values, step.mems.rel_keys])
 
 
 def test_accelerated_transformers_model():

@@ -80,7 +80,7 @@ class Extension:
             return
         self.stay, self.first, self.count = _kept(memory.length, length, mem_len, reuse_len)
         self._in_place = self._claim(memory)
-        self.written = memory.written if self._in_place else torch.tensor(self.stay + self.count)
+        self.written = memory.written if self._in_place else torch.tensor(self.stay + self.count, device="cpu")
 
     def _claim(self, memory: ProjectedMemory) -> bool:
         """Takes the place behind this memory, if it is the last one in its buffers and the next fits in there."""

@@ -144,7 +144,7 @@ def test_whole_layers_are_compared(bench, small_case):
     assert all(row["status"] == "ok" and row["check"]["passed"] for row in bench.rows), bench.rows
 
 
-def test_wrong_result_gets_a_cross(bench, small_case):
+def test_wrong_result_gets_a_cross(bench, small_case, environment):
     from rich.console import Console
 
     from lib.implementations import Implementation, package_backend
@@ -165,11 +165,11 @@ def test_wrong_result_gets_a_cross(bench, small_case):
         for table in tables(bench.rows):
             console.print(table)
     assert shown.get().count("✗") == 4
-    text = notes({"rows": bench.rows, "environment": environment()})
+    text = notes({"rows": bench.rows, "environment": environment})
     assert any(line.startswith("WRONG shifted_by_one") and "rel_key by" in line for line in text)
 
 
-def test_what_cannot_run_is_a_row(bench, small_case):
+def test_what_cannot_run_is_a_row(bench, small_case, environment):
     from rich.console import Console
 
     from lib.harness import CannotRun
@@ -206,7 +206,7 @@ def test_what_cannot_run_is_a_row(bench, small_case):
         for table in tables(bench.rows):
             console.print(table)
     assert "failed" in shown.get() and "skipped" in shown.get()
-    text = "\n".join(notes({"rows": bench.rows, "environment": environment()}))
+    text = "\n".join(notes({"rows": bench.rows, "environment": environment}))
     assert "it is not installed" in text and "no kernel" in text
 
 
@@ -279,7 +279,7 @@ def test_baseline_is_the_fastest_kernel_of_plain_sdpa(bench, small_case):
     assert {row["baseline"] for row in rows} == {names[1]}
 
 
-def test_parts_are_left_out_and_added(bench, small_case, monkeypatch):
+def test_parts_are_left_out_and_added(bench, small_case, monkeypatch, environment):
     from lib.implementations import BASELINE, registry
     from lib.report import markdown
     from lib.sections import TERMS, terms
@@ -297,7 +297,7 @@ def test_parts_are_left_out_and_added(bench, small_case, monkeypatch):
             assert row["check"]["passed"] and row["ratio_to_baseline"] > 0
             if direction == "backward":  # the largest gradient of what is not there is zero, and so is the error
                 assert (row["check"]["errors"]["segment_embed"] > 0) == segmented
-    results = {"benchmark": "attn", "rows": bench.rows, "environment": environment()}
+    results = {"benchmark": "attn", "rows": bench.rows, "environment": environment}
     page = markdown(results | {"settings": {"heads": 2, "head_dim": 16, "dtype": "float32", "mem_len": 0}})
     lines = page.splitlines()
     order = [next(i for i, line in enumerate(lines) if f"| 48 x 2, {name} " in line) for name in TERMS]
@@ -323,52 +323,6 @@ def test_memory_is_seen():
         pytest.skip("peak memory cannot be reset here")
     peak, elapsed = peak_memory(lambda: (torch.ones(10_000_000).exp().sum(),), "cpu")
     assert 80e6 * 0.95 < peak < 80e6 * 1.3 and elapsed > 0
-
-
-def test_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    from report import main
-
-    rows = [
-        {"section": "core", "implementation": "SDPA + bias", "direction": "forward", "length": length, "batch": 1}
-        | {"median_ms": length / 8, "peak_bytes": length * 1000}
-        for length in (64, 128)
-    ]
-    settings = {"heads": 2, "head_dim": 16, "dtype": "float32"}
-    source = tmp_path / "results.json"
-    source.write_text(json.dumps({"rows": rows, "settings": settings, "environment": environment()}))
-    assert main(["--plot", str(source)]) == 0
-    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
-    source.write_text(json.dumps({"rows": [], "settings": settings, "environment": environment()}))
-    assert main(["--plot", str(source)]) == 1
-
-
-def test_share_of_the_limit(tmp_path):
-    """Three products forward in 1.5 times the time of two are made as fast as those; the picture gets a third row."""
-    pytest.importorskip("matplotlib")
-    from lib.plot import limit_share, plot
-
-    row = {"section": "core", "implementation": "xlnet_kernels cpu", "direction": "forward", "length": 64, "batch": 1}
-    row |= {"median_ms": 3.0, "peak_bytes": 1000, "ratio_to_baseline": 1.5}
-    assert limit_share(row) == {"limit_share": 1}
-    assert limit_share(row | {"ratio_to_baseline": 1.2}) == {"limit_share": pytest.approx(1.25)}
-    assert limit_share(row | {"direction": "backward"}) == {"limit_share": pytest.approx(11 / 7 / 1.5)}
-    assert limit_share(row | {"implementation": "plain SDPA, no positions"}) == {}
-    assert limit_share({name: row[name] for name in row if name != "ratio_to_baseline"}) == {}
-
-    heights = []
-    settings = {"heads": 2, "head_dim": 16, "dtype": "float32"}
-    for rows in ([row], [{name: row[name] for name in row if name != "ratio_to_baseline"}]):
-        plot({"rows": rows, "settings": settings, "environment": environment()}, tmp_path / "picture.png")
-        # width and height are words 4 and 5 of a PNG
-        heights.append(int.from_bytes((tmp_path / "picture.png").read_bytes()[20:24], "big"))
-    assert heights == [1500, 1050]
-
-
-def environment():
-    from lib.harness import environment
-
-    return environment("cpu")
 
 
 def test_used_up_budget_is_said(bench, small_case):

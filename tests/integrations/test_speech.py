@@ -15,7 +15,7 @@ import transformers
 from transformers import ParakeetEncoder, ParakeetEncoderConfig, ParakeetForCTC, Wav2Vec2BertConfig, Wav2Vec2BertModel
 
 import xlnet_kernels as xk
-from xlnet_kernels.integrations import _masks, _relative, parakeet
+from xlnet_kernels.integrations import _masks, parakeet
 from xlnet_kernels.integrations.transformers import STAND_INS, accelerate, restore
 
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
@@ -138,19 +138,6 @@ def assert_same(found, wanted, tolerance: float) -> None:
         assert (gradient is None) == (found[1][name] is None), name
         if gradient is not None:
             assert (found[1][name] - gradient).abs().max() <= tolerance * scale, name
-
-
-@pytest.fixture
-def calls(monkeypatch) -> list[dict]:
-    """The keyword arguments of each call of the operator."""
-    seen: list[dict] = []
-
-    def spy(*args, **kwargs):
-        seen.append(kwargs)
-        return xk.rel_attention(*args, **kwargs)
-
-    monkeypatch.setattr(_relative, "rel_attention", spy)
-    return seen
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "padded"])

@@ -1,0 +1,11 @@
+"""What tests of the benchmarks share."""
+
+import pytest
+
+
+@pytest.fixture
+def environment(scripts) -> dict:
+    """The machine, as results files have it."""
+    from lib.harness import environment
+
+    return environment("cpu")

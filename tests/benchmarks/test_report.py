@@ -1,0 +1,47 @@
+"""What is made of results files: pictures, and the share of the limit."""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("scripts")
+
+
+def test_picture(tmp_path, environment):
+    pytest.importorskip("matplotlib")
+    from report import main
+
+    rows = [
+        {"section": "core", "implementation": "SDPA + bias", "direction": "forward", "length": length, "batch": 1}
+        | {"median_ms": length / 8, "peak_bytes": length * 1000}
+        for length in (64, 128)
+    ]
+    settings = {"heads": 2, "head_dim": 16, "dtype": "float32"}
+    source = tmp_path / "results.json"
+    source.write_text(json.dumps({"rows": rows, "settings": settings, "environment": environment}))
+    assert main(["--plot", str(source)]) == 0
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    source.write_text(json.dumps({"rows": [], "settings": settings, "environment": environment}))
+    assert main(["--plot", str(source)]) == 1
+
+
+def test_share_of_the_limit(tmp_path, environment):
+    """Three products forward in 1.5 times the time of two are made as fast as those; the picture gets a third row."""
+    pytest.importorskip("matplotlib")
+    from lib.plot import limit_share, plot
+
+    row = {"section": "core", "implementation": "xlnet_kernels cpu", "direction": "forward", "length": 64, "batch": 1}
+    row |= {"median_ms": 3.0, "peak_bytes": 1000, "ratio_to_baseline": 1.5}
+    assert limit_share(row) == {"limit_share": 1}
+    assert limit_share(row | {"ratio_to_baseline": 1.2}) == {"limit_share": pytest.approx(1.25)}
+    assert limit_share(row | {"direction": "backward"}) == {"limit_share": pytest.approx(11 / 7 / 1.5)}
+    assert limit_share(row | {"implementation": "plain SDPA, no positions"}) == {}
+    assert limit_share({name: row[name] for name in row if name != "ratio_to_baseline"}) == {}
+
+    heights = []
+    settings = {"heads": 2, "head_dim": 16, "dtype": "float32"}
+    for rows in ([row], [{name: row[name] for name in row if name != "ratio_to_baseline"}]):
+        plot({"rows": rows, "settings": settings, "environment": environment}, tmp_path / "picture.png")
+        # width and height are words 4 and 5 of a PNG
+        heights.append(int.from_bytes((tmp_path / "picture.png").read_bytes()[20:24], "big"))
+    assert heights == [1500, 1050]

@@ -1,0 +1,180 @@
+"""Attention of NeMo, ESPnet, SpeechBrain and fairseq2, made and called: of the toolkits or of `conventions`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+from tests.integrations import conventions
+from tests.integrations.conventions import HEADS, WIDTH
+
+LENGTH, SHORT = 13, 9  # frames of the two sequences of a batch
+HIDDEN = torch.arange(LENGTH) >= torch.tensor([[LENGTH], [SHORT]])  # where there is no frame
+FILES = {
+    "nemo": "nemo.collections.asr.parts.submodules.multi_head_attention",
+    "espnet": "espnet.nets.pytorch_backend.transformer.attention",
+    "speechbrain": "speechbrain.nnet.attention",
+    "fairseq2": "fairseq2.models.transformer.sdpa.relative",
+}
+
+
+def real(toolkit: str):
+    """The toolkit's own module."""
+    if not any(importlib.util.find_spec(name) for name in (toolkit, f"{toolkit}2")):
+        pytest.skip(f"{toolkit} is not installed")
+    from lib.toolkits import leave_out_unneeded
+
+    leave_out_unneeded(toolkit)
+    if toolkit == "espnet" and importlib.util.find_spec("espnet") is None:  # from 202609 on
+        return importlib.import_module(FILES["espnet"].replace("espnet.", "espnet2.legacy."))
+    return importlib.import_module(FILES[toolkit])
+
+
+def positions(rows: int, batch: int = 1) -> torch.Tensor:
+    return torch.randn(batch, rows, WIDTH, dtype=torch.float64)
+
+
+def nemo(source, cls="RelPositionMultiHeadAttention", dropout=0.0, **options):
+    module = source("nemo")
+    if module is conventions:
+        attention = getattr(module, cls)(dropout)
+        for name, value in options.items():
+            setattr(attention, name, value)
+        return attention
+    return getattr(module, cls)(HEADS, WIDTH, dropout, None, None, **options)
+
+
+def espnet(source, cls="RelPositionMultiHeadedAttention", dropout=0.0, zero_triu=False):
+    module = source("espnet")
+    if module is conventions:
+        return getattr(module, cls)(zero_triu, dropout)
+    return getattr(module, cls)(HEADS, WIDTH, dropout, zero_triu)
+
+
+def fairseq2(source, bias="IdentityBias", *options):
+    module = source("fairseq2")
+    if module is conventions:
+        kinds = encoding = module
+        encoding = module.RelativePositionalEncoding()
+    else:
+        kinds = importlib.import_module("fairseq2.models.transformer.attention_bias")
+        encoding = module.RelativePositionalEncoding(WIDTH, 50)
+    return module.RelativePositionSDPA(WIDTH, HEADS, encoding, getattr(kinds, bias)(*options))
+
+
+def of_fairseq2(attention):
+    """Its layouts and cache of biases."""
+    if type(attention.bias).__module__ == conventions.__name__:
+        return conventions.BatchLayout, conventions.AttentionBiasCache
+    nn_module = importlib.import_module("fairseq2.nn")
+    return nn_module.BatchLayout, importlib.import_module(
+        "fairseq2.models.transformer.attention_bias"
+    ).AttentionBiasCache
+
+
+def call_nemo(attention, x, padded):
+    mask = (HIDDEN[:, None] | HIDDEN[:, :, None]) if padded else None
+    return attention(query=x, key=x, value=x, mask=mask, pos_emb=positions(2 * LENGTH - 1).to(x))
+
+
+def call_longformer(attention, x, padded):
+    pad_mask = HIDDEN if padded else torch.zeros_like(HIDDEN)
+    return attention(query=x, key=x, value=x, pad_mask=pad_mask, pos_emb=positions(7).to(x))
+
+
+def call_espnet(attention, x, padded):
+    return attention(x, x, x, positions(2 * LENGTH - 1).to(x), ~HIDDEN[:, None] if padded else None)
+
+
+def call_legacy(attention, x, padded):
+    return attention(x, x, x, positions(LENGTH).to(x), (~HIDDEN)[:, None].long() if padded else None)
+
+
+def call_speechbrain(attention, x, padded):
+    out, weights = attention(x, x, x, positions(2 * LENGTH - 1).to(x), key_padding_mask=HIDDEN if padded else None)
+    assert (weights is None) == hasattr(attention, "backend")
+    return out
+
+
+def call_fairseq2(attention, x, padded):
+    layout, cache = of_fairseq2(attention)
+    layout = layout((2, LENGTH), [LENGTH, SHORT] if padded else None)
+    q, k, v = (f(x).unflatten(-1, (HEADS, -1)) for f in (torch.sin, torch.cos, torch.tanh))
+    return attention(q, layout, k, layout, v, cache())[0].flatten(2)
+
+
+# id: make, call, dtype (softmax is in float32 in SpeechBrain and fairseq2)
+CASES = {
+    "nemo": (nemo, call_nemo, torch.float64),
+    "nemo-sdpa": (lambda s: nemo(s, use_pytorch_sdpa=True), call_nemo, torch.float64),
+    "nemo-local": (
+        lambda s: nemo(s, "RelPositionMultiHeadAttentionLongformer", att_context_size=[3, 3]),
+        call_longformer,
+        torch.float64,
+    ),
+    "espnet": (espnet, call_espnet, torch.float64),
+    "espnet-triu": (lambda s: espnet(s, zero_triu=True), call_espnet, torch.float64),
+    "espnet-legacy": (
+        lambda s: espnet(s, "LegacyRelPositionMultiHeadedAttention", zero_triu=True),
+        call_legacy,
+        torch.float64,
+    ),
+    "speechbrain": (lambda s: s("speechbrain").RelPosMHAXL(WIDTH, HEADS), call_speechbrain, torch.float32),
+    "speechbrain-vbias": (
+        lambda s: s("speechbrain").RelPosMHAXL(WIDTH, HEADS, vbias=True),
+        call_speechbrain,
+        torch.float32,
+    ),
+    "fairseq2": (fairseq2, call_fairseq2, torch.float32),
+    "fairseq2-causal": (lambda s: fairseq2(s, "CausalAttentionBias"), call_fairseq2, torch.float32),
+}
+
+
+def make(name, source):
+    """The attention of that case with weights of some size, biases included."""
+    attention = CASES[name][0](source)
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return attention.to(CASES[name][2])
+
+
+def run(name, attention, padded=False):
+    """Outputs, and gradients of some sum of them: of the input and of all parameters by name."""
+    torch.manual_seed(1)
+    x = torch.randn(2, LENGTH, WIDTH, dtype=CASES[name][2], requires_grad=True)
+    out = CASES[name][1](attention, x, padded)
+    named = {"input": x} | dict(attention.named_parameters())
+    gradients = torch.autograd.grad((out * torch.randn_like(out)).sum(), list(named.values()), allow_unused=True)
+    return {"out": out} | dict(zip(named, gradients, strict=True))
+
+
+def assert_same(found, wanted, dtype=torch.float64):
+    """All sums differ in order alone; float32 as docs/validation.md has it."""
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    scale = max(x.abs().max() for x in wanted.values() if x is not None)
+    for name, value in wanted.items():
+        assert (value is None) == (found[name] is None), name
+        if value is not None:
+            assert (found[name] - value).abs().max() <= tolerance * scale, name
+
+
+def nemo_encoder(source, style="regular", context=(-1, -1)):
+    if source("nemo") is conventions:
+        return conventions.ConformerEncoder(style, context).double()
+    module = importlib.import_module("nemo.collections.asr.modules.conformer_encoder")
+    if context == (-1, -1) and style == "chunked_limited":
+        context = (6, 2)  # it has the other as one of several
+    return module.ConformerEncoder(
+        16, 2, WIDTH, n_heads=HEADS, att_context_style=style, att_context_size=list(context), subsampling_factor=2,
+        subsampling="dw_striding", dropout=0.0, dropout_emb=0.0, dropout_pre_encoder=0.0, dropout_att=0.0,
+        conv_kernel_size=5, causal_downsampling=False,
+    ).double()  # fmt: skip
+
+
+def longformer(source, att_context_size=(3, 3), **options):
+    name = "RelPositionMultiHeadAttentionLongformer"
+    return nemo(source, name, att_context_size=list(att_context_size), **options)

@@ -29,12 +29,17 @@ TITLES = {
     "long": "Long sequences: one forward and backward pass",
     "model": "Whole model against transformers'",
     "capacity": "Largest training step",
+    "packing": "Sequences of different lengths: packed in a row against padding",
     "recurrence": "Evaluation with memory against a sliding window recomputed for every token",
     "speech": "Attention of a speech encoder against the best of transformers' own",
     "speech-layer": "The same with the layer's projections",
     "speech-toolkit": "An encoder layer of a speech toolkit against the best of its own ways",
 }
-RATIOS = dict.fromkeys(("core", "terms", "long"), "x baseline") | {"streams": "x content", "precision": "x float32"}
+RATIOS = dict.fromkeys(("core", "terms", "long"), "x baseline") | {
+    "streams": "x content",
+    "precision": "x float32",
+    "packing": "x padded",
+}
 DIRECTION_NAMES = {"forward": "forward", "backward": "fwd + bwd"}
 DIRECTIONS = tuple(DIRECTION_NAMES)
 PUBLISHED = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}  # speed-ups with memory, Dai et al. 2019, table 9
@@ -112,7 +117,7 @@ def _table(make: MakeTable, section: str, rows: list[dict]):
     table = make(TITLES[section])
     heads = {"model": "task, L x B + memory", "speech": "audio, L x B", "speech-layer": "audio, L x B"}
     heads["speech-toolkit"] = "toolkit, audio, L x B"
-    heads["terms"] = "L x B, parts"
+    heads |= {"terms": "L x B, parts", "packing": "lengths"}
     head = heads.get(section, "L x B")
     for header in (head, "direction", "implementation"):
         table.add_column(header, no_wrap=True)
@@ -250,8 +255,8 @@ def _products(found: list[dict]) -> list[str]:
 def _settings(results: dict) -> list[str]:
     """What tells the runs of one page apart."""
     settings = results.get("settings", {})
-    if results.get("benchmark") == "attn":
-        memory = f", {settings['mem_len']} positions of memory" if settings["mem_len"] else ""
+    if results.get("benchmark") in ("attn", "packing"):
+        memory = f", {settings['mem_len']} positions of memory" if settings.get("mem_len") else ""
         return [f"{settings['heads']} heads of {settings['head_dim']}, {settings['dtype']}{memory}."]
     if results.get("benchmark") in ("model", "capacity"):
         size = f"{settings['layers']} layers, {settings['d_model']} wide, {settings['heads']} heads"

@@ -100,7 +100,7 @@ def run(
     if not results["complete"]:
         return 130
     wrong = [row for row in results["rows"] if not row.get("check", {"passed": True})["passed"]]
-    own = ("xlnet_kernels", "TwoStream", "memory")
+    own = ("xlnet_kernels", "TwoStream", "memory", "padded", "packed")
     return 1 if any(row["implementation"].startswith(own) for row in wrong) else 0
 
 

@@ -78,44 +78,49 @@ struct Maximum {
   INLINE Vec<T> apply(Vec<T> a, Vec<T> b) { return maximum<T>(a, b); }
 };
 
-#if !defined(__clang__)
 // The shuffles' lanes as constants: from loops GCC makes instructions that put them together lane by lane.
 template <int64_t... LANE>
 struct Indices {};
+#if defined(__clang__)
+template <typename T, T... LANE>
+using IndicesOf = Indices<LANE...>;
+template <int64_t N>
+using UpTo = __make_integer_seq<IndicesOf, int64_t, N>;
+#else
 template <int64_t N>
 using UpTo = Indices<__integer_pack(N)...>;
+#endif
 
-template <typename T, int64_t STEP, int64_t... LANE>
-INLINE IntVec<T> partners(Indices<LANE...>) {
-  return IntVec<T>{(LANE ^ STEP)...};
+// Lanes of two vectors, counted through both
+template <typename V, int64_t... LANE>
+INLINE V shuffle(V a, V b, Indices<LANE...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, LANE...);
+#else
+  return __builtin_shuffle(a, b, decltype(a < b){LANE...});
+#endif
 }
 
-// Of two vectors, interleaved: their first halves, or from OFFSET = LANES / 2 on their second ones
-template <typename T, int64_t OFFSET, int64_t... LANE>
-INLINE IntVec<T> interleaved(Indices<LANE...>) {
-  return IntVec<T>{(LANE / 2 + LANE % 2 * LANES<T> + OFFSET)...};
-}
+template <int64_t STEP, int64_t... LANE>
+Indices<(LANE ^ STEP)...> partners(Indices<LANE...>);
+
+// Of two vectors, interleaved: their first halves, or from OFFSET = N / 2 on their second ones
+template <int64_t OFFSET, int64_t... LANE>
+Indices<(LANE / 2 + LANE % 2 * int64_t(sizeof...(LANE)) + OFFSET)...> interleaved(Indices<LANE...>);
 
 template <typename T, typename F, int64_t STEP>
 INLINE Vec<T> fold_from(Vec<T> x) {
   if constexpr (STEP == 0) {
     return x;
   } else {
-    return fold_from<T, F, STEP / 2>(F::apply(x, __builtin_shuffle(x, partners<T, STEP>(UpTo<LANES<T>>()))));
+    return fold_from<T, F, STEP / 2>(F::apply(x, shuffle(x, x, decltype(partners<STEP>(UpTo<LANES<T>>()))())));
   }
 }
-#endif
 
 // Folds the lanes of x
 template <typename T, typename F>
 INLINE T fold(Vec<T> x) {
-#if defined(__clang__)
-  T result = x[0];
-  for (int64_t lane = 1; lane < LANES<T>; ++lane) result = F::apply(Vec<T>{} + result, Vec<T>{} + x[lane])[0];
-  return result;
-#else
   return fold_from<T, F, LANES<T> / 2>(x)[0];
-#endif
 }
 
 template <typename T>
@@ -128,29 +133,31 @@ INLINE T maximum_of(Vec<T> x) {
   return fold<T, Maximum<T>>(x);
 }
 
-// The LANES x LANES block at `rows` (row stride in elements), transposed: result[d][lane] = rows[lane][d]
+// LANES vectors, transposed: result[d][lane] = from[lane][d]. `from` is changed.
 template <typename T>
-INLINE void transpose_block(const T* rows, int64_t stride, Vec<T>* result) {
+INLINE void transpose(Vec<T>* from, Vec<T>* result) {
   constexpr int64_t N = LANES<T>;
-#if defined(__clang__)
-  for (int64_t d = 0; d < N; ++d)
-    for (int64_t lane = 0; lane < N; ++lane) result[d][lane] = rows[lane * stride + d];
-#else
-  const IntVec<T> low = interleaved<T, 0>(UpTo<N>()), high = interleaved<T, N / 2>(UpTo<N>());
-  Vec<T> from[N];
-#pragma GCC unroll 16
-  for (int64_t lane = 0; lane < N; ++lane) from[lane] = load(rows + lane * stride);
+  const decltype(interleaved<0>(UpTo<N>())) low;
+  const decltype(interleaved<N / 2>(UpTo<N>())) high;
 #pragma GCC unroll 4
   for (int64_t step = 1; step < N; step *= 2) {  // log2(N) perfect shuffles
 #pragma GCC unroll 16
     for (int64_t i = 0; i < N / 2; ++i) {
-      result[2 * i] = __builtin_shuffle(from[i], from[i + N / 2], low);
-      result[2 * i + 1] = __builtin_shuffle(from[i], from[i + N / 2], high);
+      result[2 * i] = shuffle(from[i], from[i + N / 2], low);
+      result[2 * i + 1] = shuffle(from[i], from[i + N / 2], high);
     }
 #pragma GCC unroll 16
     for (int64_t i = 0; i < N; ++i) from[i] = result[i];
   }
-#endif
+}
+
+// The LANES x LANES block at `rows` (row stride in elements), transposed
+template <typename T>
+INLINE void transpose_block(const T* rows, int64_t stride, Vec<T>* result) {
+  Vec<T> from[LANES<T>];
+#pragma GCC unroll 16
+  for (int64_t lane = 0; lane < LANES<T>; ++lane) from[lane] = load(rows + lane * stride);
+  transpose<T>(from, result);
 }
 
 // 2^x for x <= 0 (a hair above 0 is fine), NaN for NaN. x = n + f with |f| <= 1/2, and 2^f by its Taylor polynomial in

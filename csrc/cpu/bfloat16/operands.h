@@ -16,29 +16,39 @@ INLINE void store_pairs(uint16_t* p, PairVec x) {
   typedef uint32_t loose __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
   *reinterpret_cast<loose*>(p) = x;
 }
-// LANES numbers, one in the low half of each lane
+
+typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES)));
+template <int64_t FIRST, int64_t... LANE>
+Indices<(2 * LANE + FIRST)...> every_second(Indices<LANE...>);
+using HalfLanes = UpTo<VECTOR_BYTES / 2>;
+
+// LANES numbers, one in the low half of each lane. Vectors of 8 bytes are widened and narrowed by shuffles: GCC takes
+// their conversion apart.
 INLINE PairVec load_halves(const uint16_t* p) {
-  typedef uint16_t loose __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
-  return __builtin_convertvector(*reinterpret_cast<const loose*>(p), PairVec);
+  if constexpr (VECTOR_BYTES == 16) {
+    uint64_t four;
+    memcpy(&four, p, 8);
+    typedef uint64_t Two __attribute__((vector_size(VECTOR_BYTES)));
+    return (PairVec)shuffle((Halves)Two{four, 0}, Halves{}, decltype(interleaved<0>(HalfLanes()))());
+  } else {
+    typedef uint16_t loose __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
+    return __builtin_convertvector(*reinterpret_cast<const loose*>(p), PairVec);
+  }
 }
 INLINE void store_halves(uint16_t* p, PairVec x) {
   typedef uint16_t loose __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
-  *reinterpret_cast<loose*>(p) = __builtin_convertvector(x, HalfVec);
+  if constexpr (VECTOR_BYTES == 16) {
+    const Halves low = shuffle((Halves)x, (Halves)x, decltype(every_second<0>(HalfLanes()))());
+    memcpy(p, &low, 8);
+  } else {
+    *reinterpret_cast<loose*>(p) = __builtin_convertvector(x, HalfVec);
+  }
 }
 
 // The upper halves of the lanes of two vectors, one after the other
 INLINE void store_upper_halves(uint16_t* p, PairVec first, PairVec second) {
-#if defined(__clang__)
-  store_halves(p, first >> 16);
-  store_halves(p + LANES<float>, second >> 16);
-#else
-  typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES)));
   typedef uint16_t loose __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
-  static constexpr uint16_t odd[] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
-                                     33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
-  static_assert(2 * LANES<float> <= 32, "more lanes need more numbers");
-  *reinterpret_cast<loose*>(p) = __builtin_shuffle((Halves)first, (Halves)second, *reinterpret_cast<const loose*>(odd));
-#endif
+  *reinterpret_cast<loose*>(p) = shuffle((Halves)first, (Halves)second, decltype(every_second<1>(HalfLanes()))());
 }
 
 // Makes what follows the `visible` scores -inf, as far as a second vector beside the last one reaches.

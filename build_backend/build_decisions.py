@@ -73,13 +73,23 @@ def extension_decision(environ: Mapping[str, str] = os.environ, platform: str = 
     return Decision(True, f"there is a C++ compiler: {path}")
 
 
-def bfloat16_decision(source: Path, environ: Mapping[str, str] = os.environ) -> Decision:
-    """Whether the compiler and its assembler know the matrix instructions of `source`: it is compiled to find out."""
+def bfloat16_decision(
+    source: Path,
+    environ: Mapping[str, str] = os.environ,
+    system: str = platform.system(),
+    machine: str = platform.machine(),
+) -> Decision:
+    """Whether the compiler and its assembler know the matrix instructions of `source`: it is compiled to find out.
+
+    That is for x86-64; those of ARM are written as numbers.
+    """
     name, path = find_compiler(environ)
     if path is None:
         return Decision(False, f"there is no C++ compiler: '{name}' was not found")
-    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
-        return Decision(False, "they are of x86-64 processors, and asked for in Linux's way")
+    if system in ("Linux", "Darwin") and machine in ("aarch64", "arm64"):
+        return Decision(True, "any compiler takes those of ARM")
+    if system != "Linux" or machine not in ("x86_64", "AMD64"):
+        return Decision(False, "they are of x86-64 and ARM processors, the former asked for in Linux's way")
     command = [path, "-x", "c++", "-std=c++17", "-O1", f"-D{BFLOAT16_MACRO}", "-c", str(source), "-o", os.devnull]
     found = subprocess.run(command, capture_output=True, text=True)
     if found.returncode != 0:

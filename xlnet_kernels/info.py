@@ -24,7 +24,12 @@ from xlnet_kernels.integrations._libraries import LIBRARIES
 UNKNOWN_SET = "XLNET_KERNELS_CPU names no instruction set that this processor has"
 
 # Instruction sets that are for bfloat16 alone: what float32 takes beside them (csrc/cpu/dispatch.cpp)
-FLOAT32_BESIDE = {"amx_bf16": "avx512", "avx512_bf16": "avx512", "emulated_bf16": "the best of avx512, avx2, generic"}
+FLOAT32_BESIDE = {
+    "amx_bf16": "avx512",
+    "avx512_bf16": "avx512",
+    "neon_bf16": "neon",
+    "emulated_bf16": "the best of avx512, avx2, neon, generic",
+}
 
 
 def installed_version(package: str) -> str:

@@ -19,6 +19,9 @@ Choice choose_kernels() {
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
     usable[count++] = {avx2_kernels.name, &avx2_kernels, nullptr};
+#elif defined(__aarch64__)
+  if (const Products* products = neon_products()) usable[count++] = {products->name, &neon_kernels, products};
+  usable[count++] = {neon_kernels.name, &neon_kernels, nullptr};
 #endif
   usable[count++] = {generic_kernels.name, &generic_kernels, nullptr};
   const char* wanted = std::getenv("XLNET_KERNELS_CPU");

@@ -8,10 +8,48 @@
 // Where A(m, k) is: a[m][k], a[k][offset + m], or a[0][k * ROWS + m]
 enum class A { rows, columns, panel };
 
+// One step of the depth for a register tile: a row of B times a number of A for each of its rows, ...
+template <typename T, int ROWS, int COLUMNS, A LAYOUT>
+INLINE void multiply_step(const T* const* a, int64_t offset, const T* b, int64_t column_stride, int64_t k,
+                          Vec<T> (*sum)[COLUMNS]) {
+  Vec<T> right[COLUMNS];
+#pragma GCC unroll 4
+  for (int v = 0; v < COLUMNS; ++v) right[v] = load(b + v * column_stride);
+  const T* left = LAYOUT == A::columns ? a[k] + offset : a[0] + k * ROWS;
+#pragma GCC unroll 16
+  for (int m = 0; m < ROWS; ++m)
+#pragma GCC unroll 4
+    for (int v = 0; v < COLUMNS; ++v) sum[m][v] += (LAYOUT == A::rows ? a[m][k] : left[m]) * right[v];
+}
+
+// ... or the numbers of A, of a panel, from lanes of registers
+template <typename T, int ROWS, int COLUMNS>
+INLINE void multiply_step_by_lane(const T* left, const T* b, int64_t column_stride, Vec<T> (*sum)[COLUMNS]) {
+  Vec<T> right[COLUMNS];
+#pragma GCC unroll 4
+  for (int v = 0; v < COLUMNS; ++v) right[v] = load(b + v * column_stride);
+#pragma GCC unroll 16
+  for (int m = 0; m < ROWS; m += LANES<T>) {
+    const Vec<T> numbers = load(left + m);
+#pragma GCC unroll 4
+    for (int lane = 0; lane < LANES<T>; ++lane)
+#pragma GCC unroll 4
+      for (int v = 0; v < COLUMNS; ++v) sum[m + lane][v] += numbers[lane] * right[v];
+  }
+}
+
+#ifdef MULTIPLIES_BY_LANE
+#include "tile_neon.h"
+#endif
+
 // One register tile of ROWS x COLUMNS vectors. FIRST: C starts at zero, else it is added to.
 template <typename T, int ROWS, int COLUMNS, A LAYOUT, bool FIRST>
 INLINE void tile_product(const T* const* a, int64_t offset, const T* b, int64_t row_stride, int64_t column_stride,
                          int64_t depth, T* const* c, int64_t column) {
+#ifdef MULTIPLIES_BY_LANE
+  if constexpr (ROWS == 12 && COLUMNS == 2 && sizeof(T) == sizeof(float))
+    return multiply_tile<FIRST>(a[0], b, row_stride, column_stride, depth, c, column);
+#endif
   Vec<T> sum[ROWS][COLUMNS];
 #pragma GCC unroll 16
   for (int m = 0; m < ROWS; ++m)
@@ -19,14 +57,11 @@ INLINE void tile_product(const T* const* a, int64_t offset, const T* b, int64_t 
     for (int v = 0; v < COLUMNS; ++v) sum[m][v] = FIRST ? Vec<T>{} : load(c[m] + column + v * LANES<T>);
 
   for (int64_t k = 0; k < depth; ++k) {
-    Vec<T> right[COLUMNS];
-#pragma GCC unroll 4
-    for (int v = 0; v < COLUMNS; ++v) right[v] = load(b + k * row_stride + v * column_stride);
-    const T* left = LAYOUT == A::columns ? a[k] + offset : a[0] + k * ROWS;
-#pragma GCC unroll 16
-    for (int m = 0; m < ROWS; ++m)
-#pragma GCC unroll 4
-      for (int v = 0; v < COLUMNS; ++v) sum[m][v] += (LAYOUT == A::rows ? a[m][k] : left[m]) * right[v];
+    if constexpr (BY_LANE) {
+      multiply_step_by_lane<T, ROWS, COLUMNS>(a[0] + k * ROWS, b + k * row_stride, column_stride, sum);
+    } else {
+      multiply_step<T, ROWS, COLUMNS, LAYOUT>(a, offset, b + k * row_stride, column_stride, k, sum);
+    }
   }
 
 #pragma GCC unroll 16
@@ -66,20 +101,54 @@ INLINE void panel_product(const T* row_panel, const T* panels, int64_t depth, T*
 
 // C[0 .. ROW_ROWS)[0 .. width) += A . B, B of `depth` rows of `width` (a multiple of LANES)
 template <typename T, A LAYOUT>
-static __attribute__((noinline)) void row_product(const T* const* a, int64_t offset, const T* b, int64_t width,
-                                                  int64_t depth, T* const* c) {
-  const T* rows[ROW_ROWS];  // an array of this function's own: the stores through `c` cannot change it
-  if (LAYOUT == A::rows) {
-    for (int m = 0; m < ROW_ROWS; ++m) rows[m] = a[m];
-    a = rows;
-  }
+INLINE void row_tiles(const T* const* a, int64_t offset, const T* b, int64_t width, int64_t depth, T* const* c) {
   int64_t column = 0;
   for (; column + ROW_COLUMNS * LANES<T> <= width; column += ROW_COLUMNS * LANES<T>)
     tile_product<T, ROW_ROWS, ROW_COLUMNS, LAYOUT, false>(a, offset, b + column, width, LANES<T>, depth, c, column);
-  for (; column + 2 * LANES<T> <= width; column += 2 * LANES<T>)
-    tile_product<T, ROW_ROWS, 2, LAYOUT, false>(a, offset, b + column, width, LANES<T>, depth, c, column);
+  if constexpr (ROW_COLUMNS > 2)
+    for (; column + 2 * LANES<T> <= width; column += 2 * LANES<T>)
+      tile_product<T, ROW_ROWS, 2, LAYOUT, false>(a, offset, b + column, width, LANES<T>, depth, c, column);
   for (; column < width; column += LANES<T>)
     tile_product<T, ROW_ROWS, 1, LAYOUT, false>(a, offset, b + column, width, LANES<T>, depth, c, column);
+}
+
+// A(0 .. ROW_ROWS, first .. first + depth) as a panel, up to LANES - 1 columns more
+template <typename T, A LAYOUT>
+INLINE void pack_left(const T* const* a, int64_t offset, int64_t first, int64_t depth, T* panel) {
+  if constexpr (LAYOUT == A::columns) {
+    for (int64_t k = 0; k < depth; ++k)
+      for (int64_t m = 0; m < ROW_ROWS; m += LANES<T>) store(panel + k * ROW_ROWS + m, load(a[first + k] + offset + m));
+  } else {
+    for (int64_t k = 0; k < depth; k += LANES<T>)
+      for (int64_t m = 0; m < ROW_ROWS; m += LANES<T>) {
+        Vec<T> from[LANES<T>], block[LANES<T>];
+        for (int64_t i = 0; i < LANES<T>; ++i) from[i] = load(a[m + i] + first + k);
+        transpose<T>(from, block);
+        for (int64_t i = 0; i < LANES<T>; ++i) store(panel + (k + i) * ROW_ROWS + m, block[i]);
+      }
+  }
+}
+
+template <typename T, A LAYOUT>
+static __attribute__((noinline)) void row_product(const T* const* a, int64_t offset, const T* b, int64_t width,
+                                                  int64_t depth, T* const* c) {
+  if constexpr (BY_LANE) {
+    constexpr int64_t PIECE = 96;  // of the depth: rows of B that stay in the first cache, beside a panel
+    T panel[PIECE * ROW_ROWS];
+    const T* const packed = panel;
+    for (int64_t first = 0; first < depth; first += PIECE) {
+      const int64_t count = depth - first < PIECE ? depth - first : PIECE;
+      pack_left<T, LAYOUT>(a, offset, first, count, panel);
+      row_tiles<T, A::panel>(&packed, 0, b + first * width, width, count, c);
+    }
+  } else {
+    const T* rows[ROW_ROWS];  // an array of this function's own: the stores through `c` cannot change it
+    if (LAYOUT == A::rows) {
+      for (int m = 0; m < ROW_ROWS; ++m) rows[m] = a[m];
+      a = rows;
+    }
+    row_tiles<T, LAYOUT>(a, offset, b, width, depth, c);
+  }
 }
 
 // The rows of one register tile of C, `stride` apart

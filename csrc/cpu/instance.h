@@ -14,6 +14,11 @@ namespace {
 
 constexpr int PANEL_ROWS = PANEL_TILE_ROWS, PANEL_COLUMNS = PANEL_TILE_COLUMNS;
 constexpr int ROW_ROWS = ROW_TILE_ROWS, ROW_COLUMNS = ROW_TILE_COLUMNS;
+#ifdef MULTIPLIES_BY_LANE
+constexpr bool BY_LANE = true;
+#else
+constexpr bool BY_LANE = false;
+#endif
 
 #include "vector.h"
 #include "gemm.h"

@@ -20,7 +20,7 @@ struct Kernels {
   const Products* emulated;
 };
 
-extern const Kernels avx512_kernels, avx2_kernels, generic_kernels;
+extern const Kernels avx512_kernels, avx2_kernels, neon_kernels, generic_kernels;
 
 struct Choice {
   const char* name;  // null: there is none
@@ -29,7 +29,8 @@ struct Choice {
 };
 
 // The best for this processor; the environment variable XLNET_KERNELS_CPU asks for another: amx_bf16, avx512_bf16,
-// avx512, avx2, generic, or emulated_bf16, which is the best of the last three with avx512_bf16's instruction in C++.
+// avx512, avx2, neon_bf16, neon, generic, or emulated_bf16, which is the best for float32 with avx512_bf16's
+// instruction in C++.
 Choice choose_kernels();
 
 }  // namespace xlnet_kernels::cpu

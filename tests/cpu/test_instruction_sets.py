@@ -31,7 +31,7 @@ xk.rel_attention(x, x, x, torch.randn(1, 4, 8), backend="cpu")
 """
 
 
-@pytest.mark.parametrize("instruction_set", ["avx2", "generic"])
+@pytest.mark.parametrize("instruction_set", ["avx2", "neon", "generic"])
 def test_is_as_right_as_the_best_one(instruction_set):
     if REFUSED in run_with(instruction_set, "-c", SMALL_CALL).stderr:
         pytest.skip(f"this processor has no {instruction_set}")
@@ -41,7 +41,7 @@ def test_is_as_right_as_the_best_one(instruction_set):
     assert found.returncode == 0, found.stdout[-4000:]
 
 
-@pytest.mark.parametrize("instruction_set", ["amx_bf16", "avx512_bf16", "emulated_bf16"])
+@pytest.mark.parametrize("instruction_set", ["amx_bf16", "avx512_bf16", "neon_bf16", "emulated_bf16"])
 def test_16_bit_products_are_right(instruction_set):
     if REFUSED in run_with(instruction_set, "-c", SMALL_CALL).stderr:
         pytest.skip(f"this processor, or this build, has no {instruction_set}")

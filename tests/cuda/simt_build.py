@@ -69,9 +69,9 @@ def _build(sources: Sequence[str | Path], name: str, flags: list[str], link: lis
     return result
 
 
-def _compile(source: Path, flags: list[str], cache: Path) -> Path:
-    version = _run([COMPILER, "--version"])
-    command = [COMPILER, *flags, "-x", "c++", "-c", source]
+def _compile(source: Path, flags: list[str], cache: Path, compiler: str | None = COMPILER) -> Path:
+    version = _run([compiler, "--version"])
+    command = [compiler, *flags, "-x", "c++", "-c", source]
     key = hashlib.sha256(repr([version, *map(str, command)]).encode()).hexdigest()[:16]
     depends = cache / f"{source.stem}-{key}.json"
     with _locked(cache / f"{source.stem}-{key}.lock"):

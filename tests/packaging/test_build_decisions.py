@@ -200,6 +200,16 @@ def test_bfloat16_instructions_are_compiled_where_the_compiler_takes_them(tmp_pa
     assert decision.build == build and "native.cpp" in decision.reason
 
 
+@pytest.mark.parametrize(
+    ("system", "machine", "build"),
+    [("Linux", "aarch64", True), ("Darwin", "arm64", True), ("Darwin", "x86_64", False), ("Linux", "riscv64", False)],
+)
+def test_bfloat16_instructions_of_other_processors(tmp_path, system, machine, build):
+    source = tmp_path / "native.cpp"
+    source.write_text("x86-64 alone compiles this")
+    assert decide.bfloat16_decision(source, system=system, machine=machine).build == build
+
+
 def test_bfloat16_instructions_need_a_compiler(tmp_path):
     decision = decide.bfloat16_decision(tmp_path / "native.cpp", {"CXX": "no-such-compiler", "PATH": ""})
     assert not decision.build and "no-such-compiler" in decision.reason

@@ -25,6 +25,7 @@ struct alignas(64) TileState {
 // One way to multiply. Sums are of two products at a time:
 //   sum = (sum + a1 b1) + a0 b0                      one rounding for each addition (emulated, avx512_bf16)
 //   sum = sum + (sum of a0 b0 + sum of a1 b1)        over 32 of the depth (amx_bf16)
+//   sum = sum + (a0 b0 + a1 b1)                      to odd, as the processor rounds there (neon_bf16)
 // and numbers below 2^-126 may count as zero.
 struct Products {
   const char* name;
@@ -37,5 +38,6 @@ struct Products {
 // Null where this build or this processor has no such instruction
 const Products* amx_products();
 const Products* avx512_products();
+const Products* neon_products();
 
 }  // namespace xlnet_kernels::cpu

@@ -1,0 +1,22 @@
+#if defined(__aarch64__)
+
+#include <math.h>
+#include <sched.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#define NAMESPACE neon
+#define INSTANCE_NAME "neon"
+#define KERNELS neon_kernels
+#define VECTOR_BYTES 16
+// 32 registers: sums of 12 x 2 vectors. Products take a number of A from a lane of a register.
+#define PANEL_TILE_ROWS 12
+#define PANEL_TILE_COLUMNS 2
+#define ROW_TILE_ROWS 12
+#define ROW_TILE_COLUMNS 2
+#define MULTIPLIES_BY_LANE 1
+#include "instance.h"
+
+#endif  // __aarch64__

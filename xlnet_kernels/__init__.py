@@ -29,6 +29,7 @@ from .segments import Segments
 if TYPE_CHECKING:
     from . import pretraining
     from .integrations import accelerate, restore
+    from .tensor_parallel import tensor_parallel_plan
 
 __all__ = [
     "Available",
@@ -54,13 +55,16 @@ __all__ = [
     "rel_attention",
     "relative_positions",
     "restore",
+    "tensor_parallel_plan",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """`pretraining`, `accelerate` and `restore` are imported when they are asked for."""
+    """`pretraining`, `accelerate`, `restore` and `tensor_parallel_plan` are imported when they are asked for."""
     if name in ("accelerate", "restore"):
         return getattr(integrations, name)
+    if name == "tensor_parallel_plan":
+        return importlib.import_module(".tensor_parallel", __name__).tensor_parallel_plan
     if name == "pretraining":
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

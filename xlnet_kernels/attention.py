@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from . import dropout
 from ._checks import check_range
+from ._distributed import alike, is_distributed, whole
 from ._unused import with_unused
 from .backends import check_name, reference
 from .functional import autocasts, rel_attention
@@ -241,6 +242,7 @@ class TwoStreamAttention(nn.Module):
         query = self._heads(self._before(rows), self.q)
         if mapping is not None:
             length = mapping.shape[2]
+            mapping = alike(mapping, query)
             query = torch.cat([query[:, :, :length], mapping.mT[:, None] @ query[:, :, length:]], 2)
         content_bias: Tensor = self.r_w_bias
         if segment_rows is None:
@@ -262,7 +264,7 @@ class TwoStreamAttention(nn.Module):
             out = torch.cat([out[:, :, :length], mapping[:, None] @ out[:, :, length:]], 2)
         # The cast is for transformers' modules (integrations/xlnet.py), whose bare parameters may have another dtype.
         out = linear(out.transpose(1, 2).flatten(2), self.o.flatten(1).to(out.dtype))
-        return self._after(self.dropout(out), rows), weights
+        return self._after(self.dropout(whole(out)), rows), None if weights is None else whole(weights)
 
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, rel_key: Tensor, *, need_weights: bool, **options
@@ -292,7 +294,9 @@ class TwoStreamAttention(nn.Module):
 
     def _heads(self, x: Tensor, weight: Tensor) -> Tensor:
         """(..., L, d_model) -> (..., H, L, D) as one matrix product; the transposition is a view."""
-        return linear(x, weight.flatten(1).mT).unflatten(-1, (self.n_head, self.d_head)).transpose(-3, -2)
+        return (
+            linear(alike(x, weight), weight.flatten(1).mT).unflatten(-1, (self.n_head, self.d_head)).transpose(-3, -2)
+        )
 
     def _check_hidden(self, h: Tensor, g: Tensor | None, mems: Tensor | None) -> tuple[int, int, int]:
         """Checks h, g and mems; returns B, L and M."""
@@ -360,6 +364,10 @@ def _attention_and_map(
     query: Tensor, key: Tensor, value: Tensor, rel_key: Tensor, *, memory: tuple[Tensor, Tensor] | None, **options
 ) -> tuple[Tensor, Tensor]:
     """What `rel_attention` gives, and the attention map (B, H, L, M + K)."""
+    if is_distributed(query):
+        from .sharding import attend_on_shards
+
+        return attend_on_shards(_attention_and_map, query, key, value, rel_key, memory=memory, **options)
     mem_len = 0
     if memory is not None:
         mem_len = memory[0].shape[2]

@@ -8,17 +8,48 @@ fragments use all four words of each call.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ._distributed import is_distributed
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
+_shard = 0
 
 
 def new_state(device: torch.device) -> Tensor:
     """(seed, offset) as an int64 tensor of 2, drawn from torch's generator of `device`."""
-    return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+    state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+    return state ^ _shard if _shard else state
+
+
+@contextmanager
+def of_shard(number: int) -> Iterator[None]:
+    """Other masks for each shard of heads or sequences, from what is drawn alike for all of them; shard 0 is no other.
+
+    Heads and sequences are counted from 0 in every shard, so that one state would drop the same pairs in all of them.
+    """
+    global _shard
+    before, _shard = _shard, number
+    try:
+        yield
+    finally:
+        _shard = before
+
+
+def drop_out(dropout: nn.Dropout, x: Tensor) -> Tensor:
+    """dropout(x); of a DTensor the elements that one process would drop, which torch itself knows on GPUs only."""
+    if not is_distributed(x) or not dropout.training or dropout.p == 0:
+        return dropout(x)
+    from .sharding import replicated
+
+    kept = dropout(torch.ones(x.shape, dtype=x.dtype, device=x.device))
+    return x * replicated(kept, x).redistribute(placements=x.placements)
 
 
 def threshold(dropout_p: float) -> int:

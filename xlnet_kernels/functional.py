@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import dropout
 from ._checks import check_bool_mask, check_not_padding, check_range, is_integer, readable
+from ._distributed import is_distributed
 from .backends import choose
 from .masks import RankMask
 from .segments import Segments
@@ -90,7 +91,7 @@ def rel_attention(
         backend: None for the best available, or "reference", "cpu", "triton", "cuda".
 
     All floating tensors have one dtype (float16, bfloat16, float32 or float64; autocast casts them to its own) and
-    all tensors one device.
+    all tensors one device. `query` may be a DTensor that is sharded over B or H: see `sharding.attend_on_shards`.
 
     Returns:
         (B, H, L, D), or that and the log-sum-exp (B, H, L) in float32 (float64 for float64 input).
@@ -107,6 +108,28 @@ def rel_attention(
         raise ValueError(f"segments must be xlnet_kernels.Segments or None, got {type(segments).__name__}")
     if memory is not None and (not isinstance(memory, (tuple, list)) or len(memory) != 2):
         raise ValueError(f"memory must be a pair (mem_key, mem_value), got {type(memory).__name__}")
+    if isinstance(query, Tensor) and is_distributed(query):
+        from .sharding import attend_on_shards
+
+        return attend_on_shards(
+            rel_attention,
+            query,
+            key,
+            value,
+            rel_key,
+            content_bias=content_bias,
+            position_bias=position_bias,
+            segments=segments,
+            mask=mask,
+            query_positions=query_positions,
+            max_distance=max_distance,
+            memory=memory,
+            dropout_p=dropout_p,
+            scale=scale,
+            return_lse=return_lse,
+            deterministic=deterministic,
+            backend=backend,
+        )
     if isinstance(query, Tensor) and autocasts(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value, rel_key = (_cast(tensor, dtype) for tensor in (query, key, value, rel_key))

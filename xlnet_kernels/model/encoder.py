@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from .._kept import KeptTable
 from .._unused import with_unused
 from ..attention import TwoStreamAttention
+from ..dropout import drop_out
 from ..linear import Linear
 from ..masks import RankMask
 from ..positions import kept_positions
@@ -46,7 +47,7 @@ class XLNetFeedForward(nn.Module):
         self.activation = ACTIVATIONS[config.ff_activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.dropout(self.activation(self.layer_1(x)))
+        inner = drop_out(self.dropout, self.activation(self.layer_1(x)))
         return self.layer_norm(self.dropout(self.layer_2(inner)) + x)
 
 

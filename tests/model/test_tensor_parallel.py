@@ -1,0 +1,236 @@
+"""Tensor parallelism over gloo: outputs and gradients of two processes are those of one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+import xlnet_kernels as xk
+from tests import ROOT
+from xlnet_kernels import dropout
+
+HEADS, SIZE = 4, 2
+EXACT = dict(rtol=1e-10, atol=1e-12)  # float64; sums over processes are in another order
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def operator_problem() -> tuple[dict[str, torch.Tensor], dict]:
+    """The operator's differentiable inputs by name, and what else it takes: two sequences."""
+    torch.manual_seed(3)
+    leaves = {name: random(2, HEADS, 5, 8) for name in ("query", "key", "value")}
+    leaves |= {name: random(2, HEADS, 3, 8) for name in ("memory_key", "memory_value")}
+    leaves |= {"rel_key": random(HEADS, 13, 8), "embed": random(2, HEADS, 8)}
+    leaves |= {name: random(HEADS, 8) for name in ("content_bias", "position_bias", "bias")}
+    ids = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 2]])
+    targets = torch.tensor([[0, 1, 0, 1, 1], [1, 0, 0, 1, 1]]).bool()
+    order = torch.tensor([[4, 2, 0, 1, 3], [1, 3, 0, 4, 2]])
+    return leaves, dict(ids=ids, mask=xk.RankMask.from_order(order, targets, mem_len=3, sees_self=True))
+
+
+def attend(leaves: dict[str, torch.Tensor], ids: torch.Tensor, mask, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    given = dict(leaves)
+    segments = xk.Segments(ids, nn.functional.pad(ids, (3, 0)), given.pop("embed"), given.pop("bias"))
+    memory = given.pop("memory_key"), given.pop("memory_value")
+    return xk.rel_attention(**given, segments=segments, mask=mask, memory=memory, return_lse=True, **options)
+
+
+def gradients(outputs, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    weights = [torch.randn(x.shape, dtype=torch.float64, generator=generator) for x in outputs]
+    sum((whole(x) * weight).sum() for x, weight in zip(outputs, weights, strict=True)).backward()
+    return {name: whole(x.grad) for name, x in leaves.items() if x.grad is not None}
+
+
+def compare_operator(mesh: DeviceMesh, dim: int, **changes) -> None:
+    """Heads (dim 1) or sequences (dim 0) shared; rel_key and biases of sequences are shared by all of them."""
+    leaves, other = operator_problem()
+    other |= changes
+    leaves = {name: x.requires_grad_() for name, x in leaves.items()}
+    wanted = attend(leaves, **other)
+    expected = gradients(wanted, leaves)
+
+    def placed(name: str, x: torch.Tensor) -> torch.Tensor:
+        heads = {4: 1, 3: 1 if name == "embed" else 0, 2: 0}[x.dim()]
+        split = dim if x.dim() == 4 else heads if dim else None
+        if name == "key":  # brought to where query is
+            split = None
+        placements = [Replicate() if split is None else Shard(split)]
+        return distribute_tensor(x.detach(), mesh, placements).requires_grad_()
+
+    shared = {name: placed(name, x) for name, x in leaves.items()}
+    found = attend(shared, **other)
+    assert all(x.placements == (Shard(dim),) for x in found)
+    for one, two in zip(wanted, found, strict=True):
+        torch.testing.assert_close(whole(two), one, **EXACT)
+    parts = gradients(found, shared)
+    assert parts.keys() == expected.keys()
+    for name, gradient in parts.items():
+        torch.testing.assert_close(gradient, expected[name], msg=lambda text, name=name: f"{name}: {text}", **EXACT)
+
+
+def compare_dropout(mesh: DeviceMesh) -> None:
+    """Each shard of heads is dropped out as a call of its own with the shard's number is."""
+    q, k, v = (random(2, HEADS, 5, 8) for _ in range(3))
+    r, part, halves = random(HEADS, 10, 8), HEADS // SIZE, []
+    for number in range(SIZE):
+        mine = slice(number * part, (number + 1) * part)
+        torch.manual_seed(7)
+        with dropout.of_shard(number):
+            halves.append(xk.rel_attention(*(x[:, mine] for x in (q, k, v)), r[mine], dropout_p=0.5))
+    torch.manual_seed(7)
+    q, k, v = (distribute_tensor(x, mesh, [Shard(1)]) for x in (q, k, v))
+    found = xk.rel_attention(q, k, v, distribute_tensor(r, mesh, [Shard(0)]), dropout_p=0.5)
+    torch.testing.assert_close(whole(found), torch.cat(halves, 1), rtol=0, atol=0)
+    states = []
+    for number in range(SIZE):
+        torch.manual_seed(7)
+        with dropout.of_shard(number):
+            states.append(dropout.new_state(torch.device("cpu")))
+    assert not torch.equal(*states)
+
+
+CONFIG = dict(vocab_size=50, d_model=16, n_layer=2, n_head=HEADS, d_inner=24, ff_activation="gelu_new", mem_len=4)
+
+
+def make(kind: str) -> nn.Module:
+    torch.manual_seed(11)
+    if kind in ("post", "pre"):
+        return xk.TwoStreamAttention(16, HEADS, dropout=0.0, norm=kind, dtype=torch.float64)
+    dropped = 0.3 if kind == "dropout" else 0.0
+    config = xk.XLNetConfig(**CONFIG, dropout=dropped, bi_data=kind == "bi_data", use_mems_train=True)
+    model = xk.XLNetLMHeadModel(config).double()
+    if kind == "dropout":  # probabilities are dropped by shard: what the rest drops is the same
+        for layer in model.transformer.layer:
+            layer.rel_attn.dropout = DropOutput(dropped)
+    return model.eval() if kind == "attentions" else model
+
+
+class DropOutput(nn.Dropout):
+    """Drops outputs out; the attention reads p for its probabilities, and finds 0."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__(0.0)
+        self.rate = p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, self.rate, self.training)
+
+
+def inputs_of(kind: str) -> dict:
+    torch.manual_seed(13)
+    targets = torch.tensor([[1, 4], [0, 3]])
+    if kind in ("post", "pre"):
+        mask = torch.rand(2, HEADS, 5, 8) < 0.7 if kind == "pre" else None  # another one for each head
+        h, g, mems = random(2, 5, 16).requires_grad_(), random(2, 2, 16).requires_grad_(), random(2, 3, 16)
+        ids = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
+        return dict(h=h, g=g, mask=mask, mems=mems, segment_ids=ids, target_positions=targets)
+    inputs = dict(input_ids=torch.randint(50, (2, 5)), token_type_ids=torch.randint(2, (2, 5)))
+    if kind == "mixed targets":
+        inputs["target_mapping"] = random(2, 2, 5).softmax(-1)
+    elif kind == "attentions":
+        inputs["output_attentions"] = True
+    else:
+        inputs["target_positions"] = targets
+    if kind != "no memory":
+        inputs["mems"] = [random(3, 2, 16) for _ in range(2)]
+    return inputs
+
+
+def run(kind: str, model: nn.Module) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Outputs, and gradients of inputs and parameters."""
+    inputs = inputs_of(kind)
+    torch.manual_seed(17)
+    found = model(**inputs)
+    outputs: list[torch.Tensor] = []
+    for x in found:
+        outputs += [x] if isinstance(x, torch.Tensor) else [] if x is None else list(x)
+    leaves = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+    leaves |= dict(model.named_parameters())
+    return outputs, gradients([x for x in outputs if x.requires_grad], leaves)
+
+
+def compare_model(mesh: DeviceMesh, kind: str) -> None:
+    wanted, expected = run(kind, make(kind))
+    model = make(kind)
+    parallelize_module(model, mesh, xk.tensor_parallel_plan(model))
+    sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    assert len(sharded) == (9 if kind in ("post", "pre") else 2 * 13)  # layer_2's bias is replicated
+    assert all(p.to_local().numel() <= p.numel() // 2 or "layer_2.bias" in name
+               for name, p in model.named_parameters() if isinstance(p, DTensor))  # fmt: skip
+    found, parts = run(kind, model)
+    assert len(found) == len(wanted) and not any(isinstance(x, DTensor) for x in found)
+    for one, two in zip(wanted, found, strict=True):
+        torch.testing.assert_close(two, one, **EXACT)
+    assert parts.keys() == expected.keys()
+    for name, gradient in parts.items():
+        torch.testing.assert_close(gradient, expected[name], msg=lambda text, name=name: f"{name}: {text}", **EXACT)
+    if kind == "model":  # at inference, where tables of one process would be kept
+        one, two = (copy.eval().requires_grad_(False) for copy in (make(kind), model))
+        for _ in range(2):
+            torch.testing.assert_close(two(**inputs_of(kind)).logits, one(**inputs_of(kind)).logits, **EXACT)
+
+
+def refuse(mesh: DeviceMesh) -> None:
+    odd = xk.TwoStreamAttention(9, 3)
+    with pytest.raises(ValueError, match="3 heads cannot be shared by 2 processes"):
+        parallelize_module(odd, mesh, xk.tensor_parallel_plan(odd))
+    q, r = torch.ones(1, 2, 4, 8), torch.ones(2, 8, 8)
+    for dim, words in ((0, "query has 1 sequences, .* no multiple of the 2"), (2, r"sequences, Shard\(0\), or heads")):
+        sharded = DTensor.from_local(q.chunk(2, dim)[0], mesh, [Shard(dim)], shape=q.shape, stride=q.stride())
+        with pytest.raises(ValueError, match=words):
+            xk.rel_attention(sharded, q, q, r)
+
+
+def compare(size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,))
+    dense = torch.rand(2, 1, 5, 8, generator=torch.Generator().manual_seed(2)) < 0.6
+    for dim in (0, 1):
+        compare_operator(mesh, dim)
+        compare_operator(mesh, dim, mask=dense)
+        compare_operator(mesh, dim, mask=xk.RankMask.causal(1, 5, mem_len=3))
+    compare_dropout(mesh)
+    for kind in ("post", "pre", "model", "no memory", "mixed targets", "bi_data", "attentions", "dropout"):
+        compare_model(mesh, kind)
+    refuse(mesh)
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from tests.model import test_tensor_parallel
+store, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+test_tensor_parallel.compare(size)
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_are_one(tmp_path):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store")]
+    how = dict(cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
+    processes = [subprocess.Popen([*command, str(rank), str(SIZE)], **how) for rank in range(SIZE)]
+    for process in processes:
+        errors = process.communicate(timeout=400)[1]
+        assert process.returncode == 0, errors
+
+
+def test_models_without_the_attention_have_no_plan():
+    with pytest.raises(ValueError, match="TwoStreamAttention in it, Linear has none"):
+        xk.tensor_parallel_plan(nn.Linear(2, 2))
+    plan = xk.tensor_parallel_plan(nn.Sequential(nn.Linear(4, 4), xk.TwoStreamAttention(4, 2)))
+    assert list(plan) == ["1"] and isinstance(plan["1"], ParallelStyle)

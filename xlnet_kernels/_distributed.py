@@ -1,0 +1,29 @@
+"""DTensors among plain tensors; torch's module of them is imported where there is one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeGuard
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_distributed(values: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor."""
+    return type(values) not in (Tensor, nn.Parameter) and hasattr(values, "device_mesh")
+
+
+def alike(x: Tensor, other: Tensor) -> Tensor:
+    """x, as a DTensor where `other` is one: its gradient is summed over the shards."""
+    if not is_distributed(other):
+        return x
+    from .sharding import replicated
+
+    return replicated(x, other)
+
+
+def whole(x: Tensor) -> Tensor:
+    """The tensor of which a DTensor is a part."""
+    return x.full_tensor() if is_distributed(x) else x

@@ -1,0 +1,131 @@
+"""The operator's sharding rule: `rel_attention` on DTensors, where each process has some sequences and some heads.
+
+Neither sequences nor heads know of each other, so every process calls the operator on its own ones and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from . import dropout
+from .masks import RankMask
+from .segments import Segments
+
+
+def attend_on_shards(
+    function: Callable[..., Any],
+    query: DTensor,
+    key: Tensor,
+    value: Tensor,
+    rel_key: Tensor,
+    *,
+    content_bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    segments: Segments | None = None,
+    mask: RankMask | Tensor | None = None,
+    query_positions: Tensor | None = None,
+    memory: tuple[Tensor, Tensor] | None = None,
+    **options: Any,
+) -> Any:
+    """function(query, key, ...), of the arguments of `rel_attention`, on this process's sequences and heads.
+
+    `query` says how all are sharded: each dimension of its mesh over sequences (Shard(0)), over heads (Shard(1)), or
+    not at all. The other arguments are brought to that; what is no DTensor is the same in all processes. Parts that
+    many processes share, such as biases where sequences are sharded, get their gradients summed over these.
+    Probabilities are dropped out independently in each shard, from the one seed that all processes draw.
+
+    Returns:
+        What `function` returns, tensors (B, H, ...), as DTensors sharded like `query`.
+
+    Raises:
+        ValueError: query is sharded in another way, or its sequences or heads are no multiple of the processes.
+    """
+    mesh, placements = query.device_mesh, query.placements
+    _check_placements(query)
+
+    def own(x: Tensor | None, sequences: int | None, heads: int | None) -> Any:
+        """This process's part of x, whose dimensions of sequences and heads are these."""
+        if x is None:
+            return None
+        parts: list[Placement] = []
+        gradients: list[Placement] = []
+        for placement in placements:
+            if not isinstance(placement, Shard):
+                parts.append(Replicate())
+                gradients.append(Replicate())
+                continue
+            dim = heads if placement.dim else sequences
+            if dim is None or x.shape[dim] == 1 < query.shape[placement.dim]:  # shared by all
+                parts.append(Replicate())
+                gradients.append(Partial())
+            else:
+                parts.append(Shard(dim))
+                gradients.append(Shard(dim))
+        return replicated(x, query).redistribute(placements=parts).to_local(grad_placements=gradients)
+
+    if isinstance(mask, RankMask):
+        sees_self = own(mask.sees_self, 0, None) if isinstance(mask.sees_self, Tensor) else mask.sees_self
+        query_rank, key_rank, floor = (own(x, 0, None) for x in (mask.query_rank, mask.key_rank, mask.query_floor))
+        mask = RankMask(query_rank, key_rank, floor, sees_self)
+    elif mask is not None:
+        before = 4 - mask.dim()
+        mask = own(mask, 0 if before == 0 else None, 1 - before if before < 2 else None)
+    if segments is not None:
+        segments = Segments(
+            own(segments.query_ids, 0, None),
+            own(segments.key_ids, 0, None),
+            own(segments.embed, None, 1),
+            own(segments.bias, None, 0),
+        )
+    with dropout.of_shard(_number(query)):
+        found = function(
+            *(own(x, 0, 1) for x in (query, key, value)),
+            own(rel_key, 0, 1) if rel_key.dim() == 4 else own(rel_key, None, 0),
+            content_bias=own(content_bias, None, 0),
+            position_bias=own(position_bias, None, 0),
+            segments=segments,
+            mask=mask,
+            query_positions=own(query_positions, 0, None),
+            memory=None if memory is None else (own(memory[0], 0, 1), own(memory[1], 0, 1)),
+            **options,
+        )
+    if isinstance(found, tuple):
+        return tuple(DTensor.from_local(x, mesh, placements, run_check=False) for x in found)
+    return DTensor.from_local(found, mesh, placements, run_check=False)
+
+
+def replicated(x: Tensor, like: DTensor) -> DTensor:
+    """x as a DTensor on the mesh of `like`; a plain tensor is the same in all processes, and so is its gradient."""
+    if isinstance(x, DTensor):
+        return x
+    return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
+def _check_placements(query: DTensor) -> None:
+    processes = {0: 1, 1: 1}
+    for dim, placement in enumerate(query.placements):
+        if type(placement) is Shard and placement.dim in processes:
+            processes[placement.dim] *= query.device_mesh.size(dim)
+        elif not isinstance(placement, Replicate):
+            raise ValueError(
+                f"query must be sharded over sequences, Shard(0), or heads, Shard(1), or replicated, got {placement}"
+            )
+    for dim, name in enumerate(("sequences", "heads")):
+        if query.shape[dim] % processes[dim]:
+            raise ValueError(
+                f"query has {query.shape[dim]} {name}, which is no multiple of the {processes[dim]} processes that "
+                f"share them"
+            )
+
+
+def _number(query: DTensor) -> int:
+    """Which of all shards is this process's."""
+    mesh, number = query.device_mesh, 0
+    for dim, placement in enumerate(query.placements):
+        if isinstance(placement, Shard):
+            number = number * mesh.size(dim) + mesh.get_local_rank(dim)
+    return number

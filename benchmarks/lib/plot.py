@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from .claims import picture as claims
 from .precision import delta_name
 from .report import DIRECTION_NAMES
 
@@ -68,14 +69,17 @@ def plot(results: dict, path: Path) -> None:
     if benchmark not in PICTURES:
         raise ValueError(f"there is no picture for {benchmark}.py")
     draw, section, bottom = PICTURES[benchmark]
-    rows = [row for row in results["rows"] if row["section"] == section and ("median_ms" in row or "losses" in row)]
+    rows = results["rows"]
+    if section:
+        rows = [row for row in rows if row["section"] == section and ("median_ms" in row or "losses" in row)]
     if not rows:
         raise ValueError("there is nothing to plot: no implementation has times")
     style = {"text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK}
     with plt.rc_context(style | {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure, first = draw(plt, rows)
-        handles, labels = first.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="lower center", ncols=3, frameon=False, labelcolor=INK)
+        if bottom:
+            handles, labels = first.get_legend_handles_labels()
+            figure.legend(handles, labels, loc="lower center", ncols=3, frameon=False, labelcolor=INK)
         figure.suptitle(_title(results), color=INK)
         figure.tight_layout(rect=(0, bottom / figure.get_figheight(), 1, 1))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,13 +190,14 @@ def _training(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
     return figure, losses
 
 
-# per benchmark: how to draw, which section, and the inches that the legend takes
+# per benchmark: how to draw, which section (None: all), and the inches that the legend takes (0: panels have their own)
 PICTURES = {
     "attn": (_over_length, "core", 0.77),
     "model": (_bars, "model", 0.7),
     "recurrence": (_tokens_per_second, "recurrence", 0.32),
     "speech": (_over_length, "speech", 0.5),
     "precision": (_training, "training", 0.5),
+    "objectives": (claims.draw, None, 0),
 }
 
 
@@ -233,6 +238,7 @@ def _title(results: dict) -> str:
         "model": "Whole XLNet, {layers} layers, {d_model} wide, {heads} heads, {dtype}",
         "recurrence": "Transformer-XL evaluation, {layers} layers, {d_model} wide, {heads} heads, {dtype}",
         "precision": "Training of an XLNet, {objective}, {layers} layers, {d_model} wide, {seq_len} tokens + {mem_len}",
+        "objectives": "Objectives, streams and memory, {layers} layers, {d_model} wide, {vocab} ids",
         "speech": "Attention of Parakeet, {d_model} wide, {heads} heads, {dtype}",
     }.get(results.get("benchmark"), "Transformer-XL attention, {heads} heads of {head_dim}, {dtype}")
     return f"{about.format(**settings)}\n{where}, torch {facts['torch']}"

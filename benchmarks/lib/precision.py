@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 
+from .markdown import table
+
 OWN, ROUNDED, SDPA = "xlnet_kernels", "xlnet_kernels, delta from the rounded output", "plain SDPA, no positions"
 DELTAS = (ROUNDED, OWN)
 WITH_ROUNDED = "delta from the rounded output"
@@ -25,17 +27,13 @@ def markdown(results: dict) -> str:
     """A table for every section that was measured, and the machine."""
     sections = {"errors": _errors, "cost": _cost, "training": _training}
     found = []
-    for section, table in sections.items():
+    for section, show in sections.items():
         rows = [row for row in results["rows"] if row["section"] == section]
         if rows:
-            found.append(table(rows))
+            found.append(show(rows))
     facts = results["environment"]
     found.append(f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads; torch {facts['torch']}.\n")
     return "\n\n".join(found)
-
-
-def _table(headers: list[str], lines: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in [headers, ["---"] * len(headers), *lines])
 
 
 def _errors(rows: list[dict]) -> str:
@@ -49,7 +47,7 @@ def _errors(rows: list[dict]) -> str:
             for leaf, name in SHOWN.values()
         ]
         lines.append([*case, *cells])
-    return f"Each at L {' / '.join(map(str, lengths))}:\n\n" + _table(["dtype", "rows, offsets", *SHOWN], lines)
+    return f"Each at L {' / '.join(map(str, lengths))}:\n\n" + table(["dtype", "rows, offsets", *SHOWN], lines)
 
 
 def _cost(rows: list[dict]) -> str:
@@ -69,7 +67,7 @@ def _cost(rows: list[dict]) -> str:
         name = {"forward": "forward", "backward": "forward and backward"}[direction]
         lines.append([f"{rows[0]['dtype']}, L {length}", name, *times, ratio, *sizes])
     headers = ["call", "passes", "CPU ms without residual", "with", "ratio", "bytes of the residual", "of the output"]
-    return _table(headers, lines)
+    return table(headers, lines)
 
 
 def _training(rows: list[dict]) -> str:
@@ -88,7 +86,7 @@ def _training(rows: list[dict]) -> str:
         lines.append([row["implementation"], *cells])
     headers = ["training", "last held-out loss", "less float32's, second half: mean"]
     headers += [f"{part}, {delta}" for part in ("attention alone", "whole model") for delta in ("rounded", "ours")]
-    return _table(headers, lines)
+    return table(headers, lines)
 
 
 def _mean(errors: float | list[float]) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import precision
+from .claims import report as claims
 
 try:
     from rich import box
@@ -278,6 +279,8 @@ def markdown(results: dict) -> str:
     """The tables and notes of a run as Markdown."""
     if results.get("benchmark") == "precision":
         return precision.markdown(results)
+    if results.get("benchmark") == "objectives":
+        return claims.markdown(results)
     if "calibration" in results:
         return _counted(results)
     if "triton" in results:

@@ -1,0 +1,13 @@
+"""Tables in Markdown."""
+
+from __future__ import annotations
+
+
+def table(headers: list[str], lines: list[list[str]]) -> str:
+    """
+    >>> print(table(["a", "b"], [["1", "2"]]))
+    | a | b |
+    | --- | --- |
+    | 1 | 2 |
+    """
+    return "\n".join(f"| {' | '.join(line)} |" for line in [headers, ["---"] * len(headers), *lines])

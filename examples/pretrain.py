@@ -28,7 +28,8 @@ from parts import checkpoint, command
 from parts.command import number
 from parts.corpus import unigram_entropy
 from parts.parallel import check_place, processes
-from parts.run import Run, make_run
+from parts.resume import add_resume_options, parse
+from parts.run import FREE, Run, make_run
 from parts.training import (
     Metrics,
     add_optimizer_options,
@@ -70,9 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_optimizer_options(parser, steps=1500, lr=2e-3, layer_decay=1.0)
     add = parser.add_argument_group("run").add_argument
     add("--output", type=Path, default=Path("runs/pretrain"), help="folder of checkpoints and metrics")
-    add("--resume", action="store_true", help="go on from the last checkpoint, with its settings")
-    add("--overwrite", action="store_true", help="remove the checkpoints that are in --output")
-    add("--save-every", type=number(int, 1), default=100, metavar="STEPS")
+    add_resume_options(add, "remove the checkpoints that are in --output")
     add("--keep", type=number(int, 1), default=2, metavar="N", help="the last N checkpoints")
     add("--eval-every", type=number(int, 1), default=100, metavar="STEPS")
     add("--eval-batches", type=number(int, 1), default=16, metavar="N", help="the same ones each time")
@@ -85,35 +84,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(arguments: list[str]) -> tuple[argparse.Namespace, Path | None]:
-    """The options, and the checkpoint to resume from, whose settings they are then.
-
-    Raises:
-        ValueError: options contradict the checkpoint, or there is one that would be lost, or none to resume from.
-    """
-    parser = make_parser()
-    options = parser.parse_args(arguments)
-    last = checkpoint.latest(options.output)
-    if not options.resume:
-        if last and not options.overwrite:
-            raise ValueError(f"{options.output} holds a checkpoint: --resume goes on from it, --overwrite removes it")
-        if last:
-            command.protect(options.output, {"--tokenizer": options.tokenizer, "--text": options.text})
-        return options, None
-    if options.overwrite:
-        raise ValueError("--resume and --overwrite contradict each other")
-    if last is None:
-        raise ValueError(f"--resume: there is no checkpoint in {options.output}")
-    settings = checkpoint.read_settings(last)["options"]
-    parser.set_defaults(**settings)
-    options = parser.parse_args(arguments)
-    changed = [name for name, value in settings.items() if getattr(options, name) != value]
-    if changed:
-        found = ", ".join(f"--{n.replace('_', '-')} is {settings[n]}, not {getattr(options, n)}" for n in changed)
-        raise ValueError(f"--resume: in {last} {found}")
-    return options, last
-
-
 def train(run: Run, console: Console) -> bool:
     """Trains to the end, to --stop-at or to a signal, and leaves a checkpoint; False after a signal.
 
@@ -122,7 +92,7 @@ def train(run: Run, console: Console) -> bool:
     """
     options, ours = run.options, run.processes
     end = min(options.steps, options.stop_at or options.steps)
-    tokens = options.batch_size * options.seq_len
+    tokens, stop = options.batch_size * options.seq_len, False
     with ExitStack() as stack:
         stopped = stack.enter_context(stop_signals())
         metrics = stack.enter_context(Metrics(options.output / "metrics.jsonl", run.step, write=ours.first))
@@ -135,6 +105,7 @@ def train(run: Run, console: Console) -> bool:
             loss, stop = ours.mean(loss.item(), stopped())
             run.step += 1
             if not math.isfinite(loss + norm):
+                run.checkpoints.finish()
                 raise FloatingPointError(f"step {run.step}: the loss is {loss}, the gradient's length {norm}")
             speed = tokens / (time.perf_counter() - begin)
             run.losses["loss"] = loss
@@ -151,8 +122,9 @@ def train(run: Run, console: Console) -> bool:
             if last or run.step % options.save_every == 0:
                 run.save()
             if stop:
-                return False
-    return True
+                break
+        run.checkpoints.finish()
+    return not stop
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -160,7 +132,9 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(highlight=False)
     with ExitStack() as stack:
         try:
-            options, last = parse(sys.argv[1:] if arguments is None else arguments)
+            options, last = parse(make_parser(), sys.argv[1:] if arguments is None else arguments, free=FREE)
+            if options.overwrite and checkpoint.latest(options.output):
+                command.protect(options.output, {"--tokenizer": options.tokenizer, "--text": options.text})
             make_exact(options.threads)
             check_place(options.device, options.backend)
             ours = stack.enter_context(processes(options.device))

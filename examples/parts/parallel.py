@@ -24,6 +24,7 @@ class Processes:
     rank: int
     world_size: int
     device: torch.device
+    saving: dist.ProcessGroup | None = None  # another group, for checkpoints that are written while training goes on
 
     @property
     def first(self) -> bool:
@@ -73,11 +74,11 @@ def processes(device: str) -> Iterator[Processes]:
     ours = not dist.is_initialized()
     if ours:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    saving = dist.new_group(backend="gloo")
     try:
-        yield Processes(dist.get_rank(), dist.get_world_size(), place)
+        yield Processes(dist.get_rank(), dist.get_world_size(), place, saving)
     finally:
-        if ours:
-            dist.destroy_process_group()
+        dist.destroy_process_group(None if ours else saving)
 
 
 def distribute(model: xk.XLNetLMHeadModel, kind: str, device: torch.device) -> nn.Module:

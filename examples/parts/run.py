@@ -14,15 +14,15 @@ from transformers import GenerationConfig
 
 import xlnet_kernels as xk
 from parts import card, checkpoint
+from parts.checkpoint import Checkpoints
 from parts.corpus import Corpus, prepare
 from parts.parallel import Processes, distribute
+from parts.resume import to_keep
 from parts.tokenizer import TextTokenizer, load_tokenizer
 from parts.training import make_optimizer
 from xlnet_kernels.pretraining import AutoregressiveLM, Batch, MaskedLM, PermutationLM, PretrainingBatches, batch_loader
 
-# What a resumed run may choose anew: it changes no number, or only how they are rounded.
-FREE = {"output", "resume", "overwrite", "save_every", "keep", "eval_every", "eval_batches", "stop_at", "workers"}
-FREE |= {"device", "backend", "threads", "compile", "parallel"}
+FREE = frozenset({"eval_every"})  # what --resume may change, beside what it may in every run
 
 
 @dataclass
@@ -40,6 +40,7 @@ class Run:
     validation: PretrainingBatches
     mems: list[Tensor] | None
     step: int
+    checkpoints: Checkpoints
     losses: dict[str, float] = field(default_factory=dict)
 
     def loss(self, batch: Batch, mems: list[Tensor] | None) -> tuple[Tensor, list[Tensor] | None]:
@@ -69,20 +70,16 @@ class Run:
         return self.processes.mean(sum(losses) / count)[0]
 
     def save(self) -> None:
-        options = {name: value for name, value in vars(self.options).items() if name not in FREE}
+        options = to_keep(self.options, FREE)
         world = self.processes.world_size
         settings = {"step": self.step, "world_size": world, "options": options, "text": self.corpus.facts}
-        checkpoint.save(
-            self.options.output,
+        self.checkpoints.save(
             self.step,
             self.model,
-            self.config,
+            lambda: xk.XLNetLMHeadModel(self.config),
             self.optimizer,
-            self.scheduler,
-            self.mems,
+            {"scheduler": self.scheduler.state_dict(), "mems": self.mems},
             settings,
-            self.processes,
-            self.options.keep,
             self.describe,
         )
 
@@ -114,7 +111,7 @@ def make_run(options: argparse.Namespace, last: Path | None, ours: Processes) ->
 
     torch.manual_seed(options.seed)  # all processes begin with the same weights
     if last:
-        model = checkpoint.load_model(last, options.backend, ours.device)
+        model = checkpoint.load_model(xk.XLNetLMHeadModel, last, options.backend, ours.device)
     else:
         model = xk.XLNetLMHeadModel(make_config(options, corpus), options.backend).to(ours.device)
     config = model.config
@@ -125,14 +122,18 @@ def make_run(options: argparse.Namespace, last: Path | None, ours: Processes) ->
     torch.manual_seed(options.seed + ours.rank)  # dropout differs
     wrapped = distribute(model, options.parallel, ours.device)
     optimizer, scheduler = make_optimizer(wrapped if options.parallel == "fsdp2" else model, options)
-    run = Run(options, ours, corpus, config, wrapped, optimizer, scheduler, *batches, None, settings.get("step", 0))
+    checkpoints = Checkpoints(options.output, options.keep, ours, options.async_save)
+    step = settings.get("step", 0)
+    run = Run(options, ours, corpus, config, wrapped, optimizer, scheduler, *batches, None, step, checkpoints)
     run.mems = run.new_mems()
     if last:
         if ours.world_size > 1:
             # DDP puts gradients in the order in which they came first, and sums are rounded by that order.
             run.loss(batches[0][0], run.mems)[0].backward()
             optimizer.zero_grad()
-        run.mems = checkpoint.load_training(last, wrapped, optimizer, scheduler, ours)
+        own = checkpoint.load_training(last, wrapped, optimizer, ours)
+        scheduler.load_state_dict(own["scheduler"])
+        run.mems = own["mems"] and [memory.to(ours.device) for memory in own["mems"]]
     return run
 
 

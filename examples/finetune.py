@@ -13,17 +13,23 @@ Tasks and their columns (--text-column, --pair-column and --label-column name ot
 
 Prints what naming the majority and a bag of words reach, keeps the best model of all evaluations and stops when
 --patience of them bring nothing. Writes a whole model folder, metrics.jsonl, the same for TensorBoard, and a picture.
-Ctrl-C stops and writes. Needs pip install '.[examples]'.
+Ctrl-C stops and writes; after that, or a kill, --resume goes on as if it had never stopped. Needs pip install
+'.[examples]'.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
+import itertools
 import json
+import shutil
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,9 +44,10 @@ except ImportError:
 import xlnet_kernels as xk
 from parts import card, command, sample
 from parts.baseline import baselines
-from parts.checkpoint import find
+from parts.checkpoint import Checkpoints, find, load_model, load_training, read_settings, step_of
 from parts.command import number
-from parts.parallel import check_place
+from parts.parallel import Processes, check_place
+from parts.resume import add_resume_options, parse, to_keep
 from parts.scores import Metrics as Scores
 from parts.table import Row, read_table, split
 from parts.tasks import TASKS, Columns, Task
@@ -66,6 +73,7 @@ PIPELINES = {  # transformers' names
 # into --output, by training and by `Tuning.save`
 WRITTEN = ("metrics.jsonl", "curves.png", "tensorboard/events.out.tfevents.*", "config.json", "model.safetensors")
 WRITTEN += ("tokenizer.json", "tokenizer_config.json", "README.md", "results.json")
+CHECKPOINTS = "checkpoints"  # in --output, until training has come to its end
 # from scratch
 SMALL = dict(d_model=128, n_layer=4, n_head=4, d_inner=512, ff_activation="gelu_new", initializer_range=0.0566)
 
@@ -86,11 +94,20 @@ def make_parser() -> argparse.ArgumentParser:
     add_optimizer_options(parser, steps=400, lr=1e-3, layer_decay=0.9)
     add = parser.add_argument_group("run").add_argument
     add("--output", type=Path, default=Path("runs/finetune"), help="folder of the model")
-    add("--overwrite", action="store_true", help="replace the model in --output")
+    add_resume_options(add, "replace the model in --output")
     add("--eval-every", type=number(int, 1), default=50, metavar="STEPS", help="evaluate so often")
     add("--patience", type=number(int, 1), default=5, metavar="N", help="stop after N evaluations without a better one")
     command.add_place(parser)
     return parser
+
+
+@dataclass
+class Reached:
+    """How far training has come: the best metrics and their model, and how many evaluations since were no better."""
+
+    best: Scores | None = None
+    state: dict[str, torch.Tensor] | None = None
+    since: int = 0
 
 
 @dataclass
@@ -103,6 +120,7 @@ class Tuning:
     model: torch.nn.Module
     training: list[Row]
     testing: list[Row]
+    last: Path | None = None  # the checkpoint to go on from
 
     def __post_init__(self) -> None:
         # All of them at once, so that a row that does not fit is found before anything is written.
@@ -122,6 +140,19 @@ class Tuning:
         self.model.train()
         return self.task.measure(predictions, self.testing)
 
+    def batches(self) -> Iterator[list]:
+        """The examples of each step, epoch after epoch, each in an order of its own."""
+        rng, order, size = np.random.default_rng(self.options.seed), np.empty(0, np.int64), self.options.batch_size
+        while True:
+            while len(order) < size:
+                order = np.concatenate([order, rng.permutation(len(self.training))])
+            chosen, order = order[:size], order[size:]
+            yield [self.examples[i] for i in chosen]
+
+    def rows(self) -> str:
+        """A fingerprint of all rows."""
+        return hashlib.sha256(repr((self.training, self.testing)).encode()).hexdigest()
+
     def save(self, found: dict[str, Scores], steps: int) -> None:
         """Writes the model folder, with a card of what was reached."""
         options, output = self.options, self.options.output
@@ -139,14 +170,16 @@ class Tuning:
         (output / "results.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
-def make_model(options: argparse.Namespace, task: Task, tokenizer: TextTokenizer) -> torch.nn.Module:
-    """The checkpoint's encoder with a new head, or a small model from scratch.
+def make_model(options: argparse.Namespace, task: Task, tokenizer: TextTokenizer, last: Path | None) -> torch.nn.Module:
+    """The model of `last`, or else the checkpoint's encoder with a new head, or a small model from scratch.
 
     Raises:
         ValueError: the checkpoint is damaged, or another vocabulary's.
     """
     head = {"dropout": options.dropout, "use_mems_eval": False, "use_mems_train": False, "bi_data": False}
     torch.manual_seed(options.seed)
+    if last:
+        return load_model(task.model, last, options.backend, torch.device(options.device))
     if options.checkpoint is None:
         entries = {"vocab_size": tokenizer.vocabulary.size} | SMALL | tokenizer.config() | head | task.config()
         return task.model(xk.XLNetConfig.from_dict(entries), options.backend).train()
@@ -159,8 +192,8 @@ def make_model(options: argparse.Namespace, task: Task, tokenizer: TextTokenizer
     return task.model.from_pretrained(folder, config=config, backend=options.backend, new_head=True).train()
 
 
-def prepare(options: argparse.Namespace) -> Tuning:
-    """Rows, classes, tokenizer and model.
+def prepare(options: argparse.Namespace, last: Path | None) -> Tuning:
+    """Rows, classes, tokenizer and model; those of `last`, to go on from.
 
     Raises:
         ValueError: something does not fit.
@@ -168,7 +201,7 @@ def prepare(options: argparse.Namespace) -> Tuning:
     check_place(options.device, options.backend)
     if options.checkpoint and options.tokenizer:
         raise ValueError("--tokenizer is for models from scratch: a checkpoint has its own")
-    tokenizer = load_tokenizer(find(options.checkpoint) if options.checkpoint else options.tokenizer)
+    tokenizer = load_tokenizer(last or (find(options.checkpoint) if options.checkpoint else options.tokenizer))
     pairs = {"choice": "choices", "answer": "question"}
     pair = options.pair_column or pairs.get(options.task)
     if options.data is None:
@@ -185,8 +218,11 @@ def prepare(options: argparse.Namespace) -> Tuning:
             training, testing = split(training, options.held_out, options.seed)
     task = TASKS[options.task](tokenizer.fast, columns, options.seq_len)
     task.read_labels(training)
-    model = make_model(options, task, tokenizer).to(options.device)
-    return Tuning(options, task, tokenizer, model, training, testing)
+    model = make_model(options, task, tokenizer, last).to(options.device)
+    tuning = Tuning(options, task, tokenizer, model, training, testing, last)
+    if last and read_settings(last)["rows"] != tuning.rows():
+        raise ValueError(f"--resume: {options.data or 'the manual'} has changed since {last} was written")
+    return tuning
 
 
 def train(tuning: Tuning, console: Console) -> tuple[Scores, int, bool]:
@@ -195,37 +231,56 @@ def train(tuning: Tuning, console: Console) -> tuple[Scores, int, bool]:
     Returns:
         Its metrics, the steps that were taken, and whether training came to an end by itself.
     """
-    options, task, model = tuning.options, tuning.task, tuning.model
+    options, task, model, reached = tuning.options, tuning.task, tuning.model, Reached()
+    device = torch.device(options.device)
     optimizer, scheduler = make_optimizer(model, options)
-    rng, best, state, since = np.random.default_rng(options.seed), None, None, 0
-    device, order = torch.device(options.device), np.empty(0, np.int64)
+    alone = Processes(0, 1, device)
+    checkpoints = Checkpoints(options.output / CHECKPOINTS, 1, alone, options.async_save)
+    step = done = step_of(tuning.last) if tuning.last else 0
+    ended = done == options.steps
+    if tuning.last:
+        own = load_training(tuning.last, model, optimizer, alone)
+        scheduler.load_state_dict(own["scheduler"])
+        reached = Reached(**own["reached"])
+
+    def save() -> None:
+        own = {"scheduler": scheduler.state_dict(), "reached": vars(reached)}
+        settings = {"step": step, "options": to_keep(options), "rows": tuning.rows()}
+        make = partial(task.model, model.config)
+        checkpoints.save(step, model, make, optimizer, own, settings, tuning.tokenizer.save)
+
     with ExitStack() as stack:
         stopped = stack.enter_context(stop_signals())
-        metrics = stack.enter_context(Metrics(options.output / "metrics.jsonl"))
+        metrics = stack.enter_context(Metrics(options.output / "metrics.jsonl", done))
         bar = stack.enter_context(progress_bar(console))
-        shown = bar.add_task("", total=options.steps, status="")
-        for step in range(1, options.steps + 1):
-            while len(order) < options.batch_size:  # epoch after epoch, each in an order of its own
-                order = np.concatenate([order, rng.permutation(len(tuning.training))])
-            chosen, order = order[: options.batch_size], order[options.batch_size :]
-            batch = task.batch([tuning.examples[i] for i in chosen])
+        shown = bar.add_task("", total=options.steps, completed=done, status="")
+        for step, examples in enumerate(itertools.islice(tuning.batches(), done, options.steps), done + 1):
+            batch = task.batch(examples)
             loss = model(**{name: x.to(device) for name, x in batch.items()}).loss
             rate = scheduler.get_last_lr()[-1]
             norm = update(model, optimizer, scheduler, loss, options.clip)
             metrics.write(step=step, loss=loss.item(), lr=rate, gradient=norm)
             bar.update(shown, completed=step, status=f"loss {loss.item():.3f}  {memory_used(device)}")
+            due = step == options.steps or step % options.eval_every == 0
             stop = stopped()
-            if stop or step == options.steps or step % options.eval_every == 0:
+            if stop and not due:
+                save()  # before an evaluation that a run without a stop would not make
+            if stop or due:
                 found = tuning.evaluate()
                 metrics.write(step=step, **{f"validation_{name}": value for name, value in found.items()})
                 console.print(f"step {step}: loss {loss.item():.3f}, {describe(found)}", soft_wrap=True)
-                since += 1
-                if best is None or found[task.metric] > best[task.metric]:
-                    best, state, since = found, copy.deepcopy(model.state_dict()), 0
-                if stop or since == options.patience:
-                    break
-    model.load_state_dict(state)
-    return best, step, not stop
+                reached.since += 1
+                if reached.best is None or found[task.metric] > reached.best[task.metric]:
+                    reached.best = {name: float(value) for name, value in found.items()}
+                    reached.state, reached.since = copy.deepcopy(model.state_dict()), 0
+            ended = step == options.steps or due and reached.since == options.patience
+            if not ended and (due and stop or step % options.save_every == 0 and not stop):
+                save()
+            if ended or stop:
+                break
+        checkpoints.finish()
+    model.load_state_dict(reached.state)
+    return reached.best, step, ended
 
 
 def describe(found: Scores) -> str:
@@ -234,25 +289,30 @@ def describe(found: Scores) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status 0; 1 where the majority or mean is not beaten; 2 where options do not fit; 130 where interrupted."""
-    options, console = make_parser().parse_args(arguments), Console(highlight=False)
+    console = Console(highlight=False)
 
     def work() -> int:
+        options, last = parse(make_parser(), sys.argv[1:] if arguments is None else arguments, CHECKPOINTS)
         make_exact(options.threads)
-        tuning = prepare(options)
-        checkpoint = options.checkpoint and find(options.checkpoint)
-        inputs = {"--checkpoint": options.checkpoint, "the checkpoint": checkpoint, "--tokenizer": options.tokenizer}
-        inputs |= {"--data": options.data, "--validation": options.validation}
-        command.check_output(options.output, options.overwrite, inputs)
+        tuning = prepare(options, last)
+        if not last:
+            begin = options.checkpoint and find(options.checkpoint)
+            inputs = {"--checkpoint": options.checkpoint, "the checkpoint": begin, "--tokenizer": options.tokenizer}
+            inputs |= {"--data": options.data, "--validation": options.validation}
+            command.check_output(options.output, options.overwrite, inputs)
         found = baselines(tuning.task, tuning.training, tuning.testing)
         console.print(f"{len(tuning.training):,} rows for training, {len(tuning.testing):,} for testing")
         for name, reached in found.items():
             console.print(f"{name}: {describe(reached)}", soft_wrap=True)
-        command.clear(options.output, WRITTEN)
+        if not last:
+            command.clear(options.output, WRITTEN)
+            shutil.rmtree(options.output / CHECKPOINTS, ignore_errors=True)
         reached, steps, whole = train(tuning, console)
         tuning.save(found | {"this model": reached}, steps)
         console.print(f"this model: {describe(reached)}", soft_wrap=True)
         if not whole:
             return 130
+        shutil.rmtree(options.output / CHECKPOINTS, ignore_errors=True)
         least = min((x[tuning.task.metric] for x in found.values()), default=-1.0)
         return 0 if reached[tuning.task.metric] > least else 1
 

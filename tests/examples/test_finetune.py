@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,55 @@ def test_the_best_model_is_kept_and_patience_ends(finetune, tmp_path, monkeypatc
     kept = xk.XLNetForSequenceClassification.from_pretrained(tmp_path / "tuned").state_dict()
     assert all(torch.equal(x, states[1][name]) for name, x in kept.items())
     assert json.loads((tmp_path / "tuned" / "results.json").read_text())["this model"] == {"accuracy": 0.7}
+
+
+def test_an_interrupted_run_goes_on_exactly(finetune, tmp_path, monkeypatch, capsys):
+    """By a signal at step 7, between evaluations, and by a crash at step 14, after the checkpoint of step 12."""
+    import finetune as module
+
+    data = write(tmp_path / "rows.jsonl", rows_of("classification"))
+    arguments = ("--data", data, "--steps", 20, "--eval-every", 5, "--save-every", 4, "--dropout", 0.1, "--patience", 4)
+    tuned, original = tmp_path / "tuned", module.update
+
+    def run(*more: object) -> int:
+        return finetune(*arguments, *more)
+
+    def result() -> tuple[dict, dict, dict]:
+        lines = [json.loads(line) for line in (tuned / "metrics.jsonl").read_text().splitlines()]
+        losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+        weights = xk.XLNetForSequenceClassification.from_pretrained(tuned).state_dict()
+        return losses, json.loads((tuned / "results.json").read_text()), weights
+
+    assert run() in (0, 1)
+    losses, reached, weights = result()
+    assert list(losses) == list(range(1, 21)) and not (tuned / "checkpoints").exists()
+
+    def update(*args):
+        if args[2].last_epoch == 6:
+            signal.raise_signal(signal.SIGINT)
+        if args[2].last_epoch == 13:
+            raise RuntimeError("a crash")
+        return original(*args)
+
+    monkeypatch.setattr(module, "update", update)
+    assert run("--overwrite") == 130
+    assert xk.XLNetForSequenceClassification.from_pretrained(tuned).config.num_labels == 3  # of use already
+    assert run() == 2 and "--resume goes on from it, --overwrite removes it" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="a crash"):
+        run("--resume")
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "SMALL", None)  # the checkpoint knows
+    assert [path.name for path in (tuned / "checkpoints").glob("step-*")] == ["step-00000012"]
+    assert run("--resume", "--lr", 1) == 2 and "--lr is 0.003, not 1.0" in capsys.readouterr().err
+    rows = data.read_text()
+    data.write_text(rows + rows.splitlines()[0] + "\n")
+    assert run("--resume") == 2 and "has changed since" in capsys.readouterr().err
+    data.write_text(rows)
+    assert module.main(["--output", str(tuned), "--resume", "--async-save"]) in (0, 1)  # needs no other option
+    found = result()
+    assert found[:2] == (losses, reached)
+    assert all(torch.equal(x, weights[name]) for name, x in found[2].items())
+    assert run("--resume") == 2 and "there is no checkpoint in" in capsys.readouterr().err
 
 
 def test_a_folder_of_datasets(finetune, tmp_path):

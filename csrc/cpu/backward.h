@@ -102,8 +102,8 @@ static void probability_gradients(const BackwardTask<T>& task, const RowBlock<T>
 
 // Row r of a tile: scores become dS, dP becomes the dropped-out probabilities that dV needs.
 template <typename T>
-static void softmax_backward(const BackwardTask<T>& task, const RowBlock<T>& block, int64_t r, int64_t visible,
-                             const Tile<T>& tile, T* dP, RowStatistics<T>& statistics) {
+static ROW_LOOP void softmax_backward(const BackwardTask<T>& task, const RowBlock<T>& block, int64_t r, int64_t visible,
+                                      const Tile<T>& tile, T* dP, RowStatistics<T>& statistics) {
   const RelAttention& p = task.p;
   const SoftmaxRow<T> softmax = statistics.softmax[r];
   const SegmentRow<T> segments(p, task.scratch.keys.segments, tile.first, block.b, block.row_index[r],

@@ -7,6 +7,13 @@
 
 #define INLINE_MEMBER inline __attribute__((always_inline))
 #define INLINE static INLINE_MEMBER
+// Loops over a row of scores. Inlined, their constants are kept for the loops around them, beside calls, and what calls
+// do not preserve is then loaded in every turn: GCC does so for NEON, Clang for AVX2.
+#if defined(__clang__) || defined(__aarch64__)
+#define ROW_LOOP __attribute__((noinline))
+#else
+#define ROW_LOOP
+#endif
 
 namespace xlnet_kernels::cpu {
 namespace NAMESPACE {

@@ -36,7 +36,7 @@ struct OnlineSoftmax {
 
   // `count` scores of row r, of which the first `visible` may be seen and `tile_max` is the largest, become
   // probabilities, to be divided by row_sum in the end. What `out` holds so far is rescaled.
-  void step(int64_t r, int64_t visible, int64_t count, T tile_max, T* score, T* out, int64_t padded_dim) {
+  ROW_LOOP void step(int64_t r, int64_t visible, int64_t count, T tile_max, T* score, T* out, int64_t padded_dim) {
     T factor;
     visible = take_max(r, visible, tile_max, score, out, padded_dim, factor);
     const T max = row_max[r];

@@ -155,7 +155,7 @@ static void bfloat16_output_gradients(const BFloat16Task& task, const BFloat16Ro
 }
 
 // Row r of a tile: from scores and dP, rounded, dS, its band and the dropped-out probabilities that dV needs
-static void bfloat16_softmax_backward(const BFloat16Task& task, const BFloat16Rows& rows, int64_t r, int64_t visible,
+static ROW_LOOP void bfloat16_softmax_backward(const BFloat16Task& task, const BFloat16Rows& rows, int64_t r, int64_t visible,
                                       const BFloat16Tile& tile, RowStatistics<float>& statistics) {
   const RelAttention& p = task.p;
   const BFloat16BackwardScratch& scratch = task.scratch;

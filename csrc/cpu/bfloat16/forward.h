@@ -9,8 +9,8 @@ struct BFloat16Softmax : OnlineSoftmax<float> {
 
   // As OnlineSoftmax, but probabilities go to `P`, rounded, and zeros as far as `count`. `kept`: dropout's factors, of
   // which only zeros count here, or null.
-  void step(int64_t r, int64_t visible, int64_t count, float tile_max, float* score, const float* kept, uint16_t* P,
-            float* out, int64_t dim) {
+  ROW_LOOP void step(int64_t r, int64_t visible, int64_t count, float tile_max, float* score, const float* kept,
+                     uint16_t* P, float* out, int64_t dim) {
     float factor;
     visible = take_max(r, visible, tile_max, score, out, dim, factor);
     const float max = row_max[r];

@@ -65,11 +65,8 @@ def make_extension():
         raise SystemExit(f"{PACKAGE}: {error}") from None
     bfloat16 = decide.bfloat16_decision(ROOT / "csrc/cpu/bfloat16/native.cpp")
     flags = ["-O3", "-g0", "-Wno-psabi"]  # psabi: vectors are only passed within one object, to inlined functions
-    if sys.platform == "linux" and torch.backends.openmp.is_available() and not decide.is_clang():
-        # at::parallel_for lives in torch's headers and needs OpenMP here too. Not passed to the linker: the symbols
-        # then come from the OpenMP runtime that torch itself has loaded, so there is one thread pool and not two.
-        # Clang calls a runtime of its own, which torch has not loaded: register.cpp then uses plain threads.
-        flags.append("-fopenmp")
+    if torch.backends.openmp.is_available():
+        flags += decide.openmp_flags()
     # In the command line, so that ninja compiles again after a change of torch (headers may carry older dates).
     macros = [("XLNET_KERNELS_TORCH_VERSION", torch.__version__)]
     if bfloat16.build:

@@ -56,9 +56,18 @@ def find_compiler(environ: Mapping[str, str] = os.environ) -> tuple[str, str | N
     return name, shutil.which(name, path=environ.get("PATH"))
 
 
-def is_clang() -> bool:
-    path = find_compiler()[1]
-    return path is not None and "clang" in subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+def openmp_flags(environ: Mapping[str, str] = os.environ, platform: str = sys.platform) -> list[str]:
+    """What compiles at::parallel_for, which lives in torch's headers, where torch has OpenMP.
+
+    Not for the linker: the symbols then come from the OpenMP runtime that torch itself has loaded, so there is one
+    thread pool and not two. Clang calls a runtime of its own, which torch has not loaded, and Apple's takes no such
+    flag: register.cpp then uses plain threads.
+    """
+    path = find_compiler(environ)[1]
+    if platform != "linux" or path is None:
+        return []
+    version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+    return [] if "clang" in version else ["-fopenmp"]
 
 
 def extension_decision(environ: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Decision:

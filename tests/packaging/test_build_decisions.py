@@ -117,6 +117,22 @@ def test_extension_decision(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("says", "platform", "flags"),
+    [
+        ("g++ (Debian 12.2.0-14) 12.2.0", "linux", ["-fopenmp"]),
+        ("Debian clang version 14.0.6", "linux", []),
+        ("Apple clang version 15.0.0", "darwin", []),
+        ("g++-14 (Homebrew GCC 14.2.0) 14.2.0", "darwin", []),
+    ],
+)
+def test_openmp_flags(tmp_path, says, platform, flags):
+    compiler = tmp_path / "my-compiler"
+    compiler.write_text(f"#!/bin/sh\necho '{says}'\n")
+    compiler.chmod(0o755)
+    assert decide.openmp_flags({"CXX": str(compiler), "PATH": str(tmp_path)}, platform) == flags
+
+
+@pytest.mark.parametrize(
     ("version", "usable"),
     [("2.6.0", True), ("2.13.0+cpu", True), ("3.0.0a0", True), ("2.5.1", False), ("1.13.1", False), (None, False)],
 )

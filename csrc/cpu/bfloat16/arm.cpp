@@ -25,13 +25,12 @@ struct Packed {
 
 // Rows past the last one are zeros.
 void pack_rows(const uint16_t* a, int64_t stride, int64_t rows, int64_t depth, uint16_t* to) {
-  for (int64_t tile = 0; tile < rows; tile += TILE_ROWS)
-    for (int64_t k = 0; k < depth; k += 4)
-      for (int64_t m = tile; m < tile + TILE_ROWS; ++m, to += 4) {
-        uint64_t four = 0;
-        if (m < rows) memcpy(&four, a + m * stride + k, 8);
-        memcpy(to, &four, 8);
-      }
+  static constexpr uint16_t zeros[MAX_DEPTH] = {};
+  for (int64_t tile = 0; tile < rows; tile += TILE_ROWS, to += TILE_ROWS * depth)
+    for (int64_t m = 0; m < TILE_ROWS; ++m) {
+      const uint16_t* from = tile + m < rows ? a + (tile + m) * stride : zeros;
+      for (int64_t k = 0; k < depth; k += 4) memcpy(to + k * TILE_ROWS + 4 * m, from + k, 8);
+    }
 }
 
 // [depth / 2][16][2] -> [depth / 4][16][4]

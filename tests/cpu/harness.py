@@ -52,15 +52,14 @@ class Build:
         absent = sorted(name for name in needed if shutil.which(name) is None)
         return f"not installed: {', '.join(absent)}" if absent else None
 
-    def objects(self) -> dict[str, Path]:
-        """Of each source, by its name."""
+    def compiled(self, source: Path) -> Path:
         cache = Path(tempfile.gettempdir()) / f"xlnet-kernels-harness-{os.getuid()}"
         cache.mkdir(mode=0o700, exist_ok=True)
         flags = [*FLAGS, f"-I{ROOT / 'csrc'}", *self.flags]
-        return {source.stem: simt_build._compile(source, flags, cache, self.compiler) for source in SOURCES}
+        return simt_build._compile(source, flags, cache, self.compiler)
 
     def program(self) -> Path:
-        objects = [*self.objects().values()]
+        objects = [*map(self.compiled, SOURCES)]
         key = hashlib.sha256(b"".join(path.read_bytes() for path in objects)).hexdigest()[:16]
         result = objects[0].parent / f"harness-{key}"
         with simt_build._locked(result.with_suffix(".lock")):

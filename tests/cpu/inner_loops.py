@@ -90,7 +90,7 @@ def main() -> None:
 
     for build in (harness.GCC, harness.CLANG, harness.ARM_GCC, harness.ARM_CLANG):
         print(f"{' '.join((build.compiler, *build.flags))}: {build.missing() or ''}")
-        for file in [] if build.missing() else build.objects().values():
+        for file in [] if build.missing() else map(build.compiled, harness.SOURCES):
             print(*(f"  {file.name.split('-')[0]}: {loop}" for loop in matrix_products(file, build.objdump)), sep="\n")
 
 

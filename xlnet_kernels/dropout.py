@@ -1,9 +1,11 @@
 """Counter-based attention dropout: the same mask from every backend, whatever its tiles.
 
-Element (b, h, i, j) takes word ``(j % 64) // 16`` of Philox-4x32-10 (Salmon et al. 2011) with key
-``(seed_low, seed_high ^ offset_high)`` and counter ``((j // 64) * 16 + j % 16, i, b * H + h, offset_low)``; it is
-kept iff the word is at least ``p * 2**32``. Sixteen columns share a word index so that vector code and tensor-core
-fragments use all four words of each call.
+The state is two int64: a seed, and an offset whose upper half says which heads of a larger problem a call has. With
+``first = offset >> 32 & 0xFFFFF`` and ``others = offset >> 52``, both 0 in a call of all heads, element (b, h, i, j)
+takes word ``(j % 64) // 16`` of Philox-4x32-10 (Salmon et al. 2011) with key ``(seed_low, seed_high)`` and counter
+``((j // 64) * 16 + j % 16, i, b * (H + others) + h + first, offset_low)``; it is kept iff the word is at least
+``p * 2**32``. Sixteen columns share a word index so that vector code and tensor-core fragments use all four words of
+each call.
 """
 
 from __future__ import annotations
@@ -19,23 +21,30 @@ from ._distributed import is_distributed
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
-_shard = 0
+_shard = 0  # upper half of the offset
 
 
 def new_state(device: torch.device) -> Tensor:
     """(seed, offset) as an int64 tensor of 2, drawn from torch's generator of `device`."""
-    state = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
-    return state ^ _shard if _shard else state
+    seed, offset = torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+    return torch.stack((seed, offset & _LOW | _shard))
 
 
 @contextmanager
-def of_shard(number: int) -> Iterator[None]:
-    """Other masks for each shard of heads or sequences, from what is drawn alike for all of them; shard 0 is no other.
+def of_shard(first: int, others: int) -> Iterator[None]:
+    """Calls within are of some heads of a larger problem, and drop out what it drops there.
 
-    Heads and sequences are counted from 0 in every shard, so that one state would drop the same pairs in all of them.
+    Args:
+        first: the number of the call's first head, b * H + h in the problem.
+        others: how many heads the problem has beside those of the call.
+
+    Raises:
+        ValueError: a number has no room in the state.
     """
     global _shard
-    before, _shard = _shard, number
+    if first >= 2**20 or others >= 2**11:
+        raise ValueError(f"dropout has room for 2^20 heads of all sequences and 2^11 heads, not {first} and {others}")
+    before, _shard = _shard, first << 32 | others << 52
     try:
         yield
     finally:
@@ -62,9 +71,10 @@ def keep_mask(state: Tensor, batch: int, heads: int, length: int, keys: int, dro
     device = state.device
     first = torch.arange(-(-keys // 64) * 16, device=device)
     row = torch.arange(length, device=device)[:, None]
-    head = torch.arange(batch * heads, device=device)[:, None, None]
     seed, offset = state[0], state[1]
-    key = [seed & _LOW, (_high(seed) ^ _high(offset)) & _LOW]
+    head = torch.arange(batch, device=device)[:, None] * (heads + (offset >> 52)) + torch.arange(heads, device=device)
+    head = (head + (offset >> 32 & 0xFFFFF)).view(-1, 1, 1)
+    key = [seed & _LOW, _high(seed)]
     shape = (batch * heads, length, first.numel())
     words = philox([first.expand(shape), row.expand(shape), head.expand(shape), (offset & _LOW).expand(shape)], key)
     # (..., groups of 16 counters, 4 words, 16 columns)

@@ -36,7 +36,7 @@ def attend_on_shards(
     `query` says how all are sharded: each dimension of its mesh over sequences (Shard(0)), over heads (Shard(1)), or
     not at all. The other arguments are brought to that; what is no DTensor is the same in all processes. Parts that
     many processes share, such as biases where sequences are sharded, get their gradients summed over these.
-    Probabilities are dropped out independently in each shard, from the one seed that all processes draw.
+    Dropout takes the probabilities that one process would take, where all processes have the same random numbers.
 
     Returns:
         What `function` returns, tensors (B, H, ...), as DTensors sharded like `query`.
@@ -81,7 +81,7 @@ def attend_on_shards(
             own(segments.embed, None, 1),
             own(segments.bias, None, 0),
         )
-    with dropout.of_shard(_number(query)):
+    with dropout.of_shard(*_shard(query)):
         found = function(
             *(own(x, 0, 1) for x in (query, key, value)),
             own(rel_key, 0, 1) if rel_key.dim() == 4 else own(rel_key, None, 0),
@@ -122,10 +122,12 @@ def _check_placements(query: DTensor) -> None:
             )
 
 
-def _number(query: DTensor) -> int:
-    """Which of all shards is this process's."""
-    mesh, number = query.device_mesh, 0
+def _shard(query: DTensor) -> tuple[int, int]:
+    """Which head of all sequences is the first of this process's, and how many heads other processes have."""
+    mesh, heads = query.device_mesh, query.shape[1]
+    first, of_a_shard = [0, 0], [query.shape[0], heads]
     for dim, placement in enumerate(query.placements):
         if isinstance(placement, Shard):
-            number = number * mesh.size(dim) + mesh.get_local_rank(dim)
-    return number
+            of_a_shard[placement.dim] //= mesh.size(dim)
+            first[placement.dim] += of_a_shard[placement.dim] * mesh.get_local_rank(dim)
+    return first[0] * heads + first[1], heads - of_a_shard[1]

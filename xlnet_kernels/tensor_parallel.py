@@ -23,7 +23,7 @@ class HeadParallel(ParallelStyle):
     """Shards the heads of a `TwoStreamAttention`: its inputs and outputs are whole and the same in all processes.
 
     Parameters are DTensors, but for the LayerNorm's, which every process has. Random numbers of all processes must be
-    the same (one seed), as dropout of the output is the same everywhere; probabilities are dropped out by head.
+    the same (one seed): dropout is then that of one process.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -46,8 +46,8 @@ def tensor_parallel_plan(model: nn.Module) -> ParallelStyle | dict[str, Parallel
         mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (8,))
         torch.distributed.tensor.parallel.parallelize_module(model, mesh, xk.tensor_parallel_plan(model))
 
-    Outputs and gradients are those of one process, but for which probabilities dropout takes. All processes give the
-    model the same batch, with the same random numbers. Embeddings, norms and heads of models stay whole in each.
+    Outputs and gradients are those of one process, dropout included. All processes give the model the same batch, with
+    the same random numbers. Embeddings, norms and heads of models stay whole in each.
 
     Args:
         model: `TwoStreamAttention`, XLNetModel or one with a head, or any model that has `TwoStreamAttention` in it.

@@ -11,8 +11,9 @@ template <typename T>
 static const T* dropout_factors(const RelAttention& p, int64_t b, int64_t h, int64_t i, int64_t first, int64_t count,
                                 T* factors) {
   const T kept = static_cast<T>(1.0 / (1.0 - p.dropout.p));
-  const int64_t head = b * p.heads + h;
   const uint64_t seed = p.dropout.state[0], offset = p.dropout.state[1];
+  const int64_t first_head = offset >> 32 & 0xFFFFF, other_heads = offset >> 52;
+  const int64_t head = b * (p.heads + other_heads) + h + first_head;
   const int64_t group0 = first / DROPOUT_GROUP, groups = (first + count - 1) / DROPOUT_GROUP - group0 + 1;
   for (int64_t group = group0; group < group0 + groups; ++group) {
     uint32_t c0[16], c1[16], c2[16], c3[16];
@@ -23,7 +24,7 @@ static const T* dropout_factors(const RelAttention& p, int64_t b, int64_t h, int
       c3[l] = static_cast<uint32_t>(offset);
     }
     uint32_t key0 = static_cast<uint32_t>(seed);
-    uint32_t key1 = static_cast<uint32_t>(seed >> 32) ^ static_cast<uint32_t>(offset >> 32);
+    uint32_t key1 = static_cast<uint32_t>(seed >> 32);
     for (int round = 0; round < 10; ++round, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) {
       for (int l = 0; l < 16; ++l) {
         const uint64_t a = static_cast<uint64_t>(c0[l]) * 0xD2511F53u, b = static_cast<uint64_t>(c2[l]) * 0xCD9E8D57u;

@@ -105,11 +105,11 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
   const int part_keys = of.part * S::KEYS, first_row = 16 * of.m_tile;
   const float kept_scale = float(1 / (1 - p.dropout.p));
   const RowLabels labels[2] = {rows.row[0], rows.row[1]};
-  const Philox philox = load_philox(p.dropout);
+  const Philox philox = load_philox(p.dropout, tile.b, tile.head);
   uint32_t kept[2] = {~0u, ~0u};
   if (philox.threshold)
     for (int r = 0; r < 2; ++r)
-      kept[r] = kept_columns<S::KEYS>(philox, tile.head, rows.row[r].index, tile.j0 + part_keys, lane.t);
+      kept[r] = kept_columns<S::KEYS>(philox, rows.row[r].index, tile.j0 + part_keys, lane.t);
   float different_sum[2] = {0, 0}, kept_factor[2], delta[2];
   for (int r = 0; r < 2; ++r) {  // read here, and not with the other row values: registers are scarce until now
     const float* values = tile.row_values + rows.row[r].index;

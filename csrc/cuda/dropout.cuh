@@ -8,13 +8,16 @@
 namespace xlnet_kernels::cuda {
 
 struct Philox {
-  uint32_t key[2], offset, threshold;  // threshold 0: none
+  uint32_t key[2], head, offset, threshold;  // threshold 0: none
 };
 
-DEVICE Philox load_philox(const Dropout& dropout) {
-  if (dropout.threshold == 0) return {{0, 0}, 0, 0};
+// Of a sequence's head, which is number `head` of the call
+DEVICE Philox load_philox(const Dropout& dropout, int b, int head) {
+  if (dropout.threshold == 0) return {{0, 0}, 0, 0, 0};
   const uint64_t seed = dropout.state[0], offset = dropout.state[1];
-  return {{uint32_t(seed), uint32_t(seed >> 32) ^ uint32_t(offset >> 32)}, uint32_t(offset), dropout.threshold};
+  const uint32_t shard = offset >> 32, first_head = shard & 0xFFFFF, other_heads = shard >> 20;
+  return {
+      {uint32_t(seed), uint32_t(seed >> 32)}, head + b * other_heads + first_head, uint32_t(offset), dropout.threshold};
 }
 
 DEVICE void philox_rounds(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) {
@@ -31,12 +34,12 @@ DEVICE void philox_rounds(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) 
 
 // Bit 2 n + parity: whether row i keeps column j0 + 8 n + 2 t + parity, n < COLUMNS / 8. j0 is a multiple of COLUMNS.
 template <int COLUMNS>
-DEVICE uint32_t kept_columns(const Philox& philox, int head, int i, int j0, int t) {
+DEVICE uint32_t kept_columns(const Philox& philox, int i, int j0, int t) {
   uint32_t kept = 0;
 #pragma unroll
   for (int l = 0; l < 4; ++l) {  // columns that are 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 modulo 16
     const int parity = l % 2, odd = l / 2;
-    uint32_t words[4] = {uint32_t(j0 / 64 * 16 + 8 * odd + 2 * t + parity), uint32_t(i), uint32_t(head), philox.offset};
+    uint32_t words[4] = {uint32_t(j0 / 64 * 16 + 8 * odd + 2 * t + parity), uint32_t(i), philox.head, philox.offset};
     philox_rounds(words, philox.key[0], philox.key[1]);
     const int first = j0 % 64 / 16;
 #pragma unroll

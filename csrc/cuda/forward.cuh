@@ -53,12 +53,12 @@ DEVICE void load_rows(const RelAttention& p, const ForwardTile<S>& tile, float s
 // Which of 64 keys from j0 on dropout keeps: 16 bits for each of two rows, for each tile of 16.
 template <typename S>
 DEVICE void draw_dropout(const RelAttention& p, const ForwardTile<S>& tile, int j0, uint32_t* kept) {
-  const Philox philox = load_philox(p.dropout);
+  const Philox philox = load_philox(p.dropout, tile.b, tile.head);
   for (int m = 0; m < S::M_TILES; ++m) {
     uint32_t bits = 0;
     for (int r = 0; r < 2; ++r) {
       const int index = row_index(p, tile.b, smaller(tile.sorted_row(m) + 8 * r, int(p.length) - 1));
-      bits |= kept_columns<64>(philox, tile.head, index, j0 / 64 * 64, tile.lane.t) << (16 * r);
+      bits |= kept_columns<64>(philox, index, j0 / 64 * 64, tile.lane.t) << (16 * r);
     }
     kept[m * S::THREADS] = bits;
   }

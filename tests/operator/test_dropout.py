@@ -34,11 +34,11 @@ def test_philox_gives_the_known_answers_of_random123(counter, key, answer):
 
 def test_mask_is_laid_out_as_documented():
     # element by element from the docstring: word (j % 64) // 16 of the counter (j // 64 * 16 + j % 16, i, bh, offset)
-    seed, offset = 0x0123456789ABCDEF, 0x0FEDCBA987654321
-    mask = dropout.keep_mask(torch.tensor([seed, offset]), 2, 3, 2, 150, 0.3)
+    seed, offset, first, others = 0x0123456789ABCDEF, 0x87654321, 0xFEDCB, 0x2A9
+    mask = dropout.keep_mask(torch.tensor([seed, others << 52 | first << 32 | offset]), 2, 3, 2, 150, 0.3)
     for b, h, i, j in [(0, 0, 0, 0), (1, 2, 1, 149), (1, 0, 1, 77), (0, 2, 0, 63), (1, 1, 0, 64), (0, 1, 1, 16)]:
-        counter = [j // 64 * 16 + j % 16, i, b * 3 + h, offset & ONES]
-        key = [seed & ONES, (seed >> 32) ^ (offset >> 32)]
+        counter = [j // 64 * 16 + j % 16, i, b * (3 + others) + h + first, offset]
+        key = [seed & ONES, seed >> 32]
         words = dropout.philox([torch.tensor(w) for w in counter], [torch.tensor(w) for w in key])
         assert mask[b, h, i, j] == (int(words[j % 64 // 16]) >= int(0.3 * 2**32))
 
@@ -83,11 +83,27 @@ def test_equals_the_formula_with_the_rebuilt_mask(backend, p):
     assert torch.allclose(lse, problem.call(backend)[1], atol=1e-11)  # the log-sum-exp is before dropout
 
 
+@pytest.mark.parametrize("backend", READY)
+def test_some_heads_are_dropped_as_among_all(backend):
+    """Heads 1 and 2 of 4, of the last two of three sequences."""
+    tensors = [torch.randn(3, 4, 9, 8) for _ in range(3)] + [torch.randn(4, 18, 8)]
+    torch.manual_seed(5)
+    whole = xk.rel_attention(*tensors, dropout_p=0.4, backend=backend)
+    torch.manual_seed(5)
+    with dropout.of_shard(1 * 4 + 1, others=2):
+        part = xk.rel_attention(*(x[1:, 1:3] for x in tensors[:3]), tensors[3][1:3], dropout_p=0.4, backend=backend)
+    torch.testing.assert_close(part, whole[1:, 1:3])
+    for first, others in ((2**20, 0), (0, 2**11)):
+        with pytest.raises(ValueError, match="dropout has room for"), dropout.of_shard(first, others):
+            pass
+
+
 @pytest.mark.parametrize("backend", [name for name in READY if name != "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_backend_drops_the_same_elements(backend, dtype, monkeypatch):
     problem = make(1, 2, 66, mem=65, mask="order", dtype=dtype).with_options(dropout_p=0.3)
-    state = dropout.new_state(torch.device("cpu"))
+    with dropout.of_shard(5, others=3):
+        state = dropout.new_state(torch.device("cpu"))
     monkeypatch.setattr(dropout, "new_state", lambda device: state.to(device))
     results = [problem.results(name) for name in ("reference", backend)]
     tolerance = 1e-4 if dtype == torch.float32 else 1e-10

@@ -13,12 +13,14 @@ def kept(dropout, tile, j0, META):
     seed = tl.load(dropout.state)
     offset = tl.load(dropout.state + 1)
     low = (offset & 0xFFFFFFFF).to(tl.uint32)
-    philox_key = seed ^ (offset >> 32 << 32)
+    first_head = (offset >> 32 & 0xFFFFF).to(tl.int32)
+    other_heads = (offset >> 52).to(tl.int32)
+    head = tile.head.index + tile.head.b.to(tl.int32) * other_heads + first_head
     WORDS: tl.constexpr = 16 if BLOCK_N < 64 else BLOCK_N // 4
     first = j0 // 64 * 16 + tl.arange(0, WORDS)[None, :] + tl.zeros((META.BLOCK_M, 1), tl.int32)
     zeros = tl.zeros_like(first)
     w0, w1, w2, w3 = tl.philox(
-        philox_key, first, zeros + tile.row[:, None], zeros + tile.head.index,
+        seed, first, zeros + tile.row[:, None], zeros + head,
         (zeros.to(tl.uint32) + low).to(tl.int32, bitcast=True),
     )  # fmt: skip
     if BLOCK_N == 32:  # two words of the four

@@ -5,28 +5,11 @@
 #include "comparisons.h"
 #include "lanes.h"
 #include "numbers.h"
+#include "operations.h"
 
 namespace machine {
 namespace {
 
-struct Add {
-  template <class T>
-  static T run(T a, T b) {
-    return a + b;
-  }
-};
-struct Sub {
-  template <class T>
-  static T run(T a, T b) {
-    return a - b;
-  }
-};
-struct Mul {
-  template <class T>
-  static T run(T a, T b) {
-    return a * b;
-  }
-};
 struct Div {
   template <class T>
   static T run(T a, T b) {

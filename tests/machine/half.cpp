@@ -5,19 +5,11 @@
 #include "comparisons.h"
 #include "lanes.h"
 #include "numbers.h"
+#include "operations.h"
 
 namespace machine {
 namespace {
 
-struct Add {
-  static double run(double a, double b) { return a + b; }
-};
-struct Sub {
-  static double run(double a, double b) { return a - b; }
-};
-struct Mul {
-  static double run(double a, double b) { return a * b; }
-};
 struct Fma {
   static double run(double a, double b, double c) { return a * b + c; }
 };  // the product is exact in double
@@ -54,10 +46,10 @@ struct Max {
 };
 
 template <class F, class Half>
-struct One {
+struct One {  // in double, where a product, or the sum of two float16, is exact
   template <class... T>
   static uint16_t run(T... in) {
-    return Half::make(to_odd(F::run(Half::get(in)...)));
+    return Half::make(to_odd(F::run(static_cast<double>(Half::get(in))...)));
   }
 };
 

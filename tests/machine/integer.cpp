@@ -3,40 +3,11 @@
 #include <algorithm>
 
 #include "lanes.h"
+#include "operations.h"
 
 namespace machine {
 namespace {
 
-struct Add {
-  template <class T>
-  static T run(T a, T b) {
-    return a + b;
-  }
-};
-struct Sub {
-  template <class T>
-  static T run(T a, T b) {
-    return a - b;
-  }
-};
-struct And {
-  template <class T>
-  static T run(T a, T b) {
-    return a & b;
-  }
-};
-struct Or {
-  template <class T>
-  static T run(T a, T b) {
-    return a | b;
-  }
-};
-struct Xor {
-  template <class T>
-  static T run(T a, T b) {
-    return a ^ b;
-  }
-};
 struct Min {
   template <class T>
   static T run(T a, T b) {
@@ -59,12 +30,6 @@ struct Max {
   template <class T>
   static T run(T a, T b) {
     return a < b ? b : a;
-  }
-};
-struct Not {
-  template <class T>
-  static T run(T a) {
-    return ~a;
   }
 };
 struct Negate {

@@ -2,6 +2,7 @@
 
 #include "comparisons.h"
 #include "lanes.h"
+#include "operations.h"
 
 namespace machine {
 namespace {
@@ -10,30 +11,6 @@ struct Same {
   template <class T>
   static T run(T a) {
     return a;
-  }
-};
-struct And {
-  template <class T>
-  static T run(T a, T b) {
-    return a & b;
-  }
-};
-struct Or {
-  template <class T>
-  static T run(T a, T b) {
-    return a | b;
-  }
-};
-struct Xor {
-  template <class T>
-  static T run(T a, T b) {
-    return a ^ b;
-  }
-};
-struct Not {
-  template <class T>
-  static T run(T a) {
-    return ~a;
   }
 };
 template <class T>

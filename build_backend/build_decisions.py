@@ -157,11 +157,16 @@ def cuda_architectures(seen: Collection[tuple[int, int]], *cuda_versions: str | 
     """What to compile for: the GPUs seen here, or else all that every one of these CUDA versions, torch's and nvcc's,
     knows, with PTX of the last for those to come."""
     if seen:
-        return [f"{major}.{minor}" for major, minor in sorted(seen)]
+        return [_architecture(*capability) for capability in sorted(seen)]
     versions = [tuple(map(int, version.split("."))) for version in cuda_versions if version]
     # compute_100 came with CUDA 12.8 (release notes)
-    names = ["8.0", "9.0", "10.0"] if all(version >= (12, 8) for version in versions) else ["8.0", "9.0"]
-    return [*names[:-1], names[-1] + "+PTX"]
+    # and sm_90a's PTX is of use on no other GPU: that of sm_80 is then for those to come
+    return ["8.0", "9.0a", "10.0+PTX"] if all(version >= (12, 8) for version in versions) else ["8.0+PTX", "9.0a"]
+
+
+def _architecture(major: int, minor: int) -> str:
+    """As TORCH_CUDA_ARCH_LIST has it: wgmma of csrc/cuda/sm90 is part of 9.0a, not of 9.0."""
+    return "9.0a" if (major, minor) == (9, 0) else f"{major}.{minor}"
 
 
 def max_jobs(cores: int, free_bytes: int | None) -> int:

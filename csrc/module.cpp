@@ -7,6 +7,7 @@
 #include "autograd.h"
 #include "cpu/bfloat16/products.h"
 #include "cpu/kernels.h"
+#include "cuda/choose.h"
 #include "cuda/kernels.h"
 
 #define STRINGIFY_(...) #__VA_ARGS__
@@ -53,6 +54,14 @@ pybind11::list cuda_kernels() {
   return found;
 }
 
+// Which CUDA kernels run forward: for each kind the calls that it serves, the first that does being chosen.
+pybind11::list cuda_forward_choices() {
+  pybind11::list found;
+  for (const auto& choice : xlnet_kernels::cuda::FORWARD_CHOICES)
+    found.append(pybind11::make_tuple(choice.kernels, choice.calls));
+  return found;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -65,6 +74,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("cuda_version") = cuda_version;              // None in a build without CUDA
   module.attr("cuda_architectures") = cuda_architectures;  // e.g. "8.0;9.0+PTX"
   module.def("cuda_kernels", cuda_kernels);
+  module.def("cuda_forward_choices", cuda_forward_choices);
   module.def("register_autograd", xlnet_kernels::register_autograd, pybind11::arg("name"),
              "Gives the operator of that name and its backward their gradients (csrc/autograd.h).");
 #ifdef XLNET_KERNELS_CUDA_VERSION

@@ -65,7 +65,10 @@ def compiled() -> dict | None:
     names = ["torch_version", "compiler", "cpp_standard", "cpu_instruction_set", "cpu_bfloat16_products"]
     names += ["cuda_version", "cuda_architectures"]
     module = _extension.module
-    return None if module is None else {name: getattr(module, name) for name in names} | {"file": module.__file__}
+    if module is None:
+        return None
+    facts = {name: getattr(module, name) for name in names} | {"file": module.__file__}
+    return facts | {"cuda_forward": [f"{kernels}: {calls}" for kernels, calls in module.cuda_forward_choices()]}
 
 
 def collect() -> dict:
@@ -118,6 +121,8 @@ def render(facts: dict) -> str:
         chosen = built["cpu_instruction_set"]
         both = f"float32: {FLOAT32_BESIDE.get(chosen, chosen)}; bfloat16: {products}"
         rows.append(("  on this CPU", both if chosen else UNKNOWN_SET))
+        if built["cuda_version"]:
+            rows += [("  CUDA forward", line) for line in built["cuda_forward"]]
     else:
         rows.append(("extension", facts["not_compiled_because"]))
     for name, label in (("extension", "  built"), ("cuda", "  CUDA"), ("bfloat16", "  bfloat16")):

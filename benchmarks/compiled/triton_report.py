@@ -205,7 +205,9 @@ def loop_over_tiles(code: list[tuple[int, str, str, str]]) -> dict[str, Counter]
         return sum(names[i] == product for i in loop)
 
     loops = [(head, latch, body(head, latch)) for latch in range(len(code)) for head in leads[latch] if head <= latch]
-    loops = [loop for loop in loops if products(loop[2]) and 0 not in loop[2]]  # entered at their heads alone
+    own = [loop for loop in loops if products(loop[2]) and 0 not in loop[2]]  # entered at their heads alone
+    # or else elsewhere, where a compiler has turned a loop round: what its head leads to, too
+    loops = own or [(head, latch, inside & _reached(head, leads)) for head, latch, inside in loops if products(inside)]
     innermost = [loop for loop in loops if not any(other[2] < loop[2] for other in loops)]
     if not innermost:
         return {}
@@ -214,6 +216,16 @@ def loop_over_tiles(code: list[tuple[int, str, str, str]]) -> dict[str, Counter]
         name: Counter(classify(code[i][2]) for i in _way(head, latch, inside, leads, choose))
         for name, choose in (("shortest", min), ("longest", max))
     }
+
+
+def _reached(start: int, leads: list[list[int]]) -> set[int]:
+    """The instructions that one leads to."""
+    found, todo = {start}, [start]
+    while todo:
+        after = [j for j in leads[todo.pop()] if j not in found]
+        found.update(after)
+        todo += after
+    return found
 
 
 def _way(head: int, latch: int, inside: set[int], leads: list[list[int]], choose) -> list[int]:

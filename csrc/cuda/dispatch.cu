@@ -1,3 +1,4 @@
+#include "choose.h"
 #include "dispatch.cuh"
 
 namespace xlnet_kernels::cuda {
@@ -19,6 +20,10 @@ std::string dispatch_dtype(const Call& call, Run run) {
 
 template <>
 std::string forward<Stream>(const Call& call, Stream stream) {
+  if constexpr (HAS_WARPGROUPS)
+    if (choose_forward(call, compute_capability()) == WARPGROUPS)
+      return call.p.dtype == DType::float16 ? warpgroup_forward_of<Half>(call, stream)
+                                            : warpgroup_forward_of<BFloat16>(call, stream);
   return dispatch_dtype(call, [&](auto element) { return forward_of<decltype(element)>(call, stream); });
 }
 

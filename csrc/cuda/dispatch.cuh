@@ -31,6 +31,8 @@ inline Index grid_of(int64_t tiles, const RelAttention& p) {
 template <typename T>
 std::string forward_of(const Call& call, Stream stream);
 template <typename T>
+std::string warpgroup_forward_of(const Call& call, Stream stream);  // those of sm90/
+template <typename T>
 std::string backward_of(const Backward& a, Stream stream);
 
 // run(integral_constant of that head_dim)

@@ -89,17 +89,17 @@ DEVICE bool sees_without_weight(const RelAttention& p, const ForwardTile<S>& til
 }
 
 // A row that sees keys, all of whose scores are -inf, is NaN, as softmax has it. Stored over what the epilogue stored:
-// before, the output and the main loop have the registers.
-template <typename S>
+// before, the output and the main loop have the registers. had_tile(): some row of the block may see some key.
+template <typename S, typename HadTile>
 DEVICE void store_nan_rows(const RelAttention& p, const ForwardTile<S>& tile, const OnlineSoftmax<S::M_TILES>& softmax,
-                           ForwardPipeline<S>& pipeline) {
+                           HadTile had_tile) {
   using T = typename S::T;
   bool is_empty = false;
 #pragma unroll
   for (int m = 0; m < S::M_TILES; ++m)
 #pragma unroll
     for (int r = 0; r < 2; ++r) is_empty |= quad_sum(softmax.row_sum[m][r]) == 0;  // all lanes: no ||
-  if (!ballot(is_empty) || !pipeline.starts_again()) return;
+  if (!ballot(is_empty) || !had_tile()) return;
   const auto out_rows = rows_of<T>(p.out, tile.b, tile.h), residual_rows = rows_of<T>(p.out_residual, tile.b, tile.h);
 #pragma unroll
   for (int m = 0; m < S::M_TILES; ++m)
@@ -223,7 +223,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
   }
   wait_for_copies<0>();
   forward_epilogue(p, tile, softmax, out, lse);
-  store_nan_rows(p, tile, softmax, pipeline);
+  store_nan_rows(p, tile, softmax, [&] { return pipeline.starts_again(); });
 }
 
 template <typename T, int HEAD_DIM>

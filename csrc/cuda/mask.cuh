@@ -109,6 +109,22 @@ DEVICE uint32_t unmasked_columns(const RelAttention& p, const QueryRow& row, int
   return visible;
 }
 
+// The same bits of all that decides: `key_rank` are the tile's ranks.
+template <int COLUMNS>
+DEVICE uint32_t visible_columns(const RelAttention& p, const QueryRow& row, int b, int h, int j0,
+                                const int32_t* key_rank, int t) {
+  const int own = row.position + int(p.mem_len);
+  const Range reach = row.inside ? keys_within_reach(p, own, own) : Range{0, 0};
+  uint32_t visible = 0;
+#pragma unroll 1
+  for (int bit = 0; bit < COLUMNS / 4; ++bit) {
+    const int k = bit / 2 * 8 + 2 * t + bit % 2, j = j0 + k;
+    const bool by_labels = sees_by_rank(row, key_rank[k]) || j == row.own_key;
+    visible |= uint32_t(by_labels && j >= reach.begin && j < reach.end) << bit;
+  }
+  return p.mask.data ? visible & unmasked_columns<COLUMNS>(p, row, b, h, j0, t) : visible;
+}
+
 // Whether a row sees any of the keys t, t + 4, .., asked one by one.
 DEVICE bool sees_any_key(const RelAttention& p, const QueryRow& row, int b, int h, int t) {
   const int keys = int(p.mem_len + p.key_len);

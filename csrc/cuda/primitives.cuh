@@ -1,5 +1,5 @@
-// What the kernels ask of a GPU: the only file with inline PTX. tests/cuda/simt/primitives.cuh defines the same for the
-// host.
+// What the kernels ask of a GPU: all that has inline PTX, with sm90/primitives.cuh. tests/cuda/simt/primitives.cuh
+// defines the same for the host.
 //
 // A warp is 32 lanes. Functions that say "warp" must be called by all of its lanes.
 #pragma once
@@ -184,6 +184,19 @@ inline int shared_memory_of_block(int device) {
   if (cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess) return bytes;
   cudaGetLastError();  // else the next launch would report it
   return -1;
+}
+
+// Whether the kernels of sm90/ are part of this build.
+constexpr bool HAS_WARPGROUPS = true;
+
+// Of the current device: 90 is sm_90; 0 if there is none.
+inline int compute_capability() {
+  int device = 0, major = 0, minor = 0;
+  const bool found = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess;
+  if (!found) cudaGetLastError();  // else the next launch would report it
+  return found ? 10 * major + minor : 0;
 }
 
 // Runs `kernel` on grid x threads; the error's text, or null.

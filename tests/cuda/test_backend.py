@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from xlnet_kernels import _extension
+from xlnet_kernels import _extension, info
 from xlnet_kernels.backends import cuda
 
 ARCHITECTURES = "8.0;9.0a;10.0+PTX"
@@ -75,3 +75,14 @@ def test_wide_heads_need_much_shared_memory(monkeypatch, kilobytes, widths):
             assert tuple(cuda.max_head_dim(dtype) for dtype in (torch.bfloat16, torch.float32)) == wanted
     finally:
         cuda._max_head_dim.cache_clear()
+
+
+@pytest.mark.skipif(_extension.module is None, reason=str(_extension.reason))
+def test_info_prints_which_kernels_run_forward():
+    facts = info.collect()
+    table = facts["compiled"]["cuda_forward"]
+    assert [line.split(":")[0] for line in table] == ["sm_90a", "sm_80"] and "head_dim 64 and 128" in table[0]
+    built = facts["compiled"] | {"cuda_version": "13.0", "cuda_architectures": ARCHITECTURES}
+    text = info.render(facts | {"compiled": built})
+    assert all(line in text for line in table)
+    assert table[0] not in info.render(facts | {"compiled": built | {"cuda_version": None}})

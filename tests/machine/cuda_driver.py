@@ -26,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 CSRC = HERE.parent.parent / "csrc"
 NVCC = shutil.which("nvcc")
 FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler", "-fPIC", f"-I{CSRC}", f"-I{CSRC / 'cuda'}"]
+FLAGS += ["-DXLNET_KERNELS_CUDA_ARCHITECTURES=8.0;9.0a"]
 # The architecture that kernels are compiled for: setup.py's where it has features of its own.
 COMPILED_FOR = {80: "80", 90: "90a"}
 _OPERATOR = "rel_attention_machine"  # as in cuda/torch_device.h
@@ -53,6 +54,7 @@ class Device:
     """Where launches go: the record in use, and what failed."""
 
     record: Record | None = None
+    names: list[str] | None = None  # a list: launches leave their names there and do nothing
     fault: Exception | None = None
     inputs: dict[str, torch.Tensor] = {}
 
@@ -76,23 +78,33 @@ def _folder() -> Path:
 
 
 def _sources() -> list[Path]:
-    return sorted((CSRC / "cuda").rglob("*.cu"))
+    """Those of sm90/ first: they are compiled fast, and have what prepares for them."""
+    return sorted((CSRC / "cuda").rglob("*.cu"), key=lambda path: (path.parent.name != "sm90", path))
+
+
+Kernel = tuple[str, Module, list[tuple[int, int]]]
 
 
 @functools.cache
-def kernels(architecture: int) -> dict[str, tuple[str, Module, list[tuple[int, int]]]]:
-    """By a kernel's name: the PTX it is in, that as a module, and (bytes, alignment) of its parameters."""
-    found = {}
-    for source in _sources():
-        path = _folder() / f"{source.stem}.{architecture}.ptx"
-        with simt_build._locked(path.with_suffix(".lock")):
-            if not path.exists():
-                with simt_build._complete(path) as partial:
-                    _nvcc(source, "-ptx", f"-arch=compute_{COMPILED_FOR[architecture]}", "-o", str(partial))
-        ptx = path.read_text()
-        module = Module(ptx, architecture)
-        for name, parameters in re.findall(r"^(?:\.\w+ )*\.entry (\w+)\((.*?)\)", ptx, re.M | re.S):
-            found[name] = ptx, module, [_layout(line) for line in parameters.split(",") if line.strip()]
+def kernel(architecture: int, name: str) -> Kernel:
+    """The PTX that a kernel is in, that as a module, and (bytes, alignment) of its parameters.
+
+    Sources are compiled one after the other until it is found.
+    """
+    return next(found[name] for source in _sources() if name in (found := _kernels(source, architecture)))
+
+
+@functools.cache
+def _kernels(source: Path, architecture: int) -> dict[str, Kernel]:
+    path = _folder() / f"{source.stem}.{architecture}.ptx"
+    with simt_build._locked(path.with_suffix(".lock")):
+        if not path.exists():
+            with simt_build._complete(path) as partial:
+                _nvcc(source, "-ptx", f"-arch=compute_{COMPILED_FOR[architecture]}", "-o", str(partial))
+    ptx = path.read_text()
+    module, found = Module(ptx, architecture), {}
+    for name, parameters in re.findall(r"^(?:\.\w+ )*\.entry (\w+)\((.*?)\)", ptx, re.M | re.S):
+        found[name] = ptx, module, [_layout(line) for line in parameters.split(",") if line.strip()]
     return found
 
 
@@ -148,8 +160,11 @@ def _link(sources: list[Path], objects: list[Path]) -> Path:
 def _launch(name, grid, block, shared, arguments) -> int:
     """One launch of nvcc's host code."""
     try:
+        if Device.names is not None:
+            Device.names.append(name.decode())
+            return 0
         record = Device.record
-        ptx, module, layout = kernels(record.architecture)[name.decode()]
+        ptx, module, layout = kernel(record.architecture, name.decode())
         parameters = bytearray()
         for number, (size, align) in enumerate(layout):
             parameters += bytes(-len(parameters) % align) + ctypes.string_at(arguments[number], size)
@@ -217,4 +232,4 @@ def _call(operator: str):
 for _suffix in ("", "_backward"):
     torch.library.impl(f"xlnet_kernels::{_OPERATOR}_call{_suffix}", "cpu", _call(_OPERATOR + _suffix))
 
-__all__ = ["Device", "Fault", "kernels", "library", "rel_attention", "unavailable"]
+__all__ = ["Device", "Fault", "kernel", "library", "rel_attention", "unavailable"]

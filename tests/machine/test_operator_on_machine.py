@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ import triton  # noqa: E402
 if triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
+import xlnet_kernels as xk  # noqa: E402
+from tests.cases import assert_right, make  # noqa: E402
 from tests.machine import cuda_driver  # noqa: E402
 from tests.machine.features import Features, pairwise  # noqa: E402
 from tests.machine.package import serving  # noqa: E402
@@ -60,7 +63,69 @@ def test_sample(backend, features):
     assert all(name in ran for name in KERNELS[backend]), ran
 
 
-@pytest.mark.skipif(cuda_driver.unavailable() is not None, reason=str(cuda_driver.unavailable()))
+WARPGROUPS = replace(BASE, architecture=90, head_dim=64)
+# What the kernels of csrc/cuda/sm90 decide by: memory before the keys, each way of the mask and of segments, dropout,
+# the ends of rel_key.
+SERVED_BY_WARPGROUPS = {
+    "order": WARPGROUPS,
+    "wide-memory": replace(WARPGROUPS, head_dim=128, mask="ranks", memory=True, layout="projections"),
+    "float16-gaps": replace(WARPGROUPS, dtype=torch.float16, mask="padding", rel_rows="window", memory=True),
+    "causal-uni": replace(WARPGROUPS, mask="causal", rel_rows="uni", segments=False, rel_batch=True),
+    "dense-dropout": replace(WARPGROUPS, head_dim=128, mask="dense", dropout=True, biases=False),
+    "window": replace(WARPGROUPS, mask="window", aligned=True, layout="projections"),
+}
+NEEDS_NVCC = pytest.mark.skipif(cuda_driver.unavailable() is not None, reason=str(cuda_driver.unavailable()))
+
+
+@NEEDS_NVCC
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("features", SERVED_BY_WARPGROUPS.values(), ids=SERVED_BY_WARPGROUPS.keys())
+def test_forward_by_warpgroups(features, seed):
+    """Two tiles of rows, with every barrier, copy and wgmma checked."""
+    state = torch.tensor([2**62 + 12345, 2**61 + 2**40 + 77])
+    with mock.patch("xlnet_kernels.dropout.new_state", lambda device: state), serving(90, seed=seed) as record:
+        assert_right(features.problem(seed, rows=230, most_batch=2), "cuda", needs=())
+    assert "warpgroup_forward_kernel" in record.launches[-1].name
+
+
+@NEEDS_NVCC
+def test_tiles_that_do_not_follow_each_other():
+    """Empty tiles between others: rel_key's window begins anew, one slot of it still being there."""
+    rank = torch.zeros(1, 640, dtype=torch.int32)
+    for tile in (1, 2, 5, 9):
+        rank[:, 64 * tile : 64 * (tile + 1)] = 1
+    query_rank = torch.ones(1, 640, dtype=torch.int32)
+    problem = make(1, 1, 640, width=64, dtype=torch.bfloat16).with_options(mask=xk.RankMask(query_rank, rank))
+    with serving(90) as record:
+        assert_right(problem, "cuda", needs=())
+    found = record.launches[-1].counts.tensor
+    # six tiles are left in four runs; a run's first tile takes one product with rel_key more
+    assert found["wgmma.m64n64k16.bf16"] == 5 * 8 * (3 * 6 + 3) * 4
+
+
+@NEEDS_NVCC
+@pytest.mark.parametrize(
+    ("architecture", "change", "warpgroups"),
+    [
+        (90, {}, True),
+        (90, {"dtype": torch.float16, "head_dim": 128}, True),
+        (90, {"memory": True, "mask": "dense", "dropout": True, "rel_rows": "window", "rel_batch": True}, True),
+        (80, {}, False),
+        (90, {"positions": True}, False),
+        (90, {"head_dim": 80}, False),
+        (90, {"dtype": torch.float32}, False),
+    ],
+)
+def test_forward_is_chosen_by_the_table(architecture, change, warpgroups, monkeypatch):
+    names: list[str] = []
+    monkeypatch.setattr(cuda_driver.Device, "names", names)
+    with serving(architecture):
+        replace(WARPGROUPS, **change).problem(1, rows=40).call("cuda")
+    assert "prepare_kernel" in names[0]
+    assert ("warpgroup_forward_kernel" in names[1]) == warpgroups, names
+
+
+@NEEDS_NVCC
 def test_a_kernel_that_is_refused_leaves_the_next_launch_alone(monkeypatch):
     """A GPU without the shared memory for it keeps the error until someone asks."""
     problem = BASE.problem(1, rows=40, most_batch=1)

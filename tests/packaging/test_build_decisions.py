@@ -54,12 +54,12 @@ def test_forced_cuda_that_cannot_be_built_raises(environ, torch_cuda, nvcc, mess
 @pytest.mark.parametrize(
     ("seen", "versions", "names"),
     [
-        ([], ("13.0", "13.0"), ["8.0", "9.0", "10.0+PTX"]),
-        ([], ("12.8", "12.9"), ["8.0", "9.0", "10.0+PTX"]),
-        ([], ("12.6", "12.8"), ["8.0", "9.0+PTX"]),  # torch 2.6 for CUDA 12.6 takes no 10.0
-        ([], ("12.8", "12.4"), ["8.0", "9.0+PTX"]),  # nvcc 12.4 does not know compute_100
-        ([], ("12.6", None), ["8.0", "9.0+PTX"]),
-        ([(9, 0), (8, 6)], ("12.4", "12.4"), ["8.6", "9.0"]),
+        ([], ("13.0", "13.0"), ["8.0", "9.0a", "10.0+PTX"]),
+        ([], ("12.8", "12.9"), ["8.0", "9.0a", "10.0+PTX"]),
+        ([], ("12.6", "12.8"), ["8.0+PTX", "9.0a"]),  # torch 2.6 for CUDA 12.6 takes no 10.0
+        ([], ("12.8", "12.4"), ["8.0+PTX", "9.0a"]),  # nvcc 12.4 does not know compute_100
+        ([], ("12.6", None), ["8.0+PTX", "9.0a"]),
+        ([(9, 0), (8, 6)], ("12.4", "12.4"), ["8.6", "9.0a"]),
     ],
 )
 def test_cuda_architectures(seen, versions, names):

@@ -179,6 +179,9 @@ DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return uint32_t(uint64_t
 
 inline int shared_memory_of_block(int device) { return device == 0 ? simt::MAX_SHARED_BYTES : -1; }
 
+constexpr bool HAS_WARPGROUPS = false;  // no wgmma here
+inline int compute_capability() { return 80; }
+
 template <typename Arguments>
 inline const char* launch(void (*kernel)(Arguments), Index grid, int threads, int shared_bytes, Stream,
                           const Arguments& arguments) {

@@ -1,0 +1,44 @@
+// Which kernels a forward call runs on: the one table, which `python -m xlnet_kernels.info` prints. No CUDA, no torch.
+#pragma once
+
+#include <string_view>
+
+#include "kernels.h"
+
+namespace xlnet_kernels::cuda {
+
+// Whether this build has code for sm_90a; setup.py says what it compiles for.
+inline constexpr bool compiled_for_sm90a() {
+#ifdef XLNET_KERNELS_CUDA_ARCHITECTURES
+#define XLNET_KERNELS_TEXT_(...) #__VA_ARGS__
+#define XLNET_KERNELS_TEXT(...) XLNET_KERNELS_TEXT_(__VA_ARGS__)
+  return std::string_view(XLNET_KERNELS_TEXT(XLNET_KERNELS_CUDA_ARCHITECTURES)).find("9.0a") != std::string_view::npos;
+#else
+  return false;
+#endif
+}
+
+struct ForwardChoice {
+  const char *kernels, *calls;
+  bool (*serves)(const Call& call, int capability);  // of the device: 90 is sm_90
+};
+
+// The first that serves the call.
+inline constexpr ForwardChoice FORWARD_CHOICES[] = {
+    {"sm_90a", "float16 and bfloat16, head_dim 64 and 128, without query_positions, on sm_90",
+     [](const Call& call, int capability) {
+       const RelAttention& p = call.p;
+       return compiled_for_sm90a() && capability == 90 && (p.dtype == DType::float16 || p.dtype == DType::bfloat16) &&
+              (p.head_dim == 64 || p.head_dim == 128) && p.rows.position == nullptr;
+     }},
+    {"sm_80", "all others", [](const Call&, int) { return true; }},
+};
+constexpr int WARPGROUPS = 0;  // the table's first row
+
+inline int choose_forward(const Call& call, int capability) {
+  int choice = 0;
+  while (!FORWARD_CHOICES[choice].serves(call, capability)) ++choice;
+  return choice;
+}
+
+}  // namespace xlnet_kernels::cuda

@@ -1,0 +1,231 @@
+// A consumer warpgroup: 64 rows of the block, whose scores never leave registers.
+#pragma once
+
+#include "../dropout.cuh"
+#include "../forward_load.cuh"
+#include "../segments.cuh"
+#include "../softmax.cuh"
+#include "memory.cuh"
+#include "shift.cuh"
+
+namespace xlnet_kernels::cuda {
+
+template <typename S>
+struct Consumer {
+  using T = typename S::T;
+  static constexpr int D = S::HEAD_DIM, STEPS = D / DEPTH<T>, TILES = S::BLOCK_N / 8;
+  using Band = float[TILES][4];  // 64 columns of the window
+
+  const Call& call;
+  const ForwardTile<S>& tile;
+  const WarpgroupMemory<S> memory;
+  const float scale;
+  const QuadShift shift;
+  RingPlace<S::STAGES> stage;
+  RingPlace<S::SLOTS> slot;
+  bool has_tile = false;  // there was one
+  Fragment q[STEPS];
+  RowLabels labels[2];
+  float different[2] = {};  // what segments add for keys of another one
+  OnlineSoftmax<1> softmax;
+  float out[1][D / 8][4] = {};
+
+  DEVICE Consumer(const Call& call, const ForwardTile<S>& tile, const WarpgroupMemory<S>& memory)
+      : call(call),
+        tile(tile),
+        memory(memory),
+        scale(float(call.p.scale) * LOG2_E),
+        shift(consecutive_shift(tile.lane.id)) {}
+
+  DEVICE float* lse() const { return static_cast<float*>(call.p.lse) + int64_t(tile.head) * call.p.length; }
+
+  // Leaves in lse what segments give to every key, until the end.
+  DEVICE void load_rows() {
+    const RelAttention& p = call.p;
+    const HeadRows<const T> query = rows_of<const T>(p.rows.query, tile.b, tile.h);
+    const int sorted_row = tile.sorted_row(0), t = tile.lane.t;
+    const QueryRow row[2] = {load_query_row(p, tile.b, sorted_row), load_query_row(p, tile.b, sorted_row + 8)};
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const T* from = query(row[i % 2].index) + step * DEPTH<T> + 2 * t + i / 2 * CHUNK<T>;
+        q[step].word[i] = row[i % 2].inside ? *reinterpret_cast<const uint32_t*>(from) : 0;
+      }
+    float same[2] = {};
+    segment_scores<T>(p, q, tile.h, t, scale, same, different);
+    for (int r = 0; r < 2; ++r) {
+      labels[r] = row[r];
+      if (row[r].inside && t == 0) lse()[row[r].index] = same[r];
+    }
+  }
+
+  // All tiles; the window's halves change places, so that the upper one is the next tile's lower one.
+  DEVICE void run() {
+    Band first, second;
+    while (step(first, second) && step(second, first)) {
+    }
+  }
+
+  // One tile; false if there was no more.
+  DEVICE bool step(const Band& lower, Band& upper) {
+    memory.full_stage(stage.index).wait(stage.parity);
+    const TileInfo info = memory.info(stage.index);
+    if (info.first_key == NO_KEY) return false;
+    if (info.begins_window) skip_slot();
+    multiply_slot(upper);
+    if (!info.begins_window) attend(lower, upper, info);
+    release(memory.empty_stage(stage.index));
+    stage.advance();
+    return true;
+  }
+
+  DEVICE void attend(const Band& lower, const Band& upper, const TileInfo& info) {
+    has_tile = true;
+    float score[TILES][4];
+    start_scores(score, memory.labels(stage.index).bias);
+
+    // position, content
+    add_shifted_band(score, lower, upper, shift, tile.lane.warp);
+    fence_shared_memory();
+    add_product<0>(
+        score, [&](int k) { return q[k]; }, [&](int k) { return memory.keys(stage.index).columns_from(k * DEPTH<T>); });
+    wait_for_products<0>();
+
+    Fragment weights[TILES / 2];
+    weigh(score, info, weights);
+    if constexpr (S::DROPOUT) drop(weights, info.first_key);
+
+    // values
+    add_product<1>(
+        out[0], [&](int k) { return weights[k]; },
+        [&](int k) { return memory.values(stage.index).rows_from(k * DEPTH<T>); });
+    wait_for_products<0>();
+  }
+
+  // Segments, mask, softmax: scores become exponentials, as the product with the values takes them.
+  DEVICE void weigh(float (&score)[TILES][4], const TileInfo& info, Fragment (&weights)[TILES / 2]) {
+    const RelAttention& p = call.p;
+    const KeyLabels keys = memory.labels(stage.index);
+    add_segments_less_max(score, keys.segment);
+    if (info.visibility == Visibility::by_rank && p.rank_mask.query_floor == nullptr)
+      hide_by_rank(score, keys.rank);
+    else if (info.visibility != Visibility::all)
+      hide_pair_by_pair(score, info.first_key, keys.rank);
+    softmax.template step_less_max<T>(0, score, out[0], weights);
+  }
+
+  // Scales the scores, adds the segment term, takes row_max away: one multiply-add where all keys are of one segment.
+  DEVICE void add_segments_less_max(float (&score)[TILES][4], const int32_t* key_segment) {
+    const int32_t segment = key_segment[0], lane = tile.lane.id;
+    const bool is_other = key_segment[lane] != segment || key_segment[lane + WARP] != segment;
+    float same[2], other[2];
+    for (int r = 0; r < 2; ++r) {
+      same[r] = -softmax.row_max[0][r];
+      other[r] = different[r] + same[r];
+    }
+    if (ballot(is_other)) {
+#pragma unroll
+      for (int n = 0; n < TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          score[n][i] =
+              score[n][i] * scale + (is_different(key_segment, labels, n, i, tile.lane.t) ? other[i / 2] : same[i / 2]);
+      return;
+    }
+    for (int r = 0; r < 2; ++r)
+      if (labels[r].segment != segment) same[r] = other[r];
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) score[n][i] = score[n][i] * scale + same[i / 2];
+  }
+
+  DEVICE void hide_by_rank(float (&score)[TILES][4], const int32_t* key_rank) {
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (key_rank[8 * n + 2 * tile.lane.t + i % 2] >= labels[i / 2].rank) score[n][i] = -INFINITY;
+  }
+
+  // Whatever else decides, found in a loop of its own as bits: small code, which the tiles before need not step over.
+  DEVICE void hide_pair_by_pair(float (&score)[TILES][4], int j0, const int32_t* key_rank) {
+    const RelAttention& p = call.p;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const QueryRow row = load_query_row(p, tile.b, tile.sorted_row(0) + 8 * r);
+      const uint32_t visible = visible_columns<S::BLOCK_N>(p, row, tile.b, tile.h, j0, key_rank, tile.lane.t);
+#pragma unroll
+      for (int n = 0; n < TILES; ++n)
+        for (int parity = 0; parity < 2; ++parity)
+          if (!(visible >> (2 * n + parity) & 1)) score[n][2 * r + parity] = -INFINITY;
+    }
+  }
+
+  // Zeros for the weights that dropout drops.
+  DEVICE void drop(Fragment (&weights)[TILES / 2], int j0) {
+    const Philox philox = load_philox(call.p.dropout);
+#pragma unroll 1
+    for (int r = 0; r < 2; ++r) {
+      const int index = smaller(tile.sorted_row(0) + 8 * r, int(call.p.length) - 1);
+      const uint32_t kept = kept_columns<S::BLOCK_N>(philox, tile.head, index, j0, tile.lane.t);
+#pragma unroll
+      for (int n = 0; n < TILES; ++n) {
+        const uint32_t low = kept >> (2 * n) & 1, high = kept >> (2 * n + 1) & 1;
+        const uint32_t keep = (low ? 0xffffu : 0) | (high ? 0xffff0000u : 0);
+        weights[n / 2].word[n % 2 * 2] &= r == 0 ? keep : ~0u;
+        weights[n / 2].word[n % 2 * 2 + 1] &= r == 1 ? keep : ~0u;
+      }
+    }
+  }
+
+  // u.k, which content and position are added to.
+  DEVICE void start_scores(float (&score)[TILES][4], const float* key_bias) {
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) score[n][i] = key_bias[8 * n + 2 * tile.lane.t + i % 2];
+  }
+
+  // The first slot of a window is the lower rows' alone, the last one of the window before as well.
+  DEVICE void skip_slot() {
+    if (tile.lane.warp >= 4 && !has_tile) return;
+    memory.full_slot(slot.index).wait(slot.parity);
+    release(memory.empty_slot(slot.index));
+    slot.advance();
+  }
+  // (q + v).r of the slot's rows
+  DEVICE void multiply_slot(Band& band) {
+    memory.full_slot(slot.index).wait(slot.parity);
+    fence_shared_memory();
+    start_scores(band, memory.rel_bias(slot.index));
+    add_product<0>(
+        band, [&](int k) { return q[k]; },
+        [&](int k) { return memory.rel_key(slot.index).columns_from(k * DEPTH<T>); });
+    wait_for_products<0>();
+    release(memory.empty_slot(slot.index));
+    slot.advance();
+  }
+
+  // sum += a b, a(k) and b(k) at depth 16 k; under way. As deep as b has rows, or columns if they are not transposed.
+  template <int TRANSPOSED, int N, typename A, typename B>
+  DEVICE static void add_product(float (&sum)[N][4], A a, B b) {
+    constexpr int DEPTHS = (TRANSPOSED ? S::BLOCK_N : D) / DEPTH<T>;
+    Fragment left[DEPTHS];
+#pragma unroll
+    for (int k = 0; k < DEPTHS; ++k) left[k] = a(k);
+    fence_products();
+#pragma unroll
+    for (int k = 0; k < DEPTHS; ++k) wgmma<T, TRANSPOSED>(sum, left[k].word, b(k));
+    commit_products();
+  }
+
+  // The warp has no more to read there.
+  DEVICE void release(const Barrier& barrier) {
+    sync_warp();
+    if (tile.lane.id == 0) barrier.arrive();
+  }
+};
+
+}  // namespace xlnet_kernels::cuda

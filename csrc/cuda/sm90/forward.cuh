@@ -1,0 +1,65 @@
+// Forward on sm_90a: a block has 128 query rows, 64 of each of two consumer warpgroups, and a producer that brings what
+// they read. Compiled for other architectures there is nothing in it, and `serves` (table.h) does not choose it.
+#pragma once
+
+#include "../forward.cuh"
+#include "consumer.cuh"
+#include "producer.cuh"
+
+namespace xlnet_kernels::cuda {
+
+// One warpgroup's 64 rows, from the query to the output. Nothing is computed before the registers are there.
+template <typename S>
+DEVICE void consume(const Call& call, const WarpgroupMemory<S>& memory, int row_tile, int b) {
+  const RelAttention& p = call.p;
+  ForwardTile<S> tile(p, row_tile, b);
+  tile.lane.warp -= WARPGROUP / WARP;
+  Consumer<S> consumer(call, tile, memory);
+  consumer.load_rows();
+  consumer.run();
+  forward_epilogue(p, tile, consumer.softmax, consumer.out, consumer.lse());
+  store_nan_rows(p, tile, consumer.softmax, [&] { return consumer.has_tile; });
+}
+
+template <typename S>
+KERNEL THREADS_PER_BLOCK(S::THREADS, 1) warpgroup_forward_kernel(const __grid_constant__ Call call) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  const RelAttention& p = call.p;
+  const int row_tiles = tiles_of(p.length, S::BLOCK_M);
+  int row_tile = block_index().x, b = block_index().z;
+  for (; row_tile >= row_tiles; row_tile -= row_tiles) b += grid_size().z;  // a batch beyond the grid
+  if (b >= p.batch) return;
+  const WarpgroupMemory<S> memory{swizzled_memory()};
+  memory.init();
+  if (thread_index() < WARPGROUP) {
+    shrink_registers<S::PRODUCER_REGISTERS>();
+    Producer<S>(call, memory, b, block_index().y, row_tile * S::BLOCK_M).run();
+  } else {
+    grow_registers<S::CONSUMER_REGISTERS>();
+    consume(call, memory, row_tile, b);
+  }
+#endif
+}
+
+template <typename S>
+std::string launch_warpgroup_forward(const Call& call, Stream stream) {
+  using T = typename S::T;
+  const char* error = prepare<T>(call, stream);
+  if (error) return failure("prepare", call, 0, error);
+  const Index grid = grid_of((call.p.length + S::BLOCK_M - 1) / S::BLOCK_M, call.p);
+  error = launch(warpgroup_forward_kernel<S>, grid, S::THREADS, S::SHARED, stream, call);
+  return error ? failure("forward on sm_90a", call, S::SHARED, error) : "";
+}
+
+template <typename T>
+std::string warpgroup_forward_of(const Call& call, Stream stream) {
+  return dispatch_head_dim(
+      call.p.head_dim,
+      [&](auto head_dim) {
+        return call.p.dropout.threshold ? launch_warpgroup_forward<WarpgroupShape<T, head_dim, true>>(call, stream)
+                                        : launch_warpgroup_forward<WarpgroupShape<T, head_dim, false>>(call, stream);
+      },
+      WarpgroupHeadDims());
+}
+
+}  // namespace xlnet_kernels::cuda

@@ -1,0 +1,95 @@
+// Shared memory of the warpgroup kernels: matrices as wgmma reads them, and the two rings that they come in.
+#pragma once
+
+#include <type_traits>
+
+#include "../mask.cuh"
+#include "primitives.cuh"
+#include "shapes.h"
+
+namespace xlnet_kernels::cuda {
+
+template <typename Element, int HEAD_DIM_, bool DROPOUT_>
+struct WarpgroupShape : WarpgroupSizes<HEAD_DIM_> {
+  using T = Element;
+  static constexpr bool DROPOUT = DROPOUT_;
+  static constexpr int M_TILES = 1;  // of 16 rows, of one warp
+};
+
+// 64 rows of COLUMNS 16-bit numbers: panels of 64 columns, rows of 128 bytes whose chunks of 16 are exchanged by the
+// row's number, so that wgmma finds eight rows of a column in eight different places.
+template <typename T, int COLUMNS>
+struct Panels {
+  static constexpr int ROW = 128, PANEL = 64 * ROW, EIGHT_ROWS = 8 * ROW;
+  char* data;
+
+  DEVICE T* at(int row, int column) const {  // column: a multiple of 8
+    return reinterpret_cast<T*>(data + column / 64 * PANEL + row * ROW + (column / 8 % 8 ^ row % 8) * 16);
+  }
+  // b(k, n) = (row n, column + k)
+  DEVICE uint64_t columns_from(int column) const {
+    return matrix_descriptor(data, PANEL, EIGHT_ROWS) + (column / 64 * PANEL + column % 64 * 2) / 16;
+  }
+  // b(k, n) = (row + k, column n)
+  DEVICE uint64_t rows_from(int row) const { return matrix_descriptor(data, PANEL, EIGHT_ROWS) + row * ROW / 16; }
+};
+
+// A place in a ring of COUNT.
+template <int COUNT>
+struct RingPlace {
+  int index = 0;
+  uint32_t parity = 0;
+
+  DEVICE void advance() {
+    if (++index < COUNT) return;
+    index = 0;
+    parity ^= 1;
+  }
+};
+
+// What the producer announces: a tile of keys; or, before a tile that does not follow the one before, the beginning of
+// its window of rel_key, without keys.
+struct alignas(16) TileInfo {
+  int first_key;  // or NO_KEY: there are no more tiles
+  Visibility visibility;
+  bool begins_window;
+};
+constexpr int NO_KEY = -1;
+
+template <typename S>
+struct WarpgroupMemory {
+  using Rows = Panels<typename S::T, S::HEAD_DIM>;
+  char* data;
+
+  DEVICE Rows matrix(int index) const { return {data + index * S::MATRIX}; }
+  DEVICE Rows keys(int stage) const { return matrix(2 * stage); }
+  DEVICE Rows values(int stage) const { return matrix(2 * stage + 1); }
+  DEVICE Rows rel_key(int slot) const { return matrix(2 * S::STAGES + slot); }
+  DEVICE KeyLabels labels(int stage) const {
+    return key_labels_at(data + S::MATRICES * S::MATRIX + stage * S::LABELS, S::BLOCK_N);
+  }
+  DEVICE float* rel_bias(int slot) const {  // v.r of the slot's rows
+    return reinterpret_cast<float*>(labels(S::STAGES).rank) + slot * S::BLOCK_N;
+  }
+  DEVICE TileInfo& info(int stage) const { return reinterpret_cast<TileInfo*>(rel_bias(S::SLOTS))[stage]; }
+  DEVICE Barrier barrier(int index) const { return {reinterpret_cast<uint64_t*>(&info(S::STAGES)) + index}; }
+
+  // Filled and emptied: of stages, of slots
+  DEVICE Barrier full_stage(int stage) const { return barrier(stage); }
+  DEVICE Barrier empty_stage(int stage) const { return barrier(S::STAGES + stage); }
+  DEVICE Barrier full_slot(int slot) const { return barrier(2 * S::STAGES + slot); }
+  DEVICE Barrier empty_slot(int slot) const { return barrier(2 * S::STAGES + S::SLOTS + slot); }
+
+  // The whole block calls it.
+  DEVICE void init() const {
+    constexpr int WARPS = 4 * S::CONSUMERS;
+    if (thread_index() == 0) {
+      for (int i = 0; i < S::STAGES; ++i) full_stage(i).init(WARPGROUP + 1), empty_stage(i).init(WARPS);
+      for (int i = 0; i < S::SLOTS; ++i) full_slot(i).init(WARPGROUP), empty_slot(i).init(WARPS);
+    }
+    for (int i = 0; i < S::STAGES; ++i) clear_key_labels<S::THREADS>(labels(i), S::BLOCK_N);
+    sync_block();
+  }
+};
+
+}  // namespace xlnet_kernels::cuda

@@ -1,0 +1,112 @@
+// What the warpgroup kernels ask of sm_90a beside ../primitives.cuh: wgmma, mbarriers, registers that change hands.
+//
+// A warpgroup is four warps. wgmma multiplies its 64 rows, 16 of each warp; the sums lie in each warp's registers as
+// mma's do. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions" and "mbarrier".
+#pragma once
+
+#include <primitives.cuh>
+#include <type_traits>
+
+namespace xlnet_kernels::cuda {
+
+constexpr int WARPGROUP = 128;
+
+// Dynamic shared memory as the 128-byte swizzle wants it: its pattern begins anew every 1024 bytes.
+DEVICE char* swizzled_memory() {
+  extern __shared__ __align__(1024) char swizzled[];
+  return swizzled;
+}
+
+// A matrix in shared memory, 128-byte swizzle: where it begins, and how far apart its panels (`leading`) and its groups
+// of eight rows are.
+DEVICE uint64_t matrix_descriptor(const void* data, int leading, int eight_rows) {
+  constexpr uint32_t SWIZZLE_128 = 1u << 30;
+  const uint32_t low = shared_address(data) / 16 + leading / 16 * 65536, high = SWIZZLE_128 + eight_rows / 16;
+  return uint64_t(high) << 32 | low;
+}
+
+#define SUMS_1(s, n) "+f"(s[n][0]), "+f"(s[n][1]), "+f"(s[n][2]), "+f"(s[n][3])
+#define SUMS_4(s, n) SUMS_1(s, n), SUMS_1(s, n + 1), SUMS_1(s, n + 2), SUMS_1(s, n + 3)
+#define REGISTERS_32                                                                                               \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31"
+#define REGISTERS_64                                                                                      \
+  REGISTERS_32                                                                                            \
+      ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
+      "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_64(type)                                                                                                \
+  asm volatile("{ .reg .pred adds; setp.ne.b32 adds, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type \
+               " {" REGISTERS_32 "}, {%32, %33, %34, %35}, %36, adds, 1, 1, %37; }"                                   \
+               : SUMS_4(sum, 0), SUMS_4(sum, 4)                                                                       \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED))
+#define WGMMA_128(type)                                                                                                \
+  asm volatile("{ .reg .pred adds; setp.ne.b32 adds, 1, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type \
+               " {" REGISTERS_64 "}, {%64, %65, %66, %67}, %68, adds, 1, 1, %69; }"                                    \
+               : SUMS_4(sum, 0), SUMS_4(sum, 4), SUMS_4(sum, 8), SUMS_4(sum, 12)                                       \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED))
+
+// Warpgroup: sum (64 x 8 N) += a (64 x 16) b (16 x 8 N), a as mma takes it; b's columns are rows of shared memory, or,
+// TRANSPOSED, its rows are. Under way until wait_for_products; no one may touch its registers before.
+template <typename T, int TRANSPOSED>
+DEVICE void wgmma(float (&sum)[8][4], const uint32_t (&a)[4], uint64_t b) {
+  if constexpr (std::is_same_v<T, BFloat16>)
+    WGMMA_64("bf16");
+  else
+    WGMMA_64("f16");
+}
+template <typename T, int TRANSPOSED>
+DEVICE void wgmma(float (&sum)[16][4], const uint32_t (&a)[4], uint64_t b) {
+  if constexpr (std::is_same_v<T, BFloat16>)
+    WGMMA_128("bf16");
+  else
+    WGMMA_128("f16");
+}
+
+// Warpgroup: before the first wgmma after registers that it uses have changed.
+DEVICE void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Warpgroup: until at most PENDING of the newest groups are under way.
+template <int PENDING>
+DEVICE void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+// wgmma then sees what this thread knows to be in shared memory.
+DEVICE void fence_shared_memory() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A barrier in shared memory, which counts arrivals; phases have parities 0, 1, 0, .. The one before the first is over.
+struct Barrier {
+  uint64_t* state;
+
+  DEVICE void init(int arrivals) const {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(state)), "r"(arrivals) : "memory");
+  }
+  DEVICE void arrive() const {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(state)) : "memory");
+  }
+  // This thread arrives when its copies so far have.
+  DEVICE void arrive_after_copies() const {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(state)) : "memory");
+  }
+  DEVICE void wait(uint32_t parity) const {
+    uint32_t over;
+    do {
+      asm volatile(
+          "{ .reg .pred over; mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2; selp.u32 %0, 1, 0, over; }"
+          : "=r"(over)
+          : "r"(shared_address(state)), "r"(parity)
+          : "memory");
+    } while (!over);
+  }
+};
+
+// Warpgroup: gives registers back; asks for more, and waits until they are there.
+template <int COUNT>
+DEVICE void shrink_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+DEVICE void grow_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+}  // namespace xlnet_kernels::cuda

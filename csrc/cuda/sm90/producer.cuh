@@ -1,0 +1,125 @@
+// The producer warpgroup: finds the tiles that some row sees, brings their keys, values, labels and rows of rel_key.
+//
+// It copies by cp.async, not by TMA: keys of memory and segment, any strides, the table's ends and the labels then take
+// one way, and the swizzle is an address. A thread arrives at a barrier when its copies have.
+//
+// rel_key comes in slots of 64 rows. For the first 64 rows of the block a tile's window is the second and the third
+// slot that it begins with, for the last 64 the first and the second; from tile to tile one slot more.
+#pragma once
+
+#include "../scheduler.cuh"
+#include "memory.cuh"
+
+namespace xlnet_kernels::cuda {
+
+// First row of rel_key in the first slot of the tile that begins with key 0: that of the block's last row.
+template <typename S>
+DEVICE int first_rel_row(const RelAttention& p, int first_row) {
+  return int(p.rel_key.max_distance - p.mem_len) - (first_row + S::BLOCK_M - 1);
+}
+
+template <typename S>
+struct Producer {
+  using T = typename S::T;
+  const Call& call;
+  const WarpgroupMemory<S> memory;
+  const int b, h, first_row, keys;
+  const KeyRows<const T> key_rows, value_rows;
+  const HeadRows<const T> rel_rows;
+  const float* const rel_bias;
+  RingPlace<S::STAGES> stage;
+  RingPlace<S::SLOTS> slot;
+
+  DEVICE Producer(const Call& call, const WarpgroupMemory<S>& memory, int b, int h, int first_row)
+      : call(call),
+        memory(memory),
+        b(b),
+        h(h),
+        first_row(first_row),
+        keys(int(call.p.mem_len + call.p.key_len)),
+        key_rows(key_rows_of<const T>(call.p, call.p.memory.key, call.p.keys.key, b, h)),
+        value_rows(key_rows_of<const T>(call.p, call.p.memory.value, call.p.keys.value, b, h)),
+        rel_rows(rows_of<const T>(call.p.rel_key.rows, b, h)),
+        rel_bias(rel_bias_of(call, b, h)) {}
+
+  DEVICE void run() {
+    const RelAttention& p = call.p;
+    const RowTile rows = load_row_tile(call, b, first_row, S::BLOCK_M);
+    const int mem_len = int(p.mem_len), lane = thread_index() % WARP;
+    TileScheduler scheduler(keys_within_reach(p, rows.first_position + mem_len, rows.last_position + mem_len),
+                            S::BLOCK_N);
+    int before = NO_KEY - 1;  // the tile before
+    for (;;) {
+      Visibility visibility = Visibility::none;
+      const int tile = scheduler.next(
+          visibility, lane, [&](int i) { return tile_visibility(call, rows, b, i * S::BLOCK_N, S::BLOCK_N); });
+      if (tile >= scheduler.tiles) break;
+      const int rel_row = first_rel_row<S>(p, first_row) + tile * S::BLOCK_N;
+      if (tile != before + 1) {
+        announce({tile * S::BLOCK_N, visibility, true});
+        publish();
+        for (int i = 0; i < 2; ++i) copy_rel_key(rel_row + i * S::BLOCK_N);
+      }
+      announce({tile * S::BLOCK_N, visibility, false});
+      copy_keys(tile * S::BLOCK_N);
+      publish();
+      copy_rel_key(rel_row + 2 * S::BLOCK_N);
+      before = tile;
+    }
+    announce({NO_KEY, Visibility::none, false});
+    publish();
+  }
+
+  DEVICE void announce(TileInfo info) {
+    memory.empty_stage(stage.index).wait(stage.parity ^ 1);
+    if (thread_index() > 0) return;
+    memory.info(stage.index) = info;
+    memory.full_stage(stage.index).arrive();
+  }
+
+  // The stage is full when this thread's copies have arrived.
+  DEVICE void publish() {
+    memory.full_stage(stage.index).arrive_after_copies();
+    stage.advance();
+  }
+
+  template <typename Source>
+  DEVICE void copy_rows(const Panels<T, S::HEAD_DIM>& to, Source source, int from, int count) {
+    constexpr int CHUNKS = S::HEAD_DIM / CHUNK<T>, STEP = WARPGROUP / CHUNKS;  // rows that are copied at a time
+    static_assert(STEP % 8 == 0);
+    const int column = thread_index() % CHUNKS * CHUNK<T>, start = thread_index() / CHUNKS;
+    char* into = reinterpret_cast<char*>(to.at(start, column));
+    const T* at = source(from + start) + column;
+#pragma unroll 2
+    for (int i = 0; i < S::BLOCK_N; i += STEP) {
+      const int row = from + start + i;
+      if constexpr (!std::is_same_v<Source, HeadRows<const T>>) at = source(row) + column;
+      copy_async<16>(into + i * to.ROW, at, uint32_t(row) < uint32_t(count));
+      if constexpr (std::is_same_v<Source, HeadRows<const T>>) at += int64_t(STEP) * source.stride;
+    }
+  }
+
+  DEVICE void copy_keys(int j0) {
+    if (j0 >= key_rows.mem_len || j0 + S::BLOCK_N <= key_rows.mem_len) {
+      const bool in_memory = j0 < key_rows.mem_len;
+      copy_rows(memory.keys(stage.index), in_memory ? key_rows.memory : key_rows.segment, j0, keys);
+      copy_rows(memory.values(stage.index), in_memory ? value_rows.memory : value_rows.segment, j0, keys);
+    } else {
+      copy_rows(memory.keys(stage.index), key_rows, j0, keys);
+      copy_rows(memory.values(stage.index), value_rows, j0, keys);
+    }
+    copy_key_labels<WARPGROUP, S::BLOCK_N>(call, memory.labels(stage.index), b, h, j0);
+  }
+
+  DEVICE void copy_rel_key(int begin) {
+    memory.empty_slot(slot.index).wait(slot.parity ^ 1);
+    const int rel_len = int(call.p.rel_len), i = thread_index();
+    copy_rows(memory.rel_key(slot.index), rel_rows, begin, rel_len);
+    if (i < S::BLOCK_N)
+      copy_async<4>(memory.rel_bias(slot.index) + i, rel_bias + begin + i, uint32_t(begin + i) < uint32_t(rel_len));
+    memory.full_slot(slot.index).arrive_after_copies();
+    slot.advance();
+  }
+};
+
+}  // namespace xlnet_kernels::cuda

@@ -1,0 +1,26 @@
+// The warpgroup kernels' tiles, threads, registers and shared memory. No CUDA and no torch here.
+#pragma once
+
+#include "../shapes.h"
+
+namespace xlnet_kernels::cuda {
+
+// Head dims that they are compiled for
+using WarpgroupHeadDims = std::integer_sequence<int, 64, 128>;
+
+template <int HEAD_DIM_>
+struct WarpgroupSizes {
+  static constexpr int HEAD_DIM = HEAD_DIM_;
+  static constexpr int CONSUMERS = 2, BLOCK_M = 64 * CONSUMERS, BLOCK_N = 64, THREADS = 128 * (1 + CONSUMERS);
+  // Of a thread; a multiprocessor has 65536
+  static constexpr int PRODUCER_REGISTERS = HEAD_DIM > 64 ? 48 : 72, CONSUMER_REGISTERS = HEAD_DIM > 64 ? 232 : 216;
+  static_assert(128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536);
+  static constexpr int STAGES = HEAD_DIM > 64 ? 3 : 4;  // of keys and values
+  // Of rel_key, 64 rows each: three for the first tile, and the one that the lower half of the rows has yet to read
+  static constexpr int SLOTS = 4;
+  static constexpr int MATRIX = BLOCK_N * HEAD_DIM * 2, MATRICES = 2 * STAGES + SLOTS;
+  static constexpr int LABELS = 3 * BLOCK_N * 4, BIAS = BLOCK_N * 4, INFO = 16, BARRIERS = 2 * (STAGES + SLOTS) * 8;
+  static constexpr int SHARED = MATRICES * MATRIX + STAGES * (LABELS + INFO) + SLOTS * BIAS + BARRIERS;
+};
+
+}  // namespace xlnet_kernels::cuda

@@ -1,0 +1,58 @@
+// The relative shift of a warpgroup's band where rows come one after the other.
+//
+// The window of 64 rows is 128 columns wide: tiles 0 to 15 of eight. Row i of the 64 is shifted by 63 - i: warp w
+// begins at column 16 (3 - w), and from there row g is shifted by 15 - g, row g + 8 by 7 - g. What is left within eight
+// columns is the same for both.
+#pragma once
+
+#include "../shift.cuh"
+
+namespace xlnet_kernels::cuda {
+
+DEVICE QuadShift consecutive_shift(int lane) { return shift_by(7 - lane / 4, true, lane); }
+
+// Tile `tile` of the window of 16 that `lower` and `upper` are.
+DEVICE const float (&window_tile(const float (&lower)[8][4], const float (&upper)[8][4], int tile))[4] {
+  return tile < 8 ? lower[tile] : upper[tile - 8];
+}
+
+// score[n] += what each row of warp W has of the band in columns 8 n to 8 n + 7.
+template <int W>
+DEVICE void add_shifted_band(float (&score)[8][4], const float (&lower)[8][4], const float (&upper)[8][4],
+                             QuadShift shift) {
+  const bool odd = shift.has(QuadShift::ODD);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float low[2], high[2] = {};
+#pragma unroll
+    for (int n = 0; n < 9; ++n) {
+      const float (&tile)[4] = window_tile(lower, upper, 2 * (3 - W) + 1 - r + n);
+      for (int parity = 0; parity < 2; ++parity) {
+        low[parity] = high[parity];
+        high[parity] = odd ? tile[2 * r + 1 - parity] : tile[2 * r + parity];
+      }
+      if (n == 0) continue;
+      for (int parity = 0; parity < 2; ++parity) {
+        const float given = shift.has(QuadShift::LATTER << parity) ? high[parity] : low[parity];
+        score[n - 1][2 * r + parity] += shuffle(given, int(shift.word >> (8 + 8 * parity)));
+      }
+    }
+  }
+}
+
+// Registers have no index: each warp has code of its own.
+DEVICE void add_shifted_band(float (&score)[8][4], const float (&lower)[8][4], const float (&upper)[8][4],
+                             QuadShift shift, int warp) {
+  switch (warp % 4) {
+    case 0:
+      return add_shifted_band<0>(score, lower, upper, shift);
+    case 1:
+      return add_shifted_band<1>(score, lower, upper, shift);
+    case 2:
+      return add_shifted_band<2>(score, lower, upper, shift);
+    default:
+      return add_shifted_band<3>(score, lower, upper, shift);
+  }
+}
+
+}  // namespace xlnet_kernels::cuda

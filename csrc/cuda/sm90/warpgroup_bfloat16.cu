@@ -1,0 +1,7 @@
+#include "forward.cuh"
+
+namespace xlnet_kernels::cuda {
+
+template std::string warpgroup_forward_of<BFloat16>(const Call&, Stream);
+
+}  // namespace xlnet_kernels::cuda

@@ -165,11 +165,11 @@ struct Consumer {
 
   // Zeros for the weights that dropout drops.
   DEVICE void drop(Fragment (&weights)[TILES / 2], int j0) {
-    const Philox philox = load_philox(call.p.dropout);
+    const Philox philox = load_philox(call.p.dropout, tile.b, tile.head);
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {
       const int index = smaller(tile.sorted_row(0) + 8 * r, int(call.p.length) - 1);
-      const uint32_t kept = kept_columns<S::BLOCK_N>(philox, tile.head, index, j0, tile.lane.t);
+      const uint32_t kept = kept_columns<S::BLOCK_N>(philox, index, j0, tile.lane.t);
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
         const uint32_t low = kept >> (2 * n) & 1, high = kept >> (2 * n + 1) & 1;

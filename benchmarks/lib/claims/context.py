@@ -52,7 +52,8 @@ def prepare(workshop: Workshop, task: str, files: tuple[Path, Path], objective: 
     settings |= {"task": task, "seed": seed, "steps": options.tuning_steps, "eval-every": options.tuning_steps}
     settings |= {"seq-len": options.tuning_length, "device": "cpu", "backend": options.backend}
     settings |= {"output": workshop.folder / "tuned"}
-    return finetune.prepare(finetune.make_parser().parse_args([f"--{name}={x}" for name, x in settings.items()]))
+    settings |= {"save-every": options.tuning_steps}  # not once
+    return finetune.prepare(finetune.make_parser().parse_args([f"--{name}={x}" for name, x in settings.items()]), None)
 
 
 def write_tables(folder: Path, task: str) -> tuple[Path, Path]:

@@ -84,7 +84,8 @@ def _contexts(axes: Axes, rows: list[dict]) -> None:
 def _memories(axes: Axes, rows: list[dict], curve: Callable[[dict], list[tuple[float, float]]]) -> None:
     for index, name in enumerate(names(rows)):
         curves = [curve(row) for row in of(rows, name)]
-        _band(axes, curves, f"{name} segments", MEMORIES[index % len(MEMORIES)])
+        label = f"{name} segment" if name.endswith(" 1") else f"{name} segments"
+        _band(axes, curves, label, MEMORIES[index % len(MEMORIES)])
     _legend(axes)
 
 

@@ -1,6 +1,6 @@
 """What the papers behind this system claim of its objectives, streams and memory, shown with small models.
 
-    python benchmarks/objectives.py --plot                          everything, about 25 minutes of one thread
+    python benchmarks/objectives.py --plot                          everything, about 23 minutes of one thread
     python benchmarks/objectives.py --experiments trainer --plot    one of them; the file keeps the others' rows
     python benchmarks/objectives.py --quick                         tiny, to see that everything runs
 

@@ -40,6 +40,7 @@ constexpr bool BY_LANE = false;
 #include "shift.h"
 #include "scores.h"
 #include "forward.h"
+#include "few_rows.h"
 #include "sums.h"
 #include "backward.h"
 #include "bfloat16/operands.h"
@@ -48,6 +49,9 @@ constexpr bool BY_LANE = false;
 #include "bfloat16/backward.h"
 
 static bool forward(const RelAttention& p, const Products* products, int64_t threads, Parallel parallel) {
+  if (has_few_rows(p))
+    return p.dtype == DType::float64 ? few_rows_forward<double>(p, threads, parallel)
+                                     : few_rows_forward<float>(p, threads, parallel);
   if (p.dtype == DType::float64) return forward_as<double>(p, threads, parallel);
   if (p.dtype == DType::bfloat16 && products != nullptr) return bfloat16_forward(p, *products, threads, parallel);
   return forward_as<float>(p, threads, parallel);

@@ -34,13 +34,14 @@ struct BlockRows {
     mask.start();
   }
 
-  // Whether the row that comes `sorted`-th by position joins the block: at most max_rows within MAX_SPAN positions. If
+  // Whether the row that comes `sorted`-th by position joins the block: at most max_rows within max_span positions. If
   // so it is row `count`; its query, in the work type, goes to segments.query before end_row.
-  bool begin_row(const RelAttention& p, const Chunk& chunk, int64_t sorted, int64_t max_rows) {
+  bool begin_row(const RelAttention& p, const Chunk& chunk, int64_t sorted, int64_t max_rows,
+                 int64_t max_span = MAX_SPAN) {
     if (sorted == chunk.end || count == max_rows) return false;
     row_index[count] = row_index_at(p, b, sorted);
     position[count] = position_at(p, b, sorted);
-    return position[count] - position[0] <= MAX_SPAN;
+    return position[count] - position[0] <= max_span;
   }
   void end_row(const RelAttention& p, const SegmentTerms<T>& terms, int64_t padded_dim) {
     segments.load_row(p, terms, count, static_cast<T>(p.scale * LOG2E), padded_dim);
@@ -69,13 +70,14 @@ struct RowBlock : BlockRows<T> {
   int64_t padded(int64_t register_rows) const { return round_up(count, register_rows); }
 };
 
+// The block's rows with their biases, not as panels
 template <typename T>
-static void load_rows(const RelAttention& p, const Sizes<T>& sizes, const HeadTerms<T>& terms, const Chunk& chunk,
-                      int64_t begin, RowBlock<T>& block) {
+static void load_queries(const RelAttention& p, const Sizes<T>& sizes, const HeadTerms<T>& terms, const Chunk& chunk,
+                         int64_t begin, int64_t max_rows, int64_t max_span, RowBlock<T>& block) {
   const T scale = static_cast<T>(p.scale * LOG2E);
   const int64_t dim = sizes.padded_dim;
   block.start(chunk);
-  for (int64_t sorted = begin; block.begin_row(p, chunk, sorted, BLOCK_M); ++sorted) {
+  for (int64_t sorted = begin; block.begin_row(p, chunk, sorted, max_rows, max_span); ++sorted) {
     const int64_t r = block.count;
     T *content = block.content_query + r * dim, *relative = block.position_query + r * dim;
     T* query = block.segments.query + r * dim;
@@ -87,6 +89,13 @@ static void load_rows(const RelAttention& p, const Sizes<T>& sizes, const HeadTe
     }
     block.end_row(p, terms.segments, dim);
   }
+}
+
+template <typename T>
+static void load_rows(const RelAttention& p, const Sizes<T>& sizes, const HeadTerms<T>& terms, const Chunk& chunk,
+                      int64_t begin, RowBlock<T>& block) {
+  const int64_t dim = sizes.padded_dim;
+  load_queries(p, sizes, terms, chunk, begin, BLOCK_M, MAX_SPAN, block);
   // Rows that only fill a register tile repeat the last one.
   const int64_t last = (block.count - 1) * dim;
   for (int64_t r = block.count; r < block.padded(PANEL_ROWS); ++r) {

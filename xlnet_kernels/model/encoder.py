@@ -273,7 +273,8 @@ class XLNetModel(PretrainedModel):
                 rows, weights, made = layer(rows, shared, plain, projected)
             if extension is not None and projected is not None:
                 key, value = (extension.of(*pair) for pair in zip(projected[:2], made[:2], strict=True))
-                layer_keys.append((key, value, made[2].detach()))
+                # Steps read the table from head to head; `project_positions` leaves the heads of a row side by side.
+                layer_keys.append((key, value, made[2].detach().contiguous()))
             if output_hidden_states:
                 hidden_states.append(rows)
             if output_attentions:

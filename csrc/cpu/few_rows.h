@@ -1,0 +1,183 @@
+// Forward of few query rows, as in generation: packing a key would cost more than its products with so few rows.
+// Keys, values and rows of rel_key are read once, from where they lie. Terms, mask and softmax are forward.h's.
+
+constexpr int64_t FEW_ROWS = 4;     // query rows that go through the keys together
+constexpr int64_t FEW_SPAN = 48;    // largest difference of their positions
+constexpr int64_t FEW_KEYS = 48;    // keys whose products are taken together
+constexpr int64_t ROWS_AHEAD = 16;  // rows that are asked for before they are read
+
+// Whether packing the keys would take longer than it saves (docs/notebook/cpu.md). Here 16-bit numbers are converted
+// again for every FEW_ROWS rows.
+static bool has_few_rows(const RelAttention& p) {
+  const bool has_16_bits = p.dtype == DType::bfloat16 || p.dtype == DType::float16;
+  return p.length <= (!has_16_bits ? 3 * FEW_ROWS : p.mem_len + p.key_len <= 16 ? 2 * FEW_ROWS : FEW_ROWS);
+}
+
+// Rows of the work type, whole vectors long
+template <typename T>
+struct WorkRows {
+  const T* row;
+  int64_t stride;
+};
+
+// Rows j .. j + count - 1 of a sequence: where they lie, or where that is not possible in `copies`
+template <typename T>
+static WorkRows<T> rows_of(const RelAttention& p, const RowSequence& sequence, int64_t b, int64_t h, int64_t j,
+                           int64_t count, int64_t padded, T* copies) {
+  constexpr DType same = sizeof(T) == sizeof(double) ? DType::float64 : DType::float32;
+  int64_t row, left;
+  const Tensor4* tensor = sequence.find(j, row, left);
+  if (p.dtype == same && tensor != nullptr && left >= count && tensor->stride[3] == 1 && p.head_dim == padded)
+    return {static_cast<const T*>(tensor->data) + row_start(*tensor, b, h, row), tensor->stride[2]};
+  for (int64_t i = 0; i < count; ++i) {
+    tensor = sequence.find(j + i, row, left);
+    if (tensor == nullptr) {
+      clear(padded, copies + i * padded);
+    } else {
+      read_row(p, *tensor, b, h, row, padded, copies + i * padded);
+    }
+  }
+  return {copies, padded};
+}
+
+template <typename T>
+struct FewRowsScratch {
+  static constexpr int64_t STRIDE = FORWARD_BLOCK_N + LANES<T>;
+  HeadTerms<T> terms;
+  KeyTerms keys;
+  T *copies, *out, *scores, *dropout;
+
+  FewRowsScratch(Carver& carver, const Sizes<T>& sizes) : terms(carver, sizes), keys(carver, sizes) {
+    carver.take((2 * FEW_KEYS + FEW_SPAN) * sizes.padded_dim, copies);
+    carver.take(FEW_ROWS * sizes.padded_dim, out);
+    carver.take(FEW_ROWS * STRIDE, scores);
+    carver.take(dropout_elements(FORWARD_BLOCK_N), dropout);
+  }
+};
+
+// A few rows against a run of the chunk's keys
+struct FewRowsTile {
+  int64_t first, count;
+  int64_t first_key;  // `first` among all keys
+};
+
+// score[r][j] = (q + u)_r . key_j + (q + v)_r . rel_key_(shift[r] + j), rows of scores `stride` apart
+template <typename T, int ROWS>
+static __attribute__((noinline)) void few_scores(const RowBlock<T>& block, int64_t dim, WorkRows<T> keys,
+                                                 WorkRows<T> rel_key, const int64_t* shift, int64_t count, T* score,
+                                                 int64_t stride) {
+  for (int64_t j = 0; j < count; ++j) {
+    const T* const key = keys.row + j * keys.stride;
+    const T* rel[ROWS];
+    for (int r = 0; r < ROWS; ++r) rel[r] = rel_key.row + (shift[r] + j) * rel_key.stride;
+    Vec<T> sums[ROWS] = {};
+    for (int64_t d = 0; d < dim; d += LANES<T>) {
+      __builtin_prefetch(key + ROWS_AHEAD * keys.stride + d);
+      __builtin_prefetch(rel[0] + ROWS_AHEAD * rel_key.stride + d);
+      const Vec<T> k = load(key + d);
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) {
+        sums[r] += load(block.content_query + r * dim + d) * k;
+        sums[r] += load(block.position_query + r * dim + d) * load(rel[r] + d);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) score[r * stride + j] = sum<T>(sums[r]);
+  }
+}
+
+// c_r += sum over k of a_r[k] row_k, COLUMNS vectors at a time from `column` on
+template <typename T, int ROWS, int COLUMNS>
+INLINE void few_rows_tile(const T* a, int64_t a_stride, WorkRows<T> rows, int64_t depth, T* c, int64_t c_stride,
+                          int64_t column) {
+  Vec<T> sums[ROWS][COLUMNS];
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < COLUMNS; ++v) sums[r][v] = load(c + r * c_stride + column + v * LANES<T>);
+  for (int64_t k = 0; k < depth; ++k) {
+    const T* const row = rows.row + k * rows.stride + column;
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < COLUMNS; ++v) sums[r][v] += a[r * a_stride + k] * load(row + v * LANES<T>);
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < COLUMNS; ++v) store(c + r * c_stride + column + v * LANES<T>, sums[r][v]);
+}
+
+template <typename T, int ROWS>
+static __attribute__((noinline)) void few_rows_product(const T* a, int64_t a_stride, WorkRows<T> rows, int64_t width,
+                                                       int64_t depth, T* c, int64_t c_stride) {
+  int64_t column = 0;
+  for (; column + 4 * LANES<T> <= width; column += 4 * LANES<T>)
+    few_rows_tile<T, ROWS, 4>(a, a_stride, rows, depth, c, c_stride, column);
+  for (; column < width; column += LANES<T>) few_rows_tile<T, ROWS, 1>(a, a_stride, rows, depth, c, c_stride, column);
+}
+
+template <typename T, int ROWS>
+static void few_rows_of_chunk(const RelAttention& p, const Sizes<T>& sizes, const RowBlock<T>& block,
+                              const Chunk& chunk, const FewRowsScratch<T>& scratch) {
+  constexpr int64_t STRIDE = FewRowsScratch<T>::STRIDE;
+  const int64_t b = block.b, h = block.h, dim = sizes.padded_dim;
+  const RowSequence keys = keys_of(p, p.memory.key, p.keys.key, chunk);
+  const RowSequence values = keys_of(p, p.memory.value, p.keys.value, chunk);
+  const RowSequence window = window_of(p, chunk.rel_first);
+  OnlineSoftmax<T> softmax;
+  clear(ROWS * dim, scratch.out);
+  const int64_t low = chunk.last_position - block.position[ROWS - 1],
+                span = block.position[ROWS - 1] - block.position[0];
+  T* score[ROWS];
+  int64_t shift[ROWS];
+  for (int64_t r = 0; r < ROWS; ++r) {
+    score[r] = scratch.scores + r * STRIDE;
+    shift[r] = block.position[ROWS - 1] - block.position[r];
+  }
+
+  TileScheduler tiles(p, chunk, scratch.keys.ranks, block.mask, FORWARD_BLOCK_N);
+  for (int64_t first, count; tiles.next(first, count);) {
+    const FewRowsTile tile{first, count, chunk.first_key + first};
+    for (int64_t j = 0, some; j < count; j += some) {
+      some = smaller(FEW_KEYS, count - j);
+      const WorkRows<T> some_keys = rows_of(p, keys, b, h, first + j, some, dim, scratch.copies);
+      const WorkRows<T> some_rel =
+          rows_of(p, window, b, h, low + first + j, some + span, dim, scratch.copies + FEW_KEYS * dim);
+      few_scores<T, ROWS>(block, dim, some_keys, some_rel, shift, some, score[0] + j, STRIDE);
+    }
+    for (int64_t r = 0; r < ROWS; ++r) {
+      const VisibleKeys<T> visible = segments_and_mask(p, scratch.keys, block, r, tile, StoredScores<T>{score[r]});
+      softmax.step(r, visible.count, count, visible.max, score[r], scratch.out + r * dim, dim);
+      apply_dropout(p, b, h, block.row_index[r], tile.first_key, visible.count, scratch.dropout, score[r]);
+    }
+    for (int64_t j = 0, some; j < count; j += some) {
+      some = smaller(FEW_KEYS, count - j);
+      const WorkRows<T> value = rows_of(p, values, b, h, first + j, some, dim, scratch.copies);
+      few_rows_product<T, ROWS>(scratch.scores + j, STRIDE, value, dim, some, scratch.out, dim);
+    }
+  }
+  store_rows(p, sizes, chunk, scratch.keys.ranks, block, softmax, scratch.out);
+}
+
+template <typename T>
+static bool few_rows_forward(const RelAttention& p, int64_t threads, Parallel parallel) {
+  const Sizes<T> sizes(p, 256);
+  Carver measure{nullptr, 0};
+  FewRowsScratch<T>(measure, sizes);
+  RowBlock<T>(measure, sizes);
+  return for_each_chunk(p, sizes, threads, measure.used, parallel, [&](const Chunk& chunk, char* memory) {
+    Carver carver{memory, 0};
+    const FewRowsScratch<T> scratch(carver, sizes);
+    RowBlock<T> block(carver, sizes);
+    scratch.terms.load(p, chunk.h, sizes.padded_dim);
+    scratch.keys.load(p, chunk);
+    for (int64_t row = chunk.begin; row < chunk.end; row += block.count) {
+      load_queries(p, sizes, scratch.terms, chunk, row, FEW_ROWS, FEW_SPAN, block);
+      if (block.count == 1) few_rows_of_chunk<T, 1>(p, sizes, block, chunk, scratch);
+      if (block.count == 2) few_rows_of_chunk<T, 2>(p, sizes, block, chunk, scratch);
+      if (block.count == 3) few_rows_of_chunk<T, 3>(p, sizes, block, chunk, scratch);
+      if (block.count == 4) few_rows_of_chunk<T, 4>(p, sizes, block, chunk, scratch);
+    }
+  });
+}

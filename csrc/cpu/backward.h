@@ -64,8 +64,10 @@ struct RowStatistics {
   SegmentRowSums<T> segments;
 };
 
-template <typename T>
-static void load_output_gradients(const BackwardTask<T>& task, const RowBlock<T>& block, RowStatistics<T>& statistics) {
+// dO and statistics of the block's rows
+template <typename T, typename Scratch>
+static void load_output_gradients(const BackwardTask<T, Scratch>& task, const RowBlock<T>& block,
+                                  RowStatistics<T>& statistics) {
   const auto& [p, g, wanted, sizes, chunk, scratch, range, row] = task;
   const int64_t head_row = (block.b * p.heads + block.h) * p.length;
   for (int64_t r = 0; r < block.count; ++r) {
@@ -74,18 +76,12 @@ static void load_output_gradients(const BackwardTask<T>& task, const RowBlock<T>
     read_row(p, g.out, block.b, block.h, row_index, sizes.padded_dim, dO);
     read_unrounded(p, block.b, block.h, row_index, sizes.padded_dim, scratch.spare, scratch.out);
     statistics.softmax[r] = SoftmaxRow<T>(p, g.lse, head_row + row_index, scratch.out, dO, sizes.padded_dim);
-    if (range.is_first) {
-      statistics.segments.start(r);
-    } else {
-      statistics.segments.resume(r, scratch.segment_sums + (row + r) * SegmentRowSums<T>::NUMBERS);
-    }
+    statistics.segments.start(r);
     if (statistics.softmax[r].is_fully_masked()) {  // zero times NaN or infinity would be NaN
       clear(sizes.padded_dim, dO);
       block.clear_row(r, sizes.padded_dim);
     }
   }
-  transpose_row_panels(scratch.dO, block.count, sizes.padded_dim, p.head_dim, scratch.dO_panels);
-  clear(block.padded(ROW_ROWS) * sizes.padded_dim, scratch.dQ_content, scratch.dQ_position);
 }
 
 // dP = dO . V^T
@@ -101,9 +97,9 @@ static void probability_gradients(const BackwardTask<T>& task, const RowBlock<T>
 }
 
 // Row r of a tile: scores become dS, dP becomes the dropped-out probabilities that dV needs.
-template <typename T>
-static ROW_LOOP void softmax_backward(const BackwardTask<T>& task, const RowBlock<T>& block, int64_t r, int64_t visible,
-                                      const Tile<T>& tile, T* dP, RowStatistics<T>& statistics) {
+template <typename T, typename Scratch, typename Keys>
+static ROW_LOOP void softmax_backward(const BackwardTask<T, Scratch>& task, const RowBlock<T>& block, int64_t r,
+                                      int64_t visible, const Keys& tile, T* dP, RowStatistics<T>& statistics) {
   const RelAttention& p = task.p;
   const SoftmaxRow<T> softmax = statistics.softmax[r];
   const SegmentRow<T> segments(p, task.scratch.keys.segments, tile.first, block.b, block.row_index[r],
@@ -202,7 +198,11 @@ static void store_rows(const BackwardTask<T, Scratch>& task, const BlockRows<T>&
     if (g.query.data != nullptr) {
       T* to = static_cast<T*>(g.query.data) + row_start(g.query, block.b, block.h, block.row_index[r]);
       const int64_t stride = g.query.stride[3];
-      for (int64_t d = 0; d < p.head_dim; ++d) to[d * stride] = (range.is_first ? T(0) : to[d * stride]) + content[d];
+      int64_t d = 0;
+      if (stride == 1)
+        for (; d + LANES<T> <= p.head_dim; d += LANES<T>)
+          store(to + d, range.is_first ? load(content + d) : load(to + d) + load(content + d));
+      for (; d < p.head_dim; ++d) to[d * stride] = (range.is_first ? T(0) : to[d * stride]) + content[d];
     }
   }
 }
@@ -215,6 +215,10 @@ static void backward_rows(const BackwardTask<T>& task, const RowBlock<T>& block)
   T* dP[BLOCK_M];
   for (int64_t r = 0; r < BLOCK_M; ++r) dP[r] = scratch.dP + r * BackwardScratch<T>::STRIDE;
   load_output_gradients(task, block, statistics);
+  for (int64_t r = 0; !range.is_first && r < block.count; ++r)
+    statistics.segments.resume(r, scratch.segment_sums + (row + r) * SegmentRowSums<T>::NUMBERS);
+  transpose_row_panels(scratch.dO, block.count, sizes.padded_dim, p.head_dim, scratch.dO_panels);
+  clear(block.padded(ROW_ROWS) * sizes.padded_dim, scratch.dQ_content, scratch.dQ_position);
 
   TileScheduler tiles(p, chunk, scratch.keys.ranks, block.mask, BACKWARD_BLOCK_N, range);
   for (int64_t first, count; tiles.next(first, count);) {
@@ -237,35 +241,27 @@ static void backward_rows(const BackwardTask<T>& task, const RowBlock<T>& block)
     statistics.segments.keep(r, scratch.segment_sums + (row + r) * SegmentRowSums<T>::NUMBERS);
 }
 
-template <typename T>
-static bool backward_as(const RelAttention& p, const RelAttentionGradients& g, int64_t threads, Parallel parallel) {
+// body(task, block) takes a chunk's rows through its keys; what it sums over rows is added to the results here.
+template <typename T, typename Scratch, typename F>
+static bool for_each_backward_task(const RelAttention& p, const RelAttentionGradients& g, int64_t threads,
+                                   Parallel parallel, F body) {
   const Sizes<T> sizes(p, 512, p.rel_key.rows.stride[0] == 0 && g.rel_key.stride[0] == 0);
   const Wanted wanted(g);
   Carver measure{nullptr, 0};
-  BackwardScratch<T>(measure, sizes, p.head_dim);
+  Scratch(measure, sizes, p.head_dim);
   RowBlock<T>(measure, sizes);
   const Turns turns{static_cast<int64_t*>(calloc(static_cast<size_t>(larger(p.heads, 1)), sizeof(int64_t)))};
   if (turns.turn == nullptr) return false;
   const auto run = [&](const Chunk& chunk, char* memory) {
     Carver carver{memory, 0};
-    const BackwardScratch<T> scratch(carver, sizes, p.head_dim);
+    const Scratch scratch(carver, sizes, p.head_dim);
     RowBlock<T> block(carver, sizes);
     scratch.load(p, sizes, chunk);
     if (!sizes.ends_run(chunk.b, p.batch)) {
       prefetch_inputs(p, chunk.b + 1, chunk.h);
       prefetch_rows(p, g.out, chunk.b + 1, chunk.h, p.length);
     }
-    // Where rel_key has no row for most pairs, rows in the order of their positions see no more than a range anyway.
-    const bool is_long = p.rel_len > RANGE_GROUPS * KEY_GROUP;
-    const int64_t groups = chunk.key_groups;
-    const int64_t ranges = is_long ? larger((groups + RANGE_GROUPS - 1) / RANGE_GROUPS, 1) : 1;
-    for (int64_t i = 0; i < ranges; ++i) {
-      const KeyRange range{groups * i / ranges, groups * (i + 1) / ranges, i == 0, i == ranges - 1};
-      for (int64_t row = chunk.begin; row < chunk.end; row += block.count) {
-        load_rows(p, sizes, scratch.terms, chunk, row, block);
-        backward_rows({p, g, wanted, sizes, chunk, scratch, range, row - chunk.begin}, block);
-      }
-    }
+    body(BackwardTask<T, Scratch>{p, g, wanted, sizes, chunk, scratch}, block);
     if (sizes.chunks == 1) scratch.sums.add_keys(g, wanted, p, sizes, chunk);  // no other task has them
     if (!sizes.ends_run(chunk.b, p.batch)) return;
     const int64_t ticket = chunk.index * p.batch + chunk.b;
@@ -277,4 +273,27 @@ static bool backward_as(const RelAttention& p, const RelAttentionGradients& g, i
   const bool ran = for_each_chunk(p, sizes, threads, measure.used, parallel, run);
   free(turns.turn);
   return ran;
+}
+
+// All rows of a chunk, range by range of its keys
+template <typename T>
+static void backward_chunk(const BackwardTask<T>& task, RowBlock<T>& block) {
+  const auto& [p, g, wanted, sizes, chunk, scratch, range, row] = task;
+  // Where rel_key has no row for most pairs, rows in the order of their positions see no more than a range anyway.
+  const bool is_long = p.rel_len > RANGE_GROUPS * KEY_GROUP;
+  const int64_t groups = chunk.key_groups;
+  const int64_t ranges = is_long ? larger((groups + RANGE_GROUPS - 1) / RANGE_GROUPS, 1) : 1;
+  for (int64_t i = 0; i < ranges; ++i) {
+    const KeyRange some{groups * i / ranges, groups * (i + 1) / ranges, i == 0, i == ranges - 1};
+    for (int64_t begin = chunk.begin; begin < chunk.end; begin += block.count) {
+      load_rows(p, sizes, scratch.terms, chunk, begin, block);
+      backward_rows({p, g, wanted, sizes, chunk, scratch, some, begin - chunk.begin}, block);
+    }
+  }
+}
+
+template <typename T>
+static bool backward_as(const RelAttention& p, const RelAttentionGradients& g, int64_t threads, Parallel parallel) {
+  return for_each_backward_task<T, BackwardScratch<T>>(
+      p, g, threads, parallel, [](const BackwardTask<T>& task, RowBlock<T>& block) { backward_chunk(task, block); });
 }

@@ -45,10 +45,11 @@ struct FewRowsScratch {
   static constexpr int64_t STRIDE = FORWARD_BLOCK_N + LANES<T>;
   HeadTerms<T> terms;
   KeyTerms keys;
-  T *copies, *out, *scores, *dropout;
+  T *key_copies, *rel_copies, *out, *scores, *dropout;
 
   FewRowsScratch(Carver& carver, const Sizes<T>& sizes) : terms(carver, sizes), keys(carver, sizes) {
-    carver.take((2 * FEW_KEYS + FEW_SPAN) * sizes.padded_dim, copies);
+    carver.take(FEW_KEYS * sizes.padded_dim, key_copies);
+    carver.take((FEW_KEYS + FEW_SPAN) * sizes.padded_dim, rel_copies);
     carver.take(FEW_ROWS * sizes.padded_dim, out);
     carver.take(FEW_ROWS * STRIDE, scores);
     carver.take(dropout_elements(FORWARD_BLOCK_N), dropout);
@@ -56,29 +57,59 @@ struct FewRowsScratch {
 };
 
 // A few rows against a run of the chunk's keys
+template <typename T>
 struct FewRowsTile {
   int64_t first, count;
   int64_t first_key;  // `first` among all keys
+  T* score[FEW_ROWS];
+
+  FewRowsTile(const Chunk& chunk, int64_t first, int64_t count, T* scores, int64_t stride)
+      : first(first), count(count), first_key(chunk.first_key + first) {
+    for (int64_t r = 0; r < FEW_ROWS; ++r) score[r] = scores + r * stride;
+  }
 };
 
-// score[r][j] = (q + u)_r . key_j + (q + v)_r . rel_key_(shift[r] + j), rows of scores `stride` apart
+// The rows of rel_key that ROWS rows of a block need: row r of the block takes shift[r] + j for key j.
 template <typename T, int ROWS>
-static __attribute__((noinline)) void few_scores(const RowBlock<T>& block, int64_t dim, WorkRows<T> keys,
+struct FewRowsWindow {
+  const RelAttention& p;
+  const Chunk& chunk;
+  int64_t low, span;
+  int64_t shift[ROWS];
+
+  FewRowsWindow(const RelAttention& p, const RowBlock<T>& block, const Chunk& chunk)
+      : p(p),
+        chunk(chunk),
+        low(chunk.last_position - block.position[ROWS - 1]),
+        span(block.position[ROWS - 1] - block.position[0]) {
+    for (int64_t r = 0; r < ROWS; ++r) shift[r] = block.position[ROWS - 1] - block.position[r];
+  }
+
+  // Those for the chunk's keys j .. j + count - 1
+  WorkRows<T> rows(int64_t j, int64_t count, int64_t padded, T* copies) const {
+    return rows_of(p, window_of(p, chunk.rel_first), chunk.b, chunk.h, low + j, count + span, padded, copies);
+  }
+};
+
+// score[r][j] = a_r . row_j, with POSITION + b_r . rel_key_(shift[r] + j); rows of `a` and `b` are `dim` apart, those
+// of `score` `stride`
+template <typename T, int ROWS, bool POSITION>
+static __attribute__((noinline)) void few_scores(const T* a, const T* b, int64_t dim, WorkRows<T> rows,
                                                  WorkRows<T> rel_key, const int64_t* shift, int64_t count, T* score,
                                                  int64_t stride) {
   for (int64_t j = 0; j < count; ++j) {
-    const T* const key = keys.row + j * keys.stride;
+    const T* const row = rows.row + j * rows.stride;
     const T* rel[ROWS];
-    for (int r = 0; r < ROWS; ++r) rel[r] = rel_key.row + (shift[r] + j) * rel_key.stride;
+    for (int r = 0; POSITION && r < ROWS; ++r) rel[r] = rel_key.row + (shift[r] + j) * rel_key.stride;
     Vec<T> sums[ROWS] = {};
     for (int64_t d = 0; d < dim; d += LANES<T>) {
-      __builtin_prefetch(key + ROWS_AHEAD * keys.stride + d);
-      __builtin_prefetch(rel[0] + ROWS_AHEAD * rel_key.stride + d);
-      const Vec<T> k = load(key + d);
+      __builtin_prefetch(row + ROWS_AHEAD * rows.stride + d);
+      if (POSITION) __builtin_prefetch(rel[0] + ROWS_AHEAD * rel_key.stride + d);
+      const Vec<T> x = load(row + d);
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; ++r) {
-        sums[r] += load(block.content_query + r * dim + d) * k;
-        sums[r] += load(block.position_query + r * dim + d) * load(rel[r] + d);
+        sums[r] += load(a + r * dim + d) * x;
+        if (POSITION) sums[r] += load(b + r * dim + d) * load(rel[r] + d);
       }
     }
 #pragma GCC unroll 4
@@ -112,48 +143,40 @@ template <typename T, int ROWS>
 static __attribute__((noinline)) void few_rows_product(const T* a, int64_t a_stride, WorkRows<T> rows, int64_t width,
                                                        int64_t depth, T* c, int64_t c_stride) {
   int64_t column = 0;
-  for (; column + 4 * LANES<T> <= width; column += 4 * LANES<T>)
-    few_rows_tile<T, ROWS, 4>(a, a_stride, rows, depth, c, c_stride, column);
+  for (; column + ROW_COLUMNS * LANES<T> <= width; column += ROW_COLUMNS * LANES<T>)
+    few_rows_tile<T, ROWS, ROW_COLUMNS>(a, a_stride, rows, depth, c, c_stride, column);
   for (; column < width; column += LANES<T>) few_rows_tile<T, ROWS, 1>(a, a_stride, rows, depth, c, c_stride, column);
 }
 
 template <typename T, int ROWS>
-static void few_rows_of_chunk(const RelAttention& p, const Sizes<T>& sizes, const RowBlock<T>& block,
-                              const Chunk& chunk, const FewRowsScratch<T>& scratch) {
+static void few_rows_forward(const RelAttention& p, const Sizes<T>& sizes, const RowBlock<T>& block, const Chunk& chunk,
+                             const FewRowsScratch<T>& scratch) {
   constexpr int64_t STRIDE = FewRowsScratch<T>::STRIDE;
   const int64_t b = block.b, h = block.h, dim = sizes.padded_dim;
   const RowSequence keys = keys_of(p, p.memory.key, p.keys.key, chunk);
   const RowSequence values = keys_of(p, p.memory.value, p.keys.value, chunk);
-  const RowSequence window = window_of(p, chunk.rel_first);
+  const FewRowsWindow<T, ROWS> window(p, block, chunk);
   OnlineSoftmax<T> softmax;
   clear(ROWS * dim, scratch.out);
-  const int64_t low = chunk.last_position - block.position[ROWS - 1],
-                span = block.position[ROWS - 1] - block.position[0];
-  T* score[ROWS];
-  int64_t shift[ROWS];
-  for (int64_t r = 0; r < ROWS; ++r) {
-    score[r] = scratch.scores + r * STRIDE;
-    shift[r] = block.position[ROWS - 1] - block.position[r];
-  }
 
   TileScheduler tiles(p, chunk, scratch.keys.ranks, block.mask, FORWARD_BLOCK_N);
   for (int64_t first, count; tiles.next(first, count);) {
-    const FewRowsTile tile{first, count, chunk.first_key + first};
+    const FewRowsTile<T> tile(chunk, first, count, scratch.scores, STRIDE);
     for (int64_t j = 0, some; j < count; j += some) {
       some = smaller(FEW_KEYS, count - j);
-      const WorkRows<T> some_keys = rows_of(p, keys, b, h, first + j, some, dim, scratch.copies);
-      const WorkRows<T> some_rel =
-          rows_of(p, window, b, h, low + first + j, some + span, dim, scratch.copies + FEW_KEYS * dim);
-      few_scores<T, ROWS>(block, dim, some_keys, some_rel, shift, some, score[0] + j, STRIDE);
+      few_scores<T, ROWS, true>(block.content_query, block.position_query, dim,
+                                rows_of(p, keys, b, h, first + j, some, dim, scratch.key_copies),
+                                window.rows(first + j, some, dim, scratch.rel_copies), window.shift, some,
+                                scratch.scores + j, STRIDE);
     }
     for (int64_t r = 0; r < ROWS; ++r) {
-      const VisibleKeys<T> visible = segments_and_mask(p, scratch.keys, block, r, tile, StoredScores<T>{score[r]});
-      softmax.step(r, visible.count, count, visible.max, score[r], scratch.out + r * dim, dim);
-      apply_dropout(p, b, h, block.row_index[r], tile.first_key, visible.count, scratch.dropout, score[r]);
+      const VisibleKeys<T> visible = segments_and_mask(p, scratch.keys, block, r, tile, StoredScores<T>{tile.score[r]});
+      softmax.step(r, visible.count, count, visible.max, tile.score[r], scratch.out + r * dim, dim);
+      apply_dropout(p, b, h, block.row_index[r], tile.first_key, visible.count, scratch.dropout, tile.score[r]);
     }
     for (int64_t j = 0, some; j < count; j += some) {
       some = smaller(FEW_KEYS, count - j);
-      const WorkRows<T> value = rows_of(p, values, b, h, first + j, some, dim, scratch.copies);
+      const WorkRows<T> value = rows_of(p, values, b, h, first + j, some, dim, scratch.key_copies);
       few_rows_product<T, ROWS>(scratch.scores + j, STRIDE, value, dim, some, scratch.out, dim);
     }
   }
@@ -161,7 +184,7 @@ static void few_rows_of_chunk(const RelAttention& p, const Sizes<T>& sizes, cons
 }
 
 template <typename T>
-static bool few_rows_forward(const RelAttention& p, int64_t threads, Parallel parallel) {
+static bool few_rows_forward_as(const RelAttention& p, int64_t threads, Parallel parallel) {
   const Sizes<T> sizes(p, 256);
   Carver measure{nullptr, 0};
   FewRowsScratch<T>(measure, sizes);
@@ -174,10 +197,10 @@ static bool few_rows_forward(const RelAttention& p, int64_t threads, Parallel pa
     scratch.keys.load(p, chunk);
     for (int64_t row = chunk.begin; row < chunk.end; row += block.count) {
       load_queries(p, sizes, scratch.terms, chunk, row, FEW_ROWS, FEW_SPAN, block);
-      if (block.count == 1) few_rows_of_chunk<T, 1>(p, sizes, block, chunk, scratch);
-      if (block.count == 2) few_rows_of_chunk<T, 2>(p, sizes, block, chunk, scratch);
-      if (block.count == 3) few_rows_of_chunk<T, 3>(p, sizes, block, chunk, scratch);
-      if (block.count == 4) few_rows_of_chunk<T, 4>(p, sizes, block, chunk, scratch);
+      if (block.count == 1) few_rows_forward<T, 1>(p, sizes, block, chunk, scratch);
+      if (block.count == 2) few_rows_forward<T, 2>(p, sizes, block, chunk, scratch);
+      if (block.count == 3) few_rows_forward<T, 3>(p, sizes, block, chunk, scratch);
+      if (block.count == 4) few_rows_forward<T, 4>(p, sizes, block, chunk, scratch);
     }
   });
 }

@@ -43,6 +43,7 @@ constexpr bool BY_LANE = false;
 #include "few_rows.h"
 #include "sums.h"
 #include "backward.h"
+#include "few_rows_backward.h"
 #include "bfloat16/operands.h"
 #include "bfloat16/scores.h"
 #include "bfloat16/forward.h"
@@ -50,8 +51,8 @@ constexpr bool BY_LANE = false;
 
 static bool forward(const RelAttention& p, const Products* products, int64_t threads, Parallel parallel) {
   if (has_few_rows(p))
-    return p.dtype == DType::float64 ? few_rows_forward<double>(p, threads, parallel)
-                                     : few_rows_forward<float>(p, threads, parallel);
+    return p.dtype == DType::float64 ? few_rows_forward_as<double>(p, threads, parallel)
+                                     : few_rows_forward_as<float>(p, threads, parallel);
   if (p.dtype == DType::float64) return forward_as<double>(p, threads, parallel);
   if (p.dtype == DType::bfloat16 && products != nullptr) return bfloat16_forward(p, *products, threads, parallel);
   return forward_as<float>(p, threads, parallel);
@@ -59,6 +60,9 @@ static bool forward(const RelAttention& p, const Products* products, int64_t thr
 
 static bool backward(const RelAttention& p, const RelAttentionGradients& g, const Products* products, int64_t threads,
                      Parallel parallel) {
+  if (has_few_rows(p) && p.mem_len + p.key_len <= KEY_GROUP)  // of many keys, sums over rows take the time
+    return p.dtype == DType::float64 ? few_rows_backward_as<double>(p, g, threads, parallel)
+                                     : few_rows_backward_as<float>(p, g, threads, parallel);
   if (p.dtype == DType::float64) return backward_as<double>(p, g, threads, parallel);
   if (p.dtype == DType::bfloat16 && products != nullptr) return bfloat16_backward(p, g, *products, threads, parallel);
   return backward_as<float>(p, g, threads, parallel);

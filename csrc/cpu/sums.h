@@ -15,7 +15,10 @@ template <typename T>
 INLINE void add_row(const Tensor4& to, int64_t b, int64_t h, int64_t row, const T* from, T factor, int64_t head_dim) {
   if (to.data == nullptr) return;
   T* start = static_cast<T*>(to.data) + row_start(to, b, h, row);
-  for (int64_t d = 0; d < head_dim; ++d) start[d * to.stride[3]] += factor * from[d];
+  int64_t d = 0;
+  if (to.stride[3] == 1)
+    for (; d + LANES<T> <= head_dim; d += LANES<T>) add(start + d, factor * load(from + d));
+  for (; d < head_dim; ++d) start[d * to.stride[3]] += factor * from[d];
 }
 
 // Of the biases and the segment embeddings of one head

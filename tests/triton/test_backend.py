@@ -101,9 +101,9 @@ def test_rel_key_is_copied_once_and_not_for_every_batch():
 def test_float32_precision_is_what_the_user_said_in_the_new_way_or_the_old(monkeypatch):
     matmul = torch.backends.cuda.matmul
 
-    def precision(dtype: torch.dtype) -> str:
+    def precision(dtype: torch.dtype, dropout_p: float = 0.0) -> str:
         x, rel_key = torch.zeros(1, 1, 3, 16, dtype=dtype), torch.zeros(1, 6, 16, dtype=dtype)
-        return launch.Call((x, x, x, rel_key, *[None] * 15, 3, 0.0, 1.0, False)).precision
+        return launch.Call((x, x, x, rel_key, *[None] * 15, 3, dropout_p, 1.0, False)).precision
 
     before = matmul.fp32_precision
     try:
@@ -111,6 +111,10 @@ def test_float32_precision_is_what_the_user_said_in_the_new_way_or_the_old(monke
             matmul.fp32_precision = said  # torch refuses to answer in the old way from here on
             assert precision(torch.float32) == found
             assert precision(torch.float16) == "ieee"
+        matmul.fp32_precision = "tf32"
+        for loses, found in ((False, "tf32"), (True, "ieee")):  # Triton 3.6 and 3.7 do, of a call with dropout
+            monkeypatch.setattr(launch, "_LOSES_TF32", loses)
+            assert (precision(torch.float32), precision(torch.float32, 0.1)) == ("tf32", found)
     finally:
         matmul.fp32_precision = before
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -25,6 +26,9 @@ from .mask import BOUND
 
 _LINEAR = ("query", "content_bias", "position_bias", "segment_bias")  # every score is linear in all of these together
 _TINY = torch.finfo(torch.float32).tiny  # instead of a scale of 0, as 0 times minus infinity is NaN
+# Before 3.8 Triton leaves out half of a TF32 product over 16 rows one factor of which dropout has made: see
+# docs/validation.md. Without TF32 there are no tensor cores.
+_LOSES_TF32 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 _SLOT_BYTES = 2**30  # what the deterministic gradient of rel_key may take
 
 
@@ -130,7 +134,8 @@ class Call:
         self.rel_len = rel_key.shape[-2]
         self.is_empty = query.numel() == 0 or self.keys == 0
         self.bounded = (max_distance < self.keys - 1, self.rel_len < max_distance + key.shape[2])  # behind, ahead
-        self.precision = "tf32" if query.dtype == torch.float32 and allows_tf32() else "ieee"
+        tf32 = query.dtype == torch.float32 and allows_tf32() and not (dropout_p and _LOSES_TF32)
+        self.precision = "tf32" if tf32 else "ieee"
 
         biases = (_dense(t["content_bias"]), _dense(t["position_bias"]))
         rel_key = _addressable(rel_key)  # copied, if it must be, before it is repeated for every batch

@@ -69,13 +69,13 @@ struct Consumer {
 
   // One tile; false if there was no more.
   DEVICE bool step(const Band& lower, Band& upper) {
-    memory.full_stage(stage.index).wait(stage.parity);
-    const TileInfo info = memory.info(stage.index);
+    memory.full_stage(stage.index()).wait(stage.parity());
+    const TileInfo info = memory.info(stage.index());
     if (info.first_key == NO_KEY) return false;
     if (info.begins_window) skip_slot();
     multiply_slot(upper);
     if (!info.begins_window) attend(lower, upper, info);
-    release(memory.empty_stage(stage.index));
+    release(memory.empty_stage(stage.index()));
     stage.advance();
     return true;
   }
@@ -83,13 +83,14 @@ struct Consumer {
   DEVICE void attend(const Band& lower, const Band& upper, const TileInfo& info) {
     has_tile = true;
     float score[TILES][4];
-    start_scores(score, memory.labels(stage.index).bias);
+    start_scores(score, memory.labels(stage.index()).bias);
 
     // position, content
     add_shifted_band(score, lower, upper, shift, tile.lane.warp);
     fence_shared_memory();
     add_product<0>(
-        score, [&](int k) { return q[k]; }, [&](int k) { return memory.keys(stage.index).columns_from(k * DEPTH<T>); });
+        score, [&](int k) { return q[k]; },
+        [&](int k) { return memory.keys(stage.index()).columns_from(k * DEPTH<T>); });
     wait_for_products<0>();
 
     Fragment weights[TILES / 2];
@@ -99,14 +100,14 @@ struct Consumer {
     // values
     add_product<1>(
         out[0], [&](int k) { return weights[k]; },
-        [&](int k) { return memory.values(stage.index).rows_from(k * DEPTH<T>); });
+        [&](int k) { return memory.values(stage.index()).rows_from(k * DEPTH<T>); });
     wait_for_products<0>();
   }
 
   // Segments, mask, softmax: scores become exponentials, as the product with the values takes them.
   DEVICE void weigh(float (&score)[TILES][4], const TileInfo& info, Fragment (&weights)[TILES / 2]) {
     const RelAttention& p = call.p;
-    const KeyLabels keys = memory.labels(stage.index);
+    const KeyLabels keys = memory.labels(stage.index());
     add_segments_less_max(score, keys.segment);
     if (info.visibility == Visibility::by_rank && p.rank_mask.query_floor == nullptr)
       hide_by_rank(score, keys.rank);
@@ -191,20 +192,20 @@ struct Consumer {
   // The first slot of a window is the lower rows' alone, the last one of the window before as well.
   DEVICE void skip_slot() {
     if (tile.lane.warp >= 4 && !has_tile) return;
-    memory.full_slot(slot.index).wait(slot.parity);
-    release(memory.empty_slot(slot.index));
+    memory.full_slot(slot.index()).wait(slot.parity());
+    release(memory.empty_slot(slot.index()));
     slot.advance();
   }
   // (q + v).r of the slot's rows
   DEVICE void multiply_slot(Band& band) {
-    memory.full_slot(slot.index).wait(slot.parity);
+    memory.full_slot(slot.index()).wait(slot.parity());
     fence_shared_memory();
-    start_scores(band, memory.rel_bias(slot.index));
+    start_scores(band, memory.rel_bias(slot.index()));
     add_product<0>(
         band, [&](int k) { return q[k]; },
-        [&](int k) { return memory.rel_key(slot.index).columns_from(k * DEPTH<T>); });
+        [&](int k) { return memory.rel_key(slot.index()).columns_from(k * DEPTH<T>); });
     wait_for_products<0>();
-    release(memory.empty_slot(slot.index));
+    release(memory.empty_slot(slot.index()));
     slot.advance();
   }
 

@@ -37,14 +37,12 @@ struct Panels {
 // A place in a ring of COUNT.
 template <int COUNT>
 struct RingPlace {
-  int index = 0;
-  uint32_t parity = 0;
+  static_assert(POWER_OF_TWO<COUNT> == COUNT);
+  uint32_t passed = 0;  // places before it
 
-  DEVICE void advance() {
-    if (++index < COUNT) return;
-    index = 0;
-    parity ^= 1;
-  }
+  DEVICE int index() const { return passed % COUNT; }
+  DEVICE uint32_t parity() const { return passed / COUNT % 2; }  // of the phase that fills it
+  DEVICE void advance() { ++passed; }
 };
 
 // What the producer announces: a tile of keys; or, before a tile that does not follow the one before, the beginning of

@@ -30,10 +30,10 @@ DEVICE uint64_t matrix_descriptor(const void* data, int leading, int eight_rows)
 #define REGISTERS_32                                                                                               \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31"
-#define REGISTERS_64                                                                                      \
-  REGISTERS_32                                                                                            \
-      ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
-      "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define REGISTERS_64                                                                                  \
+  REGISTERS_32                                                                                        \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
+  "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define WGMMA_64(type)                                                                                                \
   asm volatile("{ .reg .pred adds; setp.ne.b32 adds, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type \
                " {" REGISTERS_32 "}, {%32, %33, %34, %35}, %36, adds, 1, 1, %37; }"                                   \
@@ -98,6 +98,12 @@ struct Barrier {
     } while (!over);
   }
 };
+
+// The same number, which the compiler then keeps instead of computing it again where it is used.
+DEVICE uint32_t kept_in_register(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 // Warpgroup: gives registers back; asks for more, and waits until they are there.
 template <int COUNT>

@@ -71,15 +71,15 @@ struct Producer {
   }
 
   DEVICE void announce(TileInfo info) {
-    memory.empty_stage(stage.index).wait(stage.parity ^ 1);
+    memory.empty_stage(stage.index()).wait(stage.parity() ^ 1);
     if (thread_index() > 0) return;
-    memory.info(stage.index) = info;
-    memory.full_stage(stage.index).arrive();
+    memory.info(stage.index()) = info;
+    memory.full_stage(stage.index()).arrive();
   }
 
   // The stage is full when this thread's copies have arrived.
   DEVICE void publish() {
-    memory.full_stage(stage.index).arrive_after_copies();
+    memory.full_stage(stage.index()).arrive_after_copies();
     stage.advance();
   }
 
@@ -90,34 +90,40 @@ struct Producer {
     const int column = thread_index() % CHUNKS * CHUNK<T>, start = thread_index() / CHUNKS;
     char* into = reinterpret_cast<char*>(to.at(start, column));
     const T* at = source(from + start) + column;
-#pragma unroll 2
+    if constexpr (std::is_same_v<Source, HeadRows<const T>>) {
+      if (from >= 0 && from + S::BLOCK_N <= count) {  // as mostly: nothing to ask
+        const int64_t step = int64_t(STEP) * source.stride;
+#pragma unroll
+        for (int i = 0; i < S::BLOCK_N; i += STEP, at += step) copy_async<16>(into + i * to.ROW, at, true);
+        return;
+      }
+    }
+#pragma unroll 1
     for (int i = 0; i < S::BLOCK_N; i += STEP) {
       const int row = from + start + i;
-      if constexpr (!std::is_same_v<Source, HeadRows<const T>>) at = source(row) + column;
-      copy_async<16>(into + i * to.ROW, at, uint32_t(row) < uint32_t(count));
-      if constexpr (std::is_same_v<Source, HeadRows<const T>>) at += int64_t(STEP) * source.stride;
+      copy_async<16>(into + i * to.ROW, source(row) + column, uint32_t(row) < uint32_t(count));
     }
   }
 
   DEVICE void copy_keys(int j0) {
     if (j0 >= key_rows.mem_len || j0 + S::BLOCK_N <= key_rows.mem_len) {
       const bool in_memory = j0 < key_rows.mem_len;
-      copy_rows(memory.keys(stage.index), in_memory ? key_rows.memory : key_rows.segment, j0, keys);
-      copy_rows(memory.values(stage.index), in_memory ? value_rows.memory : value_rows.segment, j0, keys);
+      copy_rows(memory.keys(stage.index()), in_memory ? key_rows.memory : key_rows.segment, j0, keys);
+      copy_rows(memory.values(stage.index()), in_memory ? value_rows.memory : value_rows.segment, j0, keys);
     } else {
-      copy_rows(memory.keys(stage.index), key_rows, j0, keys);
-      copy_rows(memory.values(stage.index), value_rows, j0, keys);
+      copy_rows(memory.keys(stage.index()), key_rows, j0, keys);
+      copy_rows(memory.values(stage.index()), value_rows, j0, keys);
     }
-    copy_key_labels<WARPGROUP, S::BLOCK_N>(call, memory.labels(stage.index), b, h, j0);
+    copy_key_labels<WARPGROUP, S::BLOCK_N>(call, memory.labels(stage.index()), b, h, j0);
   }
 
   DEVICE void copy_rel_key(int begin) {
-    memory.empty_slot(slot.index).wait(slot.parity ^ 1);
+    memory.empty_slot(slot.index()).wait(slot.parity() ^ 1);
     const int rel_len = int(call.p.rel_len), i = thread_index();
-    copy_rows(memory.rel_key(slot.index), rel_rows, begin, rel_len);
+    copy_rows(memory.rel_key(slot.index()), rel_rows, begin, rel_len);
     if (i < S::BLOCK_N)
-      copy_async<4>(memory.rel_bias(slot.index) + i, rel_bias + begin + i, uint32_t(begin + i) < uint32_t(rel_len));
-    memory.full_slot(slot.index).arrive_after_copies();
+      copy_async<4>(memory.rel_bias(slot.index()) + i, rel_bias + begin + i, uint32_t(begin + i) < uint32_t(rel_len));
+    memory.full_slot(slot.index()).arrive_after_copies();
     slot.advance();
   }
 };

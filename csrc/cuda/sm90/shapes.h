@@ -15,7 +15,7 @@ struct WarpgroupSizes {
   // Of a thread; a multiprocessor has 65536
   static constexpr int PRODUCER_REGISTERS = HEAD_DIM > 64 ? 48 : 72, CONSUMER_REGISTERS = HEAD_DIM > 64 ? 232 : 216;
   static_assert(128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536);
-  static constexpr int STAGES = HEAD_DIM > 64 ? 3 : 4;  // of keys and values
+  static constexpr int STAGES = 4;  // of keys and values
   // Of rel_key, 64 rows each: three for the first tile, and the one that the lower half of the rows has yet to read
   static constexpr int SLOTS = 4;
   static constexpr int MATRIX = BLOCK_N * HEAD_DIM * 2, MATRICES = 2 * STAGES + SLOTS;

@@ -12,9 +12,11 @@ template <int HEAD_DIM_>
 struct WarpgroupSizes {
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int CONSUMERS = 2, BLOCK_M = 64 * CONSUMERS, BLOCK_N = 64, THREADS = 128 * (1 + CONSUMERS);
-  // Of a thread; a multiprocessor has 65536
-  static constexpr int PRODUCER_REGISTERS = HEAD_DIM > 64 ? 48 : 72, CONSUMER_REGISTERS = HEAD_DIM > 64 ? 232 : 216;
-  static_assert(128 * (PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS) <= 65536);
+  // Of a thread: when the block starts, the same for all, as many as a multiprocessor has; then no more than those in
+  // all, or the consumers would wait for ever.
+  static constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
+  static constexpr int PRODUCER_REGISTERS = HEAD_DIM > 64 ? 40 : 72, CONSUMER_REGISTERS = HEAD_DIM > 64 ? 232 : 216;
+  static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * START_REGISTERS);
   static constexpr int STAGES = 4;  // of keys and values
   // Of rel_key, 64 rows each: three for the first tile, and the one that the lower half of the rows has yet to read
   static constexpr int SLOTS = 4;

@@ -277,6 +277,19 @@ def test_wgmma_in_flight():
     )
 
 
+@pytest.mark.parametrize("between", ["mov.b32 %r4, %r0;", "mov.b32 {%h1, %h2}, %r4;", "st.shared.b32 [%r1], %r4;"])
+def test_registers_of_a_in_flight(between):
+    """Whoever leaves a product under way may neither write nor read the registers that it takes a from."""
+    options = {"block": 128, "shared": 4096, "architecture": 90}
+    product = wgmma().replace("%d1, %d1, 0, 1, 1, 0, 0;", "{%r4, %r5, %r6, %r7}, %d1, 0, 1, 1, 0;")
+    product = "".join(f"mov.b32 %r{i}, 0;\n" for i in range(4, 8)) + product
+    wait = "wgmma.wait_group.sync.aligned 0;\n"
+    start, end = product.split(wait)
+    one_may_go_on = start + wait.replace("0", "1")
+    run(one_may_go_on + wait + "bar.sync 0;\n" + between + end, **options)
+    fault(one_may_go_on + between + wait + end, kind="in_flight", **options)
+
+
 def test_a_copy_and_wgmma():
     """What cp.async wrote is written through the generic proxy too."""
     address = "mul.wide.u32 %d100, %r0, 16;\nadd.u64 %d100, %d100, %d0;"

@@ -18,7 +18,8 @@ if triton.knobs.runtime.interpret:
 import xlnet_kernels as xk  # noqa: E402
 from tests.cases import assert_right, make  # noqa: E402
 from tests.machine import cuda_driver  # noqa: E402
-from tests.machine.features import Features, pairwise  # noqa: E402
+from tests.machine.features import Features, TensorCoresTF32, pairwise  # noqa: E402
+from tests.machine.machine import Fault  # noqa: E402
 from tests.machine.package import serving  # noqa: E402
 
 EVERYTHING = "XLNET_KERNELS_MACHINE" in os.environ
@@ -137,9 +138,34 @@ def test_a_kernel_that_is_refused_leaves_the_next_launch_alone(monkeypatch):
         BASE.check("cuda", problem)
 
 
+def test_what_tf32_leaves_out():
+    """The baseline that TF32 is held to: products, backward's too, do not see the last 13 bits of their operands."""
+    x, y = (torch.randn(5, 5, requires_grad=True) for _ in range(2))
+    cut, other = ((z.detach().view(torch.int32) >> 13 << 13).view(torch.float32).requires_grad_() for z in (x, y))
+    with TensorCoresTF32():
+        found = x @ y, *torch.autograd.grad((x @ y).sum(), (x, y))
+    exact = cut @ other, *torch.autograd.grad((cut @ other).sum(), (cut, other))
+    assert all(map(torch.equal, found, exact))
+    assert not torch.equal(found[0], x @ y)
+
+
+def is_of_triton_3_6(error: Exception, features: Features) -> bool:
+    """Triton 3.6 has two defects in 16 bits on sm_90 that the kernels do not go around: docs/validation.md."""
+    if not triton.__version__.startswith("3.6.") or features.architecture != 90 or features.dtype == torch.float32:
+        return False
+    if isinstance(error, Fault):
+        return error.kind == "in_flight" and error.kernel == "rows_kernel" and features.positions
+    return "PassManager" in str(error) and features.mask == "dense"
+
+
 @pytest.mark.skipif(not EVERYTHING, reason="`make test-machine` asks for it")
 @pytest.mark.parametrize("features", pairwise(), ids=str)
 def test_every_pair_of_features(backend, features):
     features = features.serves(backend)
-    with serving(features.architecture):
-        features.check(backend, features.problem(0, rows=150))
+    try:
+        with serving(features.architecture):
+            features.check(backend, features.problem(0, rows=150))
+    except (Fault, RuntimeError) as error:
+        if backend == "triton" and is_of_triton_3_6(error, features):
+            pytest.xfail(str(error))
+        raise

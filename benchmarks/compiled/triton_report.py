@@ -29,9 +29,9 @@ DTYPES = {"16-bit": torch.bfloat16, "float32": torch.float32}
 CLASSES = sorted({(kind, head_dim) for _, kind, head_dim in tuning.TABLE})
 # Tensor cores by one warp, by four (sm_90), by one thread (sm_100); and multiply-add without them.
 PRODUCTS = ("HMMA", "HGMMA", "UTCHMMA", "FFMA")
-# What a program may use on sm_86, sm_89 and sm_120, the least of all from sm_80 on (CUDA programming guide, compute
-# capabilities); sm_90 and sm_100 have entries of their own but need no more.
-SHARED_MEMORY = 99 * 1024
+# What a program may use (CUDA programming guide, compute capabilities): sm_80 shares its entries with sm_86, sm_89 and
+# sm_120, which have the least of all from sm_80 on.
+SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 # Classes of instructions by how their names begin; the first that fits counts.
 INSTRUCTIONS = {
     "products": ("HMMA", "HGMMA", "UTCHMMA"),
@@ -66,7 +66,7 @@ class Driver:
         return 0
 
     def get_device_properties(self, device: int) -> dict:
-        return {"max_shared_mem": SHARED_MEMORY}
+        return {"max_shared_mem": SHARED_MEMORY[self.architecture]}
 
     def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple:
         self.binaries[name] = cubin, shared

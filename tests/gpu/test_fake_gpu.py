@@ -102,7 +102,7 @@ def test_what_triton_launches_and_returns(monkeypatch, problem, deterministic):
     monkeypatch.setattr(triton, "rel_attention", call)
     options = dict(dropout_p=0.1, deterministic=deterministic)
     out, _ = make(**PROBLEMS[problem]).run("triton", GPU, **options)
-    assert len(launched) == (5 if out.numel() else 0)  # one forward pass, and two backward passes of two kernels
+    assert len(launched) == (10 if out.numel() else 0)  # one forward pass of two kernels, two backward passes of four
 
 
 @pytest.mark.parametrize("backend", [None, *BACKENDS])

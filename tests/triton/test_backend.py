@@ -28,7 +28,8 @@ DEVICE = MODULES["triton"].DEVICE
 interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="asks what Triton's interpreter does; this is a GPU")
 # (BLOCK_M, BLOCK_N, BLOCK_D, KEEP) like those of the table, with chunks that are narrower than HEAD_DIM
 TILES = {
-    "M=2N-kept": (64, 32, 16, True),
+    "M=2N-kept": (128, 64, 16, True),
+    "M=2N-small": (64, 32, 16, True),
     "M=2N": (64, 32, 16, False),
     "M=N": (32, 32, 16, False),
     "M<N": (16, 32, 16, False),
@@ -53,7 +54,7 @@ def test_tiles_are_those_of_the_table():
     tested = {(BLOCK_M, BLOCK_N, KEEP) for BLOCK_M, BLOCK_N, _, KEEP in TILES.values()} | {(64, 64, True)}
     assert {
         (BLOCK_M, BLOCK_N, KEEP) for entry in tuning.TABLE.values() for BLOCK_M, BLOCK_N, _, KEEP, _, _ in entry
-    } == tested
+    } <= tested
 
 
 @pytest.mark.parametrize(

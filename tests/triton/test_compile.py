@@ -34,7 +34,7 @@ MATRIX_INSTRUCTION = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 
 
 def check(row: dict) -> None:
-    assert 0 < row["shared_memory"] <= SHARED_MEMORY, row
+    assert 0 < row["shared_memory"] <= SHARED_MEMORY[row["architecture"]], row
     ways = row["loop"]
     assert 0 < ways["shortest"]["all"] <= ways["longest"]["all"] < row["instructions"], row
     if (row["kind"], row["head_dim"], row["stacked"]) == ("16-bit", 64, False):

@@ -36,12 +36,16 @@ class Matrix(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The query rows."""
+    """The query rows; from `content` on as prepare.py leaves them: in the order of their positions, and padded."""
 
     query: Matrix  # (B, H, L, D)
     content_bias: Pointer  # (H, D) or None
     position_bias: Pointer  # (H, D) or None
     scale: Number  # of the scores, positive
+    content: Pointer  # (B, H, padded L, D): plus content_bias
+    position: Pointer  # (B, H, padded L, D): plus position_bias
+    same: Pointer  # (B, H, padded L) float32 or None: the segment term of a key in the same segment
+    different: Pointer  # as same: what a key in another segment has in addition
 
 
 class Keys(NamedTuple):
@@ -115,20 +119,28 @@ class Output(NamedTuple):
     out_residual: Pointer  # as out: what rounding took from it; or None
 
 
-class Backward(NamedTuple):
-    """What backward is given, and `inverse` to `different`: the kernel of rows writes them for that of keys."""
+class Given(NamedTuple):
+    """What backward is given."""
 
-    out: Pointer  # (B, L, H, D)
-    out_residual: Pointer  # as out, or None
-    row_max: Pointer  # (B, H, L) float32
-    row_sum: Pointer  # (B, H, L) float32
-    grad_out: Matrix  # (B, H, L, D)
-    grad_lse: Pointer  # (B, H, L) float32 or None
-    inverse: Pointer  # (B, H, L) float32: 1 / row_sum, 0 in fully masked rows
-    delta: Pointer  # (B, H, L) float32: rowsum(dO * O) - dlse, times inverse
-    different: Pointer  # (B, H, L) float32 or None: the segment term, as in RowSegments
-    rank_least: Pointer  # (B, padded L / BOUND) int32 or None: of query_rank, rows in the order of their positions
-    floor_largest: Pointer  # as rank_least, of query_floor
+    out: Pointer = None  # (B, L, H, D)
+    out_residual: Pointer = None  # as out, or None
+    row_max: Pointer = None  # (B, H, L) float32
+    row_sum: Pointer = None  # (B, H, L) float32
+    grad_out: Matrix = Matrix()  # (B, H, L, D)
+    grad_lse: Pointer = None  # (B, H, L) float32 or None
+
+
+class Backward(NamedTuple):
+    """What prepare.py makes of it, in the order of the rows' positions and padded; then bounds, from the host."""
+
+    grad_out: Pointer = None  # (B, H, padded L, D), zeros in fully masked rows
+    row_max: Pointer = None  # (B, H, padded L) float32, infinity in rows that do not exist
+    inverse: Pointer = None  # (B, H, padded L) float32: 1 / row_sum, 0 in fully masked rows
+    delta: Pointer = None  # (B, H, padded L) float32: rowsum(dO * O) - dlse, times inverse
+    rank_least: Pointer = None  # (B, padded L / BOUND) int32 or None: of query_rank, rows in that order
+    rank_largest: Pointer = None  # as rank_least
+    floor_least: Pointer = None  # as rank_least, of query_floor
+    floor_largest: Pointer = None  # as floor_least
 
 
 class RowGradients(NamedTuple):
@@ -150,6 +162,16 @@ class KeyGradients(NamedTuple):
     sums: Pointer  # (B, H, tiles, D) float32: over keys, of colsum(dS) k
 
 
+class ParameterGradients(NamedTuple):
+    """What finish.py writes; None: not asked for."""
+
+    rel_key: Pointer  # (H or B * H, P, D)
+    content_bias: Pointer  # (H, D)
+    position_bias: Pointer  # (H, D)
+    segment_embed: Pointer  # (2, H, D)
+    segment_bias: Pointer  # (H, D)
+
+
 class Meta(NamedTuple):
     """What a kernel is compiled for. For BLOCK_D and KEEP see chunks.py."""
 
@@ -161,6 +183,7 @@ class Meta(NamedTuple):
     BOUNDED_BEHIND: Any  # rel_key has no row for some key before its query,
     BOUNDED_AHEAD: Any  # for some key after it
     PRECISION: Any  # of float32 products: "ieee" or "tf32"
+    IN_REGISTERS: Any  # see chunks.py's `row_operand`
     NEEDS_REL: Any = None  # the gradient of rel_key is asked for
     ATOMIC: Any = None  # and added atomically: not in a fixed order
 
@@ -216,6 +239,12 @@ def of_head_rows(head, size):
 @triton.jit
 def padded(count):
     return tl.cdiv(count, PADDING) * PADDING
+
+
+@triton.jit
+def of_prepared(head, size):
+    """Where a head's rows begin in what prepare.py leaves."""
+    return head.index.to(tl.int64) * padded(size.length)
 
 
 @triton.jit

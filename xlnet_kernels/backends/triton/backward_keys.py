@@ -1,6 +1,6 @@
 """The backward kernel that visits the rows of each tile of keys: gradients of key and value, the memory's too.
 
-It runs after backward_rows.py, which leaves delta = rowsum(dO * O) - dlse and the segment term of each row.
+Rows and what dS is made of are as prepare.py leaves them.
 """
 
 from __future__ import annotations
@@ -8,33 +8,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arguments import SIZES, Dropout, Mask, Sizes, head_at, of_head_rows, program
+from .arguments import SIZES, Dropout, Mask, Sizes, head_at, program
 from .chunks import (
     KeyOperand,
-    RowOperand,
     add_product,
     columns,
     in_loop,
     keep_keys,
-    keep_rows,
     load_keys,
     row_chunk,
+    row_operand,
     store_keys,
     zeros,
 )
 from .mask import RowMask, load_row_mask, rank_range, row_bounds, span_of_rows, visibility
-from .segments import add_segments, id_range, load_different
+from .segments import add_segments, id_range, load_row_segments
 from .shift import are_narrow, load_tile, shift_blocks
-from .softmax import LOG2_E, Statistics, hide_fully_masked, load_row_max, softmax_backward
+from .softmax import LOG2_E, load_statistics, softmax_backward
 
 
 @triton.jit
 def _main_loop(
     rows, keys, memory, head, span, j0, rel_key, segments, mask, positions, dropout, backward, size, META,
-    NARROW: tl.constexpr, HIDE: tl.constexpr,
+    NARROW: tl.constexpr,
 ):  # fmt: skip
-    """dK / scale and dV of a tile of keys in chunks (BLOCK_N, BLOCK_D), and colsum(dS) / scale (BLOCK_N,).
-    HIDE: fully masked rows are not loaded."""
+    """dK / scale and dV of a tile of keys in chunks (BLOCK_N, BLOCK_D), and colsum(dS) / scale (BLOCK_N,)."""
     KEEP: tl.constexpr = META.KEEP
     kept_k = keep_keys(memory.key, keys.key, head, j0, size, META, KEEP)
     tile_k = KeyOperand(kept_k, keys.key, memory.key, head, j0)  # (BLOCK_N, D)
@@ -51,29 +49,22 @@ def _main_loop(
     for n0 in range(span.begin, span.end, META.BLOCK_M):
         # position
         tile = load_tile(positions, head, n0 // META.BLOCK_M, size, META)
-        row = of_head_rows(head, size)
-        inverse = tl.load((backward.inverse + row) + tile.row, mask=tile.inside, other=0.0)
-        if HIDE:
-            tile = hide_fully_masked(tile, inverse)
-        position_query = RowOperand((), rows.query, rows.position_bias, tile)  # (BLOCK_M, D)
-        score = shift_blocks(position_query, rel_key, j0, 0, size, META, False, NARROW)  # (BLOCK_M, BLOCK_N)
+        position_query = row_operand(rows.position, tile, size, META, False)  # (BLOCK_M, D)
+        score = shift_blocks(position_query, tile, rel_key, j0, 0, size, META, False, NARROW)  # (BLOCK_M, BLOCK_N)
 
         # content
-        kept_content = keep_rows(rows.query, rows.content_bias, tile, META, KEEP)
-        content_query = RowOperand(kept_content, rows.query, rows.content_bias, tile)  # (BLOCK_M, D)
+        content_query = row_operand(rows.content, tile, size, META, KEEP)  # (BLOCK_M, D)
         score = add_product(score, content_query, tile_k, 0, n0, size, META, KEEP, KEEP)
 
         # segments
         term = 0.0
         if segments.key_ids is not None:
-            terms = load_different(segments, backward, tile, size)
+            terms = load_row_segments(rows, segments, tile, size, META)
             score, term = add_segments(score, terms, segments, head, id_least, id_largest, j0, size, META)
 
         # dP
-        delta = tl.load((backward.delta + row) + tile.row, mask=tile.inside, other=0.0)
-        statistics = Statistics(load_row_max(backward, tile, size), inverse, delta)
-        kept_grad = keep_rows(backward.grad_out, None, tile, META, KEEP)
-        grad_rows = RowOperand(kept_grad, backward.grad_out, None, tile)  # (BLOCK_M, D)
+        statistics = load_statistics(backward, tile, size, META)
+        grad_rows = row_operand(backward.grad_out, tile, size, META, KEEP)  # (BLOCK_M, D)
         dP = tl.zeros((META.BLOCK_M, META.BLOCK_N), tl.float32)
         dP = add_product(dP, grad_rows, tile_v, 0, n0, size, META, KEEP, KEEP)
 
@@ -87,7 +78,7 @@ def _main_loop(
         )  # fmt: skip
 
         # dV, dK
-        dropped = tl.trans(dropped.to(backward.grad_out.data.dtype.element_ty))  # (BLOCK_N, BLOCK_M)
+        dropped = tl.trans(dropped.to(backward.grad_out.dtype.element_ty))  # (BLOCK_N, BLOCK_M)
         rounded = dS.to(rows.query.data.dtype.element_ty)
         narrowed = tl.trans(rounded)
         sums_k = ()
@@ -113,15 +104,6 @@ def _main_loop(
     return acc_k, acc_v, column_sum
 
 
-@triton.jit
-def _any_nan(chunks, META):
-    """Whether one of the chunks (BLOCK_N, BLOCK_D) holds NaN."""
-    found = tl.zeros((META.BLOCK_N, META.BLOCK_D), tl.int32)
-    for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
-        found |= (chunks[c] != chunks[c]).to(tl.int32)
-    return tl.max(tl.max(found, 1), 0) != 0
-
-
 @triton.jit(do_not_specialize=SIZES)
 def keys_kernel(
     rows, keys, memory, rel_key, segments, rank_mask, dense_mask, positions, dropout, backward, result,
@@ -138,22 +120,15 @@ def keys_kernel(
     j0 = number * META.BLOCK_N
 
     # load
-    span = span_of_rows(positions, mask, head, j0, size, META)
+    span = span_of_rows(positions, mask, backward, head, j0, size, META)
     arguments = (
         rows, keys, memory, head, span, j0, rel_key, segments, mask, positions, dropout, backward, size,
     )  # fmt: skip
     if are_narrow(positions, head, span, size, META):
-        acc_k, acc_v, column_sum = _main_loop(*arguments, META, True, False)
+        acc_k, acc_v, column_sum = _main_loop(*arguments, META, True)
     else:
-        acc_k, acc_v, column_sum = _main_loop(*arguments, META, False, False)
+        acc_k, acc_v, column_sum = _main_loop(*arguments, META, False)
     j0 = in_loop(j0, span.end)  # what follows loads keys again: the main loop has no registers to spare
-    if _any_nan(acc_k, META) | _any_nan(acc_v, META):
-        # Perhaps of a fully masked row, times 0. Without these rows then: a test in the main loop would slow down all.
-        span = span_of_rows(positions, mask, head, j0, size, META)
-        acc_k, acc_v, column_sum = _main_loop(
-            rows, keys, memory, head, span, j0, rel_key, segments, mask, positions, dropout, backward, size,
-            META, False, True,
-        )  # fmt: skip
 
     # epilogue
     store_keys(result.memory_key, result.key, head, j0, acc_k, rows.scale, size, META)

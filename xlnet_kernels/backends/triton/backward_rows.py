@@ -13,20 +13,21 @@ import triton.language as tl
 from .arguments import ROOM, SIZES, Dropout, Mask, Sizes, head_at, of_head_rows, program
 from .chunks import (
     KeyOperand,
-    RowOperand,
+    SomeRows,
+    add_bias,
     add_product,
     columns,
     in_loop,
     keep_keys,
-    keep_rows,
     key_chunk,
+    load_query,
     load_rel_key,
-    load_row_chunk,
     row_chunk,
+    row_operand,
     zeros,
 )
 from .mask import RowMask, load_row_mask, rank_range, span_of_keys, visibility
-from .segments import add_dS_different, add_segments, id_range, load_embedding, row_segments, store_different
+from .segments import add_dS_different, add_segments, id_range, load_embedding, load_row_segments
 from .shift import (
     block_of,
     blocks_of,
@@ -39,16 +40,7 @@ from .shift import (
     shift_in,
     shift_out,
 )
-from .softmax import (
-    LOG2_E,
-    Statistics,
-    hide_fully_masked,
-    load_inverse,
-    load_out,
-    load_row_max,
-    softmax_backward,
-    store_statistics,
-)
+from .softmax import LOG2_E, load_statistics, softmax_backward
 
 
 @triton.jit
@@ -87,7 +79,7 @@ def _add_band(grad_rel, grad_query, rel_key, start, end, band, position_query, s
                 _add_rel_chunk(grad_rel, start, end, band, position_query, c, step, META, MASKED)
     sums = ()
     for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
-        tile_r = load_rel_key(rel_key, position_query.tile.head, start, c, size, META)  # (BLOCK_N, BLOCK_D)
+        tile_r = load_rel_key(rel_key, position_query.head, start, c, size, META)  # (BLOCK_N, BLOCK_D)
         sums = sums + (tl.dot(band, tile_r, acc=grad_query[c], input_precision=META.PRECISION),)
     return sums
 
@@ -105,7 +97,7 @@ def _main_loop(
     acc = zeros(META.BLOCK_M, META)
     dS_different = tl.zeros((META.BLOCK_M,), tl.float32)
     if RING:
-        first, middle = open_ring(position_query, rel_key, tile.origin + span.begin, 0, size, META, KEEP)
+        first, middle = open_ring(position_query, tile, rel_key, tile.origin + span.begin, 0, size, META, KEEP)
         first_dS = tl.zeros((META.BLOCK_M, META.BLOCK_N), tl.float32)
         middle_dS = tl.zeros((META.BLOCK_M, META.BLOCK_N), tl.float32)
     for j0 in range(span.begin, span.end, META.BLOCK_N):
@@ -115,7 +107,7 @@ def _main_loop(
             new = rel_product(position_query, rel_key, at, j0, size, META, KEEP)  # (BLOCK_M, BLOCK_N)
             score, first, middle = shift_in(first, middle, new, in_loop(tile.shift, j0), META)
         else:
-            score = shift_blocks(position_query, rel_key, j0, j0, size, META, KEEP, False)
+            score = shift_blocks(position_query, tile, rel_key, j0, j0, size, META, KEEP, False)
 
         # content, segments
         kept_k = keep_keys(memory.key, keys.key, tile.head, j0, size, META, KEEP)
@@ -182,26 +174,7 @@ def _main_loop(
 
 
 @triton.jit
-def _delta(backward, grad_rows, out_row, size, META):
-    """Of a tile's rows, both (BLOCK_M,): delta and rowsum(dS) / scale."""
-    tile = grad_rows.tile
-    row = of_head_rows(tile.head, size) + tile.row
-    delta = tl.zeros((META.BLOCK_M,), tl.float32)
-    for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
-        out = load_out(backward, out_row, tile, c, META)  # (BLOCK_M, BLOCK_D)
-        delta += tl.sum(row_chunk(grad_rows, c, 0, META, META.KEEP).to(tl.float32) * out, 1)
-    total = tl.zeros((META.BLOCK_M,), tl.float32)
-    if backward.grad_lse is not None:
-        grad_lse = tl.load(backward.grad_lse + row, mask=tile.inside, other=0.0)
-        delta -= grad_lse
-        total = grad_lse
-    return delta, total
-
-
-@triton.jit
-def _store_gradients(
-    result, rows, segments, tile, exists, sums_row, out_row, acc, dS_same, dS_different, size, META
-):  # fmt: skip
+def _store_gradients(result, rows, segments, tile, alive, sums_row, out_row, acc, dS_same, dS_different, size, META):
     """dQ, its segment term added, of rows that exist, and the sums over a tile's rows; acc and dS are without scale."""
     D: tl.constexpr = META.HEAD_DIM
     dS_same *= rows.scale
@@ -212,7 +185,7 @@ def _store_gradients(
         sums = result.sums + sums_row * 4 * D + d
         tl.store(sums, tl.sum(total, 0), mask=d < D)
         if segments.key_ids is not None:
-            biased = load_row_chunk(rows.query, segments.bias, tile, c, 0, META).to(tl.float32)
+            biased = add_bias(load_query(rows, alive, c, META), segments.bias, alive, c, META).to(tl.float32)
             term = dS_same[:, None] * load_embedding(segments, tile.head, 0, c, size, META)[None, :]
             term += dS_different[:, None] * load_embedding(segments, tile.head, 1, c, size, META)[None, :]
             tl.store(sums + D, tl.sum(dS_same[:, None] * biased, 0), mask=d < D)
@@ -220,15 +193,15 @@ def _store_gradients(
             tl.store(sums + 3 * D, tl.sum(term, 0), mask=d < D)
             total += term
         pointer = result.query + out_row[:, None] * D + d[None, :]
-        tl.store(pointer, total.to(result.query.dtype.element_ty), mask=exists[:, None] & (d < D)[None, :])
+        tl.store(pointer, total.to(result.query.dtype.element_ty), mask=tile.inside[:, None] & (d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=[*SIZES, "items", "programs"])
 def rows_kernel(
-    rows, keys, memory, rel_key, segments, rank_mask, dense_mask, positions, dropout, backward, result,
+    rows, keys, memory, rel_key, segments, rank_mask, dense_mask, positions, dropout, given, backward, result,
     heads, length, mem_len, key_len, rel_len, max_distance, threshold, items, programs, META,
 ):  # fmt: skip
-    """dQ, delta, drel_key and the sums that the biases' gradients are made of; arguments.py says what the tuples hold.
+    """dQ, drel_key and the sums that the biases' gradients are made of; arguments.py says what the tuples hold.
 
     Program (turn, group) works on every programs-th tile of the `items` of its group, where a group is what shares rows
     of rel_key: a head, or a head of one batch. With ATOMIC there is one slot of the gradient of rel_key for all
@@ -250,24 +223,14 @@ def rows_kernel(
 
         # load
         tile = load_tile(positions, head, number, size, META)
-        exists = tile.inside
-        inverse = load_inverse(backward, tile, size)
-        tile = hide_fully_masked(tile, inverse)
         rank, floor, own = load_row_mask(mask, tile, size)
         row_mask = RowMask(rank, floor, own, tl.min(rank, 0), tl.max(floor, 0))
         span = span_of_keys(tile, row_mask, mask, size, META)
-        terms = row_segments(rows, segments, tile, size, META)
-        kept_content = keep_rows(rows.query, rows.content_bias, tile, META, META.KEEP)
-        content_query = RowOperand(kept_content, rows.query, rows.content_bias, tile)  # (BLOCK_M, D)
-        kept_position = keep_rows(rows.query, rows.position_bias, tile, META, META.KEEP)
-        position_query = RowOperand(kept_position, rows.query, rows.position_bias, tile)  # (BLOCK_M, D)
-        grad_rows = RowOperand(keep_rows(backward.grad_out, None, tile, META, META.KEEP), backward.grad_out, None, tile)
-        store_different(backward, terms, tile, size)
-        out_row = (head.b * length + tile.row) * heads + head.h
-        delta, dS_total = _delta(backward, grad_rows, out_row, size, META)
-        delta *= inverse
-        store_statistics(backward, tile, exists, inverse, delta, size)
-        statistics = Statistics(load_row_max(backward, tile, size), inverse, delta)
+        terms = load_row_segments(rows, segments, tile, size, META)
+        content_query = row_operand(rows.content, tile, size, META, META.KEEP)  # (BLOCK_M, D)
+        position_query = row_operand(rows.position, tile, size, META, META.KEEP)  # (BLOCK_M, D)
+        grad_rows = row_operand(backward.grad_out, tile, size, META, META.KEEP)  # (BLOCK_M, D)
+        statistics = load_statistics(backward, tile, size, META)
 
         arguments = (
             tile, content_query, position_query, grad_rows, terms, row_mask, span, statistics, grad_rel, keys,
@@ -280,9 +243,12 @@ def rows_kernel(
 
         # epilogue
         sums_row = head.index.to(tl.int64) * tiles + number
-        dS_same = dS_total - dS_different
-        _store_gradients(
-            result, rows, segments, tile, exists, sums_row, out_row, acc, dS_same, dS_different, size, META
-        )  # fmt: skip
+        out_row = (head.b * length + tile.row) * heads + head.h
+        alive = SomeRows(head, tile.start, tile.row, statistics.inverse != 0)  # others' rows may hold NaN
+        dS_same = -dS_different
+        if given.grad_lse is not None:  # what dS of a row sums up to
+            row = of_head_rows(head, size) + tile.row
+            dS_same += tl.load(given.grad_lse + row, mask=alive.inside, other=0.0)
+        _store_gradients(result, rows, segments, tile, alive, sums_row, out_row, acc, dS_same, dS_different, size, META)
         if not META.ATOMIC:
             tl.debug_barrier()  # the next item's blocks are aligned otherwise: other threads add to the same elements

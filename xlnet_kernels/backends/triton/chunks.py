@@ -13,18 +13,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import matrix_at
+from .arguments import matrix_at, of_prepared
 
 # Addresses are a scalar base plus offsets that stay the same from tile to tile: cheaper than a vector of addresses.
 
 
 class RowOperand(NamedTuple):
-    """A tile's rows of a matrix, plus a bias."""
+    """A tile's rows, as prepare.py leaves them."""
 
     kept: Any  # its chunks (BLOCK_M, BLOCK_D), or none of them: loaded again in each step
-    matrix: Any
-    bias: Any  # (H, D) or None
-    tile: Any  # the rows, as shift.py loads them
+    data: Any  # the first of the tile's rows
+    head: Any
 
 
 class KeyOperand(NamedTuple):
@@ -35,6 +34,15 @@ class KeyOperand(NamedTuple):
     memory: Any
     head: Any
     j0: Any
+
+
+class SomeRows(NamedTuple):
+    """Rows in the order of their positions, the last tile's padding too: the first fields of shift.py's RowTile."""
+
+    head: Any
+    start: Any  # the first
+    row: Any  # (BLOCK_M,) index in the call
+    inside: Any  # (BLOCK_M,) whether it exists and, in backward, sees a key
 
 
 @triton.jit
@@ -110,14 +118,21 @@ def store_keys(memory, current, head, j0, chunks, scale, size, META):
 
 
 @triton.jit
-def add_bias(rows, bias, h, c, META):
-    """Chunk c of rows (BLOCK_M, BLOCK_D) plus a head's row of `bias` (H, D), rounded as the reference rounds it."""
+def load_query(rows, tile, c, META):
+    """Chunk c (BLOCK_M, BLOCK_D) of a tile's query rows; zeros outside of it."""
+    return load_rows(matrix_at(rows.query, tile.head), tile.row, rows.query.stride_l, tile.inside, c, META)
+
+
+@triton.jit
+def add_bias(chunk, bias, tile, c, META):
+    """Chunk c of a tile's rows (BLOCK_M, BLOCK_D) plus a head's row of `bias` (H, D), rounded as the reference rounds
+    it; zeros outside of the tile."""
     if bias is None:
-        return rows
+        return chunk
     else:
         d = columns(c, META)
-        values = tl.load(bias + h * META.HEAD_DIM + d, mask=d < META.HEAD_DIM, other=0.0)  # (BLOCK_D,)
-        return (rows + values[None, :]).to(rows.dtype)
+        values = tl.load((bias + tile.head.h * META.HEAD_DIM) + d, mask=d < META.HEAD_DIM, other=0.0)  # (BLOCK_D,)
+        return tl.where(tile.inside[:, None], (chunk + values[None, :]).to(chunk.dtype), 0.0)
 
 
 @triton.jit
@@ -137,20 +152,30 @@ def zeros(ROWS: tl.constexpr, META):
 
 
 @triton.jit
-def load_row_chunk(matrix, bias, tile, c, step, META):
-    """Chunk c (BLOCK_M, BLOCK_D) of a tile's rows plus bias."""
-    chunk = load_rows(matrix_at(matrix, tile.head), in_loop(tile.row, step), matrix.stride_l, tile.inside, c, META)
-    return add_bias(chunk, bias, in_loop(tile.head.h, step), c, META)
+def _load_row_chunk(data, c, step, META):
+    """Chunk c (BLOCK_M, BLOCK_D) of rows as prepare.py leaves them."""
+    d = columns(c, META)
+    row = in_loop(tl.arange(0, META.BLOCK_M), step)
+    pointer = data + (row[:, None] * META.HEAD_DIM + d[None, :])
+    if META.HEAD_DIM % META.BLOCK_D != 0:
+        return tl.load(pointer, mask=(d < META.HEAD_DIM)[None, :], other=0.0)
+    else:
+        return tl.load(pointer)
 
 
 @triton.jit
-def keep_rows(matrix, bias, tile, META, KEEP: tl.constexpr):
-    """What a RowOperand keeps."""
+def row_operand(prepared, tile, size, META, KEEP: tl.constexpr):
+    """A tile's rows of what prepare.py leaves; KEEP: its chunks are loaded once, into registers with IN_REGISTERS, else
+    into shared memory."""
+    data = prepared + (of_prepared(tile.head, size) + tile.start) * META.HEAD_DIM
     chunks = ()
     if KEEP:
         for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
-            chunks = chunks + (load_row_chunk(matrix, bias, tile, c, 0, META),)
-    return chunks
+            chunk = _load_row_chunk(data, c, 0, META)
+            if META.IN_REGISTERS:  # the compiler takes from shared memory what comes straight from a load
+                chunk += 0.0
+            chunks = chunks + (chunk,)
+    return RowOperand(chunks, data, tile.head)
 
 
 @triton.jit
@@ -159,7 +184,7 @@ def row_chunk(rows, c, step, META, KEEP: tl.constexpr):
     if KEEP:
         return rows.kept[c]
     else:
-        return load_row_chunk(rows.matrix, rows.bias, rows.tile, c, step, META)
+        return _load_row_chunk(rows.data, c, step, META)
 
 
 @triton.jit

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from .arguments import SIZES, Dropout, Mask, Sizes, head_at, of_head_rows, program
-from .chunks import KeyOperand, RowOperand, add_product, columns, in_loop, keep_rows, key_chunk, zeros
+from .chunks import KeyOperand, add_product, columns, in_loop, key_chunk, row_operand, zeros
 from .dropout import kept
 from .mask import RowMask, hide, load_row_mask, rank_range, span_of_keys, visibility
-from .segments import add_segments, id_range, row_segments
+from .segments import add_segments, id_range, load_row_segments
 from .shift import is_narrow, load_tile, open_ring, rel_product, shift_blocks, shift_in
 from .softmax import LOG2_E, fully_masked_or_nan, log_sum_exp, online_softmax, residual_of
 
@@ -28,7 +28,7 @@ def _main_loop(
     ROUNDED: tl.constexpr = keys.value.data.dtype.element_ty != tl.float32
     rounded_sum = tl.zeros((META.BLOCK_M, 16), tl.float32)  # all columns are the same: 16 is the least of a product
     if RING:
-        first, middle = open_ring(position_query, rel_key, tile.origin + span.begin, 0, size, META, KEEP)
+        first, middle = open_ring(position_query, tile, rel_key, tile.origin + span.begin, 0, size, META, KEEP)
     for j0 in range(span.begin, span.end, META.BLOCK_N):
         # position
         if RING:
@@ -36,7 +36,7 @@ def _main_loop(
             new = rel_product(position_query, rel_key, at, j0, size, META, KEEP)  # (BLOCK_M, BLOCK_N)
             score, first, middle = shift_in(first, middle, new, in_loop(tile.shift, j0), META)
         else:
-            score = shift_blocks(position_query, rel_key, j0, j0, size, META, KEEP, False)
+            score = shift_blocks(position_query, tile, rel_key, j0, j0, size, META, KEEP, False)
 
         # content, segments
         if KEEP:  # before the product of content: Triton 3.6 computes twice what comes right after a branch
@@ -94,11 +94,9 @@ def forward_kernel(
     rank, floor, own = load_row_mask(mask, tile, size)
     row_mask = RowMask(rank, floor, own, tl.min(rank, 0), tl.max(floor, 0))
     span = span_of_keys(tile, row_mask, mask, size, META)
-    terms = row_segments(rows, segments, tile, size, META)
-    kept_content = keep_rows(rows.query, rows.content_bias, tile, META, META.KEEP)
-    content_query = RowOperand(kept_content, rows.query, rows.content_bias, tile)  # (BLOCK_M, D)
-    kept_position = keep_rows(rows.query, rows.position_bias, tile, META, META.KEEP)
-    position_query = RowOperand(kept_position, rows.query, rows.position_bias, tile)  # (BLOCK_M, D)
+    terms = load_row_segments(rows, segments, tile, size, META)
+    content_query = row_operand(rows.content, tile, size, META, META.KEEP)  # (BLOCK_M, D)
+    position_query = row_operand(rows.position, tile, size, META, META.KEEP)  # (BLOCK_M, D)
 
     arguments = (
         tile, content_query, position_query, terms, row_mask, span, keys, memory, rel_key, segments, mask,

@@ -21,8 +21,10 @@ from . import INTERPRETED, tuning
 from . import arguments as args
 from .backward_keys import keys_kernel
 from .backward_rows import rows_kernel
+from .finish import finish_kernel
 from .forward import forward_kernel
 from .mask import BOUND
+from .prepare import prepare_kernel
 
 _LINEAR = ("query", "content_bias", "position_bias", "segment_bias")  # every score is linear in all of these together
 _TINY = torch.finfo(torch.float32).tiny  # instead of a scale of 0, as 0 times minus infinity is NaN
@@ -47,11 +49,14 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
             result.zero_()
         lse.fill_(-torch.inf)
         return results
+    call.prepare()
     config = call.config("forward")
     programs = _tiles(call.length, config.BLOCK_M) * call.batch * call.heads
+    residual = out_residual if has_residual else None
     call.launch(
-        forward_kernel, programs, config, output=args.Output(*results[:4], out_residual if has_residual else None)
-    )
+        forward_kernel, programs, config, in_registers=tuning.in_registers(call.capability),
+        output=args.Output(*results[:4], residual),
+    )  # fmt: skip
     return results
 
 
@@ -79,40 +84,42 @@ def backward(
     for name in ("memory_key", "memory_value"):
         grads[name] = rows_first(tensors[name]) if call.mem_len else None
     room = args.ROOM.value * max(rows_config.BLOCK_M, rows_config.BLOCK_N)
-    new_zeros = functools.partial(query.new_zeros, dtype=torch.float32)
-    grad_rel = new_zeros(programs if deterministic else 1, groups, call.rel_len + 2 * room, call.head_dim)
-    sums = new_zeros(call.batch, call.heads, row_tiles, 4, call.head_dim)
-    key_sums = new_zeros(call.batch, call.heads, key_tiles, call.head_dim)
+    new_sums = functools.partial(query.new_empty, dtype=torch.float32)
+    slots = programs if deterministic else 1
+    grad_rel = query.new_zeros(slots, groups, call.rel_len + 2 * room, call.head_dim, dtype=torch.float32)
+    sums = new_sums(call.batch, call.heads, row_tiles, 4, call.head_dim)
+    key_sums = new_sums(call.batch, call.heads, key_tiles, call.head_dim)
+    for name, needed in zip(INPUT_NAMES[:DIFFERENTIABLE], needs, strict=True):
+        if name not in grads:
+            wanted = needed and tensors[name] is not None
+            grads[name] = torch.empty_like(tensors[name], memory_format=torch.contiguous_format) if wanted else None
     if call.is_empty:
         for grad in grads.values():
             if grad is not None:
                 grad.zero_()
     else:
-        given = call.given_to_backward(grad_out, grad_lse, out, out_residual, row_max, row_sum)
+        residual = out_residual.transpose(1, 2).contiguous() if out_residual.numel() else None
+        given = args.Given(
+            out.transpose(1, 2).contiguous(), residual, row_max.contiguous(), row_sum.contiguous(), _matrix(grad_out),
+            _dense(grad_lse),
+        )  # fmt: skip
+        prepared = call.prepare(given)
         call.launch(
-            rows_kernel, programs * groups, rows_config, backward=given, items=items, programs=programs,
+            rows_kernel, programs * groups, rows_config, given=given, backward=prepared, items=items, programs=programs,
             result=args.RowGradients(grads["query"], grad_rel, sums),
             needs_rel=needs[INPUT_NAMES.index("rel_key")], atomic=not deterministic,
         )  # fmt: skip
         result = args.KeyGradients(grads["key"], grads["value"], grads["memory_key"], grads["memory_value"], key_sums)
-        call.launch(keys_kernel, key_tiles * call.batch * call.heads, keys_config, backward=given, result=result)
+        call.launch(keys_kernel, key_tiles * call.batch * call.heads, keys_config, backward=prepared, result=result)
+        call.finish([grads[name] for name in args.ParameterGradients._fields], sums, key_sums, grad_rel, room)
 
-    rows_sum, same, different, segment_term = sums.sum((0, 2)).unbind(1)
-    content = key_sums.sum((0, 2))
-    grads |= {
-        "rel_key": grad_rel[:, :, room : room + call.rel_len].sum(0).mul_(call.scale).view(rel_key.shape),
-        "content_bias": content,
-        "position_bias": rows_sum - content,  # dQ = dQ of the content term + dQ of the position term
-        "segment_embed": torch.stack([same, different]),
-        "segment_bias": segment_term.clone(),  # results may not share storage
-    }
     found = []
     for name, needed in zip(INPUT_NAMES[:DIFFERENTIABLE], needs, strict=True):
         original, grad = tensors[name], grads[name]
         if not needed or original is None:
             found.append(query.new_empty(0))
         else:  # memory of length zero has no gradient
-            grad = torch.zeros_like(original) if grad is None else grad.to(original.dtype)
+            grad = torch.zeros_like(original) if grad is None else grad
             found.append(-grad if name in call.negated else grad)
     return found
 
@@ -143,7 +150,7 @@ class Call:
         memory = args.Keys(_matrix(memory_key), _matrix(t["memory_value"])) if self.mem_len else args.Keys()
         bits = threshold(dropout_p)
         self.arguments: dict[str, Any] = {
-            "rows": args.Rows(_matrix(query), *biases, self.scale),
+            "rows": args.Rows(_matrix(query), *biases, self.scale, *self._room_for_rows()),
             "keys": args.Keys(_matrix(key), _matrix(t["value"])),
             "memory": memory,
             "rel_key": _matrix(rel_key),
@@ -156,6 +163,17 @@ class Call:
             "rel_len": self.rel_len, "max_distance": max_distance,
             "threshold": bits - 2**32 if bits >= 2**31 else bits,  # kernels take int32
         }  # fmt: skip
+
+    def _new_rows(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Of prepared rows, which are padded."""
+        rows = _tiles(self.length, args.PADDING.value) * args.PADDING.value
+        return self.tensors["query"].new_empty(self.batch, self.heads, rows, *size, dtype=dtype)
+
+    def _room_for_rows(self) -> tuple[Tensor | None, ...]:
+        """What prepare.py makes of query rows."""
+        content, position = (self._new_rows(self.head_dim, dtype=self.tensors["query"].dtype) for _ in range(2))
+        has_segments = self.tensors["key_ids"] is not None
+        return content, position, *(self._new_rows() if has_segments else None for _ in range(2))
 
     def _segments(self) -> args.Segments:
         t = self.tensors
@@ -193,46 +211,69 @@ class Call:
         values = _padded(values.int(), beyond)
         return values, *_by_bound(values).aminmax(dim=2)
 
-    def given_to_backward(
-        self,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        out: Tensor,
-        out_residual: Tensor,
-        row_max: Tensor,
-        row_sum: Tensor,
-    ) -> args.Backward:
-        """With the least rank and the largest floor of every BOUND rows, in the order of their positions."""
-        bounds: list[Tensor | None] = []
-        mask, row = self.arguments["rank_mask"], self.arguments["positions"].row
-        for values, reduce in ((mask.query_rank, Tensor.amin), (mask.query_floor, Tensor.amax)):
-            if values is not None:
-                values = values if row is None else values.gather(1, row.long())
-                values = reduce(_by_bound(_padded(values, LOWEST)), 2)
-            bounds.append(values)
-        row_max, row_sum = row_max.contiguous(), row_sum.contiguous()
-        different = None if self.tensors["key_ids"] is None else torch.empty_like(row_max)
-        residual = out_residual.transpose(1, 2).contiguous() if out_residual.numel() else None
-        return args.Backward(
-            out.transpose(1, 2).contiguous(), residual, row_max, row_sum, _matrix(grad_out), _dense(grad_lse),
-            torch.empty_like(row_max), torch.empty_like(row_max), different, *bounds,
+    def prepare(self, given: args.Given | None = None) -> args.Backward:
+        """Launches what comes before the main kernels; `given` to backward, and then what it makes of that."""
+        prepared = args.Backward()
+        if given is not None:
+            grad_out = self._new_rows(self.head_dim, dtype=given.grad_out.data.dtype)
+            prepared = args.Backward(grad_out, *(self._new_rows() for _ in range(3)), *self._row_bounds())
+        config = tuning.PREPARE._replace(BLOCK_D=self.config("forward").BLOCK_D)
+        tiles = _tiles(self.length, args.PADDING.value) * (args.PADDING.value // config.BLOCK_M)
+        programs = tiles * self.batch * self.heads
+        self.launch(prepare_kernel, programs, config, given=given or args.Given(), backward=prepared)
+        return prepared
+
+    def finish(
+        self, gradients: Sequence[Tensor | None], sums: Tensor, key_sums: Tensor, grad_rel: Tensor, room: int
+    ) -> None:
+        """Launches what makes `gradients` of parameters from sums over tiles, and of those over slots."""
+        result = args.ParameterGradients(*gradients)
+        config = tuning.PREPARE._replace(BLOCK_D=self.config("forward").BLOCK_D)
+        slots, groups = grad_rel.shape[:2]
+        parts = 4 if result.segment_embed is not None or result.segment_bias is not None else 1
+        rel_programs = 0 if result.rel_key is None else groups * _tiles(self.rel_len, config.BLOCK_M)
+        self.launch(
+            finish_kernel, parts * self.heads + rel_programs, config, result=result, sums=sums, key_sums=key_sums,
+            grad_rel=grad_rel, scale=self.scale, batch=self.batch, row_tiles=sums.shape[2],
+            key_tiles=key_sums.shape[2], slots=slots, groups=groups, room=room, parts=parts,
         )  # fmt: skip
 
+    def _row_bounds(self) -> tuple[Tensor | None, ...]:
+        """The least and the largest rank and floor of every BOUND rows, in the order of their positions."""
+        bounds: list[Tensor | None] = []
+        mask, row = self.arguments["rank_mask"], self.arguments["positions"].row
+        for values in (mask.query_rank, mask.query_floor):
+            if values is None:
+                bounds += [None, None]
+            else:
+                values = values if row is None else values.gather(1, row.long())
+                bounds += _by_bound(_padded(values, LOWEST)).aminmax(dim=2)
+        return tuple(bounds)
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        return None if INTERPRETED else torch.cuda.get_device_capability(self.tensors["query"].device)
+
     def config(self, kernel: str) -> tuning.Config:
-        query = self.tensors["query"]
-        capability = None if INTERPRETED else torch.cuda.get_device_capability(query.device)
-        return tuning.choose(kernel, query.dtype, self.head_dim, capability)
+        return tuning.choose(kernel, self.tensors["query"].dtype, self.head_dim, self.capability)
 
     def launch(
-        self, kernel, count: int, config: tuning.Config, needs_rel: bool = False, atomic: bool = False, **arguments
+        self,
+        kernel,
+        count: int,
+        config: tuning.Config,
+        in_registers: bool = False,
+        needs_rel: bool = False,
+        atomic: bool = False,
+        **arguments,
     ) -> None:
         """`count` programs of a kernel."""
         device = self.tensors["query"].device
+        given = self.arguments | arguments
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             kernel[(count,)](
-                **self.arguments,
-                **arguments,
-                META=_meta(config, self.head_dim, *self.bounded, self.precision, needs_rel, atomic),
+                **{name: given[name] for name in kernel.arg_names if name != "META"},
+                META=_meta(config, self.head_dim, *self.bounded, self.precision, in_registers, needs_rel, atomic),
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,
                 enable_fp_fusion=True,  # the default until Triton 3.10

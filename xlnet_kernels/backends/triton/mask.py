@@ -174,19 +174,20 @@ def span_of_keys(tile, row_mask, mask, size, META):
     begin = low
     end = high
     if mask.rank.key_rank is not None:
-        CHUNK: tl.constexpr = 256
+        CHUNK: tl.constexpr = 128
         highest = tl.max(row_mask.rank, 0)
+        lowest_floor = tl.min(row_mask.floor, 0)
         begin = size.keys
         end = 0
-        key_rank = mask.rank.key_rank + tile.head.b * padded(size.keys)
-        for chunk in range(low, high, CHUNK):
-            j = chunk + tl.arange(0, CHUNK)
-            ranks = tl.load(key_rank + j, mask=j < size.keys, other=HIGHEST)
-            some = ranks < highest
+        start = tile.head.b * (padded(size.keys) // BOUND)
+        for chunk in range(low // BOUND, tl.cdiv(high, BOUND), CHUNK):
+            bound = chunk + tl.arange(0, CHUNK)
+            exists = bound < padded(size.keys) // BOUND
+            some = tl.load((mask.rank.least + start) + bound, mask=exists, other=HIGHEST) < highest
             if mask.rank.query_floor is not None:
-                some = some & (ranks >= tl.min(row_mask.floor, 0))
-            begin = tl.minimum(begin, tl.min(tl.where(some, j, size.keys), 0))
-            end = tl.maximum(end, tl.max(tl.where(some, j + 1, 0), 0))
+                some &= tl.load((mask.rank.largest + start) + bound, mask=exists, other=LOWEST) >= lowest_floor
+            begin = tl.minimum(begin, tl.min(tl.where(some, bound * BOUND, size.keys), 0))
+            end = tl.maximum(end, tl.max(tl.where(some, (bound + 1) * BOUND, 0), 0))
         if mask.rank.sees_self is not None:
             begin = tl.minimum(begin, tile.first + size.mem_len)
             end = tl.maximum(end, tile.last + size.mem_len + 1)
@@ -197,49 +198,40 @@ def span_of_keys(tile, row_mask, mask, size, META):
 
 
 @triton.jit
-def span_of_rows(positions, mask, head, j0, size, META):
+def span_of_rows(positions, mask, backward, head, j0, size, META):
     """Rows, in the order of their positions, outside of which none sees a key of the tile at j0."""
     begin = 0
     end = size.length
     if mask.rank.query_rank is not None or META.BOUNDED_BEHIND or META.BOUNDED_AHEAD:
-        CHUNK: tl.constexpr = 256
-        low = 0
-        high = size.length
-        if positions.position is None:  # row n's reach is that of row 0, n further
-            begin_0, end_0 = reach_of(size.mem_len, size)
-            if META.BOUNDED_BEHIND:
-                high = tl.minimum(size.length, j0 + META.BLOCK_N - begin_0)
-            if META.BOUNDED_AHEAD:
-                low = tl.maximum(j0 - end_0 + 1, 0)
+        CHUNK: tl.constexpr = 128
         begin = size.length
         end = 0
-        start = of_rows(head, size)
-        if mask.rank.query_rank is not None:
-            j = j0 + tl.arange(0, META.BLOCK_N)
-            key_rank = mask.rank.key_rank + head.b * padded(size.keys)
-            lowest = tl.min(tl.load(key_rank + j, mask=j < size.keys, other=HIGHEST), 0)
-            highest = tl.max(tl.load(key_rank + j, mask=j < size.keys, other=LOWEST), 0)
-        for chunk in range(low, high, CHUNK):
-            n = chunk + tl.arange(0, CHUNK)
-            some = n < size.length
-            row = n
-            position = n + size.mem_len
+        key_least, key_largest = rank_range(mask, head, j0, size, META)
+        start = head.b * (padded(size.length) // BOUND)
+        for chunk in range(0, tl.cdiv(size.length, BOUND), CHUNK):
+            bound = chunk + tl.arange(0, CHUNK)
+            first = bound * BOUND  # of the rows of a bound, and of what their positions are
+            some = first < size.length
+            last = tl.minimum(first + BOUND, size.length) - 1
             if positions.position is not None:
-                row = tl.load((positions.row + start) + n, mask=some, other=0)
-                position = tl.load((positions.position + start) + n, mask=some, other=0) + size.mem_len
+                position = positions.position + of_rows(head, size)
+                first = tl.load(position + first, mask=some, other=0)
+                last = tl.load(position + last, mask=some, other=0)
+            first += size.mem_len
+            last += size.mem_len
             if mask.rank.query_rank is not None:
-                ranked = load_or(mask.rank.query_rank, start, row, some, LOWEST) > lowest
+                ranked = tl.load((backward.rank_largest + start) + bound, mask=some, other=LOWEST) > key_least
                 if mask.rank.query_floor is not None:
-                    ranked = ranked & (load_or(mask.rank.query_floor, start, row, some, HIGHEST) <= highest)
+                    floor = tl.load((backward.floor_least + start) + bound, mask=some, other=HIGHEST)
+                    ranked = ranked & (floor <= key_largest)
                 if mask.rank.sees_self is not None:
-                    own = load_or(mask.rank.sees_self, start, row, some, 0) != 0
-                    ranked = ranked | (own & (position >= j0) & (position < j0 + META.BLOCK_N))
+                    ranked = ranked | ((last >= j0) & (first < j0 + META.BLOCK_N))
                 some = some & ranked
-            reach_begin, reach_end = reach_of(position, size)
             if META.BOUNDED_BEHIND:
-                some = some & (reach_begin < j0 + META.BLOCK_N)
+                some = some & (reach_of(first, size)[0] < j0 + META.BLOCK_N)
             if META.BOUNDED_AHEAD:
-                some = some & (reach_end > j0)
-            begin = tl.minimum(begin, tl.min(tl.where(some, n, size.length), 0))
-            end = tl.maximum(end, tl.max(tl.where(some, n + 1, 0), 0))
+                some = some & (reach_of(last, size)[1] > j0)
+            begin = tl.minimum(begin, tl.min(tl.where(some, bound * BOUND, size.length), 0))
+            end = tl.maximum(end, tl.max(tl.where(some, (bound + 1) * BOUND, 0), 0))
+        end = tl.minimum(end, size.length)
     return Span(begin // META.BLOCK_M * META.BLOCK_M, end)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import load_or, of_head_rows, of_rows, padded
-from .chunks import columns, load_row_chunk, load_rows
+from .arguments import load_or, of_prepared, of_rows, padded
+from .chunks import add_bias, columns, load_query
 from .mask import BOUND, range_of
 
 
@@ -29,38 +29,31 @@ def load_embedding(segments, head, kind: tl.constexpr, c: tl.constexpr, size, ME
 
 
 @triton.jit
-def row_segments(rows, segments, tile, size, META):
+def store_row_segments(rows, segments, tile, size, META):
+    """Keeps the two possible terms of a tile's rows."""
+    if segments.embed is not None:
+        same = tl.zeros((META.BLOCK_M,), tl.float32)
+        different = tl.zeros((META.BLOCK_M,), tl.float32)
+        for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
+            biased = add_bias(load_query(rows, tile, c, META), segments.bias, tile, c, META).to(tl.float32)
+            same += tl.sum(biased * load_embedding(segments, tile.head, 0, c, size, META)[None, :], 1)
+            different += tl.sum(biased * load_embedding(segments, tile.head, 1, c, size, META)[None, :], 1)
+        at = of_prepared(tile.head, size) + tile.start + tl.arange(0, META.BLOCK_M)
+        tl.store(rows.same + at, same)
+        tl.store(rows.different + at, different - same)
+
+
+@triton.jit
+def load_row_segments(rows, segments, tile, size, META):
     """A tile's ids, and its two possible terms."""
     ids = load_or(segments.query_ids, of_rows(tile.head, size), tile.row, tile.inside, 0)
     same = tl.zeros((META.BLOCK_M,), tl.float32)
     different = same
     if segments.embed is not None:
-        kind = tl.arange(0, 16)  # two of them: the least that a matrix product takes
-        both = tl.zeros((META.BLOCK_M, 16), tl.float32)
-        base = segments.embed + tile.head.h * META.HEAD_DIM
-        for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
-            biased = load_row_chunk(rows.query, segments.bias, tile, c, 0, META)  # (BLOCK_M, BLOCK_D)
-            embed = load_rows(base, kind, size.heads * META.HEAD_DIM, kind < 2, c, META)  # (16, BLOCK_D)
-            both = tl.dot(biased, tl.trans(embed), acc=both, input_precision=META.PRECISION)
-        same = tl.sum(tl.where((kind == 0)[None, :], both, 0.0), 1)
-        different = tl.sum(tl.where((kind == 1)[None, :], both, 0.0), 1)
-    return RowSegments(ids, same, different - same)
-
-
-@triton.jit
-def store_different(backward, terms, tile, size):
-    """Keeps the term of a tile's rows for the kernel of keys."""
-    if backward.different is not None:
-        row = of_head_rows(tile.head, size) + tile.row
-        tl.store(backward.different + row, terms.different, mask=tile.inside)
-
-
-@triton.jit
-def load_different(segments, backward, tile, size):
-    """What `row_segments` gave for these rows; `same` is not kept, and Triton 3.6 cannot return None in a tuple."""
-    ids = load_or(segments.query_ids, of_rows(tile.head, size), tile.row, tile.inside, 0)
-    base = backward.different + of_head_rows(tile.head, size)
-    return RowSegments(ids, 0.0, tl.load(base + tile.row, mask=tile.inside, other=0.0))
+        at = of_prepared(tile.head, size) + tile.start + tl.arange(0, META.BLOCK_M)
+        same = tl.load(rows.same + at)
+        different = tl.load(rows.different + at)
+    return RowSegments(ids, same, different)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ class RowTile(NamedTuple):
     """A tile's rows."""
 
     head: Any
+    start: Any  # the first row, in the order of their positions
     row: Any  # (BLOCK_M,) index in the call
     position: Any  # (BLOCK_M,) in the segment
     inside: Any  # (BLOCK_M,) whether it exists
@@ -49,7 +50,8 @@ def load_tile(positions, head, tile, size, META):
         first = tl.load((positions.position + start) + tile * META.BLOCK_M)
         last = tl.load((positions.position + start) + end)
     shift = tl.where(inside, last - position, 0)
-    return RowTile(head, row, position, inside, first, last, shift, size.max_distance - size.mem_len - last)
+    origin = size.max_distance - size.mem_len - last
+    return RowTile(head, tile * META.BLOCK_M, row, position, inside, first, last, shift, origin)
 
 
 @triton.jit
@@ -161,7 +163,7 @@ def shift_out(dS, first, middle, shift, META):
 def rel_product(position_query, rel_key, start, step, size, META, KEEP: tl.constexpr):
     """The product (BLOCK_M, BLOCK_N) of a tile of rows with rows start .. start + BLOCK_N - 1 of rel_key: one block of
     the band."""
-    head = position_query.tile.head
+    head = position_query.head
     product = tl.zeros((META.BLOCK_M, META.BLOCK_N), tl.float32)
     if KEEP:
         for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
@@ -177,13 +179,13 @@ def rel_product(position_query, rel_key, start, step, size, META, KEEP: tl.const
 
 
 @triton.jit
-def open_ring(position_query, rel_key, start, step, size, META, KEEP: tl.constexpr):
+def open_ring(position_query, tile, rel_key, start, step, size, META, KEEP: tl.constexpr):
     """The blocks `first` and `middle` (BLOCK_M, BLOCK_N) before the first tile of keys."""
     first = rel_product(position_query, rel_key, start, step, size, META, KEEP)
     middle = first
     if META.BLOCK_M > META.BLOCK_N:
         middle = rel_product(position_query, rel_key, start + META.BLOCK_N, step, size, META, KEEP)
-        first = tl.where((position_query.tile.shift >= META.BLOCK_N)[:, None], middle, first)
+        first = tl.where((tile.shift >= META.BLOCK_N)[:, None], middle, first)
     return first, middle
 
 
@@ -202,13 +204,14 @@ def blocks_of(tile, META):
 
 
 @triton.jit
-def shift_blocks(position_query, rel_key, j0, step, size, META, KEEP: tl.constexpr, NARROW: tl.constexpr):
+def shift_blocks(
+    position_query, tile, rel_key, j0, step, size, META, KEEP: tl.constexpr, NARROW: tl.constexpr
+):  # fmt: skip
     """Position scores (BLOCK_M, BLOCK_N) of one tile without a ring: every block that one of the rows needs. NARROW: as
     `is_narrow` says."""
-    tile = position_query.tile
     start = tile.origin + j0
     if NARROW:
-        first, middle = open_ring(position_query, rel_key, start, step, size, META, KEEP)
+        first, middle = open_ring(position_query, tile, rel_key, start, step, size, META, KEEP)
         start += tl.maximum(META.BLOCK_M, META.BLOCK_N)
         new = rel_product(position_query, rel_key, start, step, size, META, KEEP)
         score, _, _ = shift_in(first, middle, new, tile.shift, META)

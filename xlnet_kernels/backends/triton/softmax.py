@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import of_head_rows
+from .arguments import of_prepared
 from .chunks import load_rows
 from .dropout import kept
 from .mask import RowMask, load_row_mask, sees_any_key, visible
-from .shift import RowTile, load_tile
+from .shift import load_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -70,44 +70,21 @@ def residual_of(chunk, rounded):
 
 
 @triton.jit
-def load_out(backward, out_row, tile, c, META):
+def load_out(given, out_row, tile, c, META):
     """Chunk c (BLOCK_M, BLOCK_D) of the output before it was rounded, in float32."""
-    out = load_rows(backward.out, out_row, META.HEAD_DIM, tile.inside, c, META)
-    if backward.out_residual is None:
+    out = load_rows(given.out, out_row, META.HEAD_DIM, tile.inside, c, META)
+    if given.out_residual is None:
         return out.to(tl.float32)
     else:
         largest = largest_of(out.dtype)
-        residual = load_rows(backward.out_residual, out_row, META.HEAD_DIM, tile.inside, c, META)
+        residual = load_rows(given.out_residual, out_row, META.HEAD_DIM, tile.inside, c, META)
         return tl.clamp(out.to(tl.float32), -largest, largest) + residual.to(tl.float32)
 
 
 @triton.jit
-def load_inverse(backward, tile, size):
-    """1 / row_sum (BLOCK_M,), 0 in fully masked rows and in those that do not exist."""
-    row_sum = tl.load((backward.row_sum + of_head_rows(tile.head, size)) + tile.row, mask=tile.inside, other=0.0)
-    return tl.where(row_sum != 0, 1 / row_sum, 0.0)
-
-
-@triton.jit
-def hide_fully_masked(tile, inverse):
-    """The tile with its fully masked rows outside, so that nothing is loaded of them: 0 times NaN is NaN."""
-    return RowTile(
-        tile.head, tile.row, tile.position, inverse != 0, tile.first, tile.last, tile.shift, tile.origin
-    )  # fmt: skip
-
-
-@triton.jit
-def load_row_max(backward, tile, size):
-    """(BLOCK_M,); infinity outside of the tile, so that P is 0."""
-    return tl.load((backward.row_max + of_head_rows(tile.head, size)) + tile.row, mask=tile.inside, other=float("inf"))
-
-
-@triton.jit
-def store_statistics(backward, tile, exists, inverse, delta, size):
-    """Keeps what the kernel of keys need not compute again."""
-    row = of_head_rows(tile.head, size) + tile.row
-    tl.store(backward.inverse + row, inverse, mask=exists)
-    tl.store(backward.delta + row, delta, mask=exists)
+def load_statistics(backward, tile, size, META):
+    at = of_prepared(tile.head, size) + tile.start + tl.arange(0, META.BLOCK_M)
+    return Statistics(tl.load(backward.row_max + at), tl.load(backward.inverse + at), tl.load(backward.delta + at))
 
 
 @triton.jit

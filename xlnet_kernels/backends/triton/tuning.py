@@ -1,9 +1,10 @@
 """Tile sizes, warps and pipeline stages of the kernels: a table, no search at run time.
 
-Not measured on a GPU yet. The entries are those that compile with the fewest register spills among those that use the
-widest matrix instructions of their GPUs, within the 99 KB of shared memory that a program may have on sm_86, sm_89 and
-sm_120; benchmarks/results/triton-compiled.json holds what the compiler made of them. benchmarks/tune_triton.py measures
-candidates on a GPU and writes entries of this form.
+Not measured on a GPU yet. The entries for heads of 64 and 128 in 16 bits are those whose busiest resource has least to do,
+as tests/machine counts it (docs/notebook/triton.md); the others compile with the fewest register spills among those that
+use the widest matrix instructions of their GPUs. What is family 80 stays within the 99 KB of shared memory that a program
+may have on sm_86, sm_89 and sm_120, family 90 within 227 KB. benchmarks/results/triton-compiled.json holds what the
+compiler made of them. benchmarks/tune_triton.py measures candidates on a GPU and writes entries of this form.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ KERNELS = ("forward", "rows", "keys")
 # (GPU family, kind of dtype, head_dim up to) -> a configuration for each of KERNELS. One class of lengths: nothing
 # measured asks for more.
 TABLE = {
-    (80, "16-bit", 64): ((64, 64, 64, True, 4, 2), (64, 32, 64, True, 4, 2), (64, 64, 64, True, 4, 2)),
-    (80, "16-bit", 128): ((64, 32, 64, False, 4, 2), (32, 32, 64, False, 8, 1), (64, 32, 64, False, 8, 1)),
+    (80, "16-bit", 64): ((64, 64, 64, True, 4, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 2)),
+    (80, "16-bit", 128): ((128, 64, 64, True, 8, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 1)),
     (80, "16-bit", 256): ((32, 32, 64, False, 8, 1), (32, 32, 64, False, 8, 1), (32, 32, 64, False, 8, 1)),
     (80, "float32", 64): ((32, 32, 32, False, 8, 1), (32, 32, 32, False, 8, 1), (32, 32, 32, False, 8, 1)),
     (80, "float32", 256): ((16, 32, 32, False, 8, 1), (16, 32, 32, False, 8, 1), (16, 32, 32, False, 8, 1)),
-    (90, "16-bit", 64): ((64, 64, 64, True, 4, 2), (64, 32, 64, True, 4, 2), (64, 64, 64, True, 4, 2)),
-    (90, "16-bit", 128): ((64, 32, 64, False, 4, 1), (64, 32, 64, False, 8, 1), (64, 32, 64, False, 8, 1)),
+    (90, "16-bit", 64): ((64, 64, 64, True, 4, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 1)),
+    (90, "16-bit", 128): ((128, 64, 64, True, 8, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 1)),
     (90, "16-bit", 256): ((64, 32, 64, False, 8, 1), (64, 32, 64, False, 8, 1), (64, 32, 64, False, 8, 1)),
 }
+PREPARE = Config(32, 32, 64, True, 4, 1)  # bound by memory; BLOCK_D is that of forward
 _INTERPRETED = Config(64, 64, 64, True, 4, 1)  # few and large tiles
 
 
@@ -48,6 +50,12 @@ def family(capability: tuple[int, int]) -> int:
     too, which has the instructions of sm_80 for these dtypes.
     """
     return 90 if capability[0] in (9, 10, 11) else 80
+
+
+def in_registers(capability: tuple[int, int] | None) -> bool:
+    """Whether the forward kernel keeps query rows in registers: mma.sync would read them again for each tile, wgmma
+    takes them from shared memory as they are. Backward has no registers to spare."""
+    return capability is not None and family(capability) == 80
 
 
 def choose(kernel: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None) -> Config:

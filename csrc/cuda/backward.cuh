@@ -3,15 +3,15 @@
 //   P = exp(score - row_max) / row_sum;  dV += P' dO;  dP = dO V';  dS = P (dP - delta);  dK += dS' Q + colsum(dS) u
 //   dQ += dS K + band R;  dR += band' Q + colsum(band) v          where the band is dS shifted back: (i, j) -> (i, p)
 //
-// All but dV are scaled in the end. dK and dV stay in registers; dQ and dR are added in float32 to global memory, where
+// dK is scaled in the end, sums by `finish`. dK and dV stay in registers; dQ and dR are added in float32 to global memory, where
 // blocks meet: atomically, or each block into a copy of its own. M_TILES by GROUPS warps: of the scores each has 16
 // rows and 1 / GROUPS of the keys, of the products 16 rows and 1 / GROUPS of the columns.
 #pragma once
 
 #include "backward_products.cuh"
-#include "backward_rows.cuh"
 #include "dispatch.cuh"
 #include "dropout.cuh"
+#include "finish.cuh"
 #include "prepare.cuh"
 
 namespace xlnet_kernels::cuda {
@@ -218,16 +218,16 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
 template <typename T, int HEAD_DIM>
 std::string launch_backward(const Backward& a, Stream stream) {
   using S = BackwardShape<T, HEAD_DIM>;
-  const char* error = prepare<T>(a.call, stream);
+  const char* error = prepare<T>(a, stream);
   if (error) return failure("prepare", a.call, 0, error);
-  error = prepare_rows<T>(a, stream);
-  if (error) return failure("prepare_rows", a.call, 0, error);
   const RelAttention& p = a.call.p;
   const Gradients& grad = a.gradients;
   Index grid = grid_of((p.mem_len + p.key_len + S::BLOCK_N - 1) / S::BLOCK_N, p);
   if (grad.deterministic) grid = {grad.slots, grid.y, a.call.shared_rel_key ? 1 : grid.z};
   error = launch(backward_kernel<S>, grid, S::THREADS, S::SHARED, stream, a);
-  return error ? failure("backward", a.call, S::SHARED, error) : "";
+  if (error) return failure("backward", a.call, S::SHARED, error);
+  error = finish<T>(a, stream);
+  return error ? failure("finish", a.call, 0, error) : "";
 }
 
 template <typename T>

@@ -48,7 +48,7 @@ struct KeyTile {
   KeyRows<T> key_rows, value_rows;
   HeadRows<T> query_rows, grad_out_rows, rel_rows;
   const float* rel_bias;
-  int64_t first_rel, first_row;  // of this head in the gradients of rel_key and of query
+  int64_t first_rel, first_row;  // of this head in the sums for rel_key and for query
   HeadRows<float> grad_rel, grad_query;
   const float* row_values;
   int64_t all_rows;
@@ -69,8 +69,8 @@ struct KeyTile {
     rel_bias = rel_bias_of(call, b, h);
     first_rel = (slot * groups + group) * p.rel_len;
     first_row = (slot * p.batch * heads + head) * p.length;
-    grad_rel = {grad.rel_key + first_rel * head_dim, head_dim};
-    grad_query = {grad.query + first_row * head_dim, head_dim};
+    grad_rel = {grad.sums.rel_key + first_rel * head_dim, head_dim};
+    grad_query = {grad.sums.query + first_row * head_dim, head_dim};
     row_values = grad.row_values + int64_t(head) * p.length;
     all_rows = p.batch * heads * p.length;
   }

@@ -88,10 +88,10 @@ template <typename S>
 DEVICE void add_rel_key_gradient(const Backward& a, const KeyTile<S>& tile, const BackwardMemory<S>& memory,
                                  const WarpPart& of, int window) {
   using T = typename S::T;
-  const Gradients& grad = a.gradients;
-  const bool tf32 = a.call.tf32, atomically = !grad.deterministic;
+  const Sums& sums = a.gradients.sums;
+  const bool tf32 = a.call.tf32, atomically = !a.gradients.deterministic;
   const int lane = of.lane.id, column = of.part * S::COLUMNS;
-  for (int m = 16 * of.m_tile; m < S::WINDOW && grad.rel_key; m += S::BLOCK_M) {
+  for (int m = 16 * of.m_tile; m < S::WINDOW && sums.rel_key; m += S::BLOCK_M) {
     float dR[S::COLUMNS / 8][4] = {}, column_sum[4] = {};
     bool any = false;
     for (int rows = 0; rows < S::M_TILES; ++rows) {  // 16 rows of query
@@ -115,8 +115,8 @@ DEVICE void add_rel_key_gradient(const Backward& a, const KeyTile<S>& tile, cons
       const int row = window + m + of.lane.g + 8 * r;
       if (row < 0 || row >= a.call.p.rel_len) continue;
       add_row(tile.grad_rel(row), dR, r, column + 2 * of.lane.t, int(a.call.p.head_dim), atomically);
-      if (grad.rel_sum && of.lane.t == 0 && of.part == 0)
-        add(grad.rel_sum + tile.first_rel + row, column_sum[2 * r], atomically);
+      if (sums.rel && of.lane.t == 0 && of.part == 0)
+        add(sums.rel + tile.first_rel + row, column_sum[2 * r], atomically);
     }
   }
 }
@@ -130,7 +130,7 @@ DEVICE void add_segment_gradient(const Backward& a, const KeyTile<S>& tile, cons
   for (int m = thread_index(); m < S::BLOCK_M && first_row + m < p.length; m += S::THREADS) {
     float sum = memory.different_sums[m];
     if (S::GROUPS == 2) sum += memory.different_sums[S::BLOCK_M + m];
-    add(a.gradients.different + tile.first_row + row_index(p, tile.b, first_row + m), sum, !a.gradients.deterministic);
+    add(a.gradients.sums.different + tile.first_row + row_index(p, tile.b, first_row + m), sum, !a.gradients.deterministic);
   }
 }
 
@@ -146,7 +146,7 @@ DEVICE void backward_epilogue(const Backward& a, const KeyTile<S>& tile, const W
   for (int r = 0; r < 2; ++r) {
     const int j = tile.j0 + 16 * of.m_tile + of.lane.g + 8 * r;
     if (j >= keys) continue;
-    if (of.lane.t == 0 && of.part == 0) grad.key_sum[int64_t(tile.head) * keys + j] = key_sum[2 * r];
+    if (of.lane.t == 0 && of.part == 0) grad.sums.key[int64_t(tile.head) * keys + j] = key_sum[2 * r];
     T* to_key = key_rows_of<T>(p, grad.memory_key, grad.key, tile.b, tile.h)(j);
     T* to_value = key_rows_of<T>(p, grad.memory_value, grad.value, tile.b, tile.h)(j);
 #pragma unroll

@@ -38,20 +38,31 @@ enum RowValue {
   ROW_VALUES
 };
 
-// Where the gradients go. The caller adds up what is there once for each slot, and scales what is float32: dS is kept
-// without the scale, which would cost 16-bit numbers some of their range.
+// What blocks of backward add up, in float32 and without the scale, which would cost 16-bit numbers some of their range.
+// The first four begin as zeros, which `prepare` writes, and have as many copies as there are slots.
+struct Sums {
+  float* query;      // (slots, B, H, L, D), without the segment term
+  float* rel_key;    // (slots, B or 1, H, P, D), without what position_bias gives; null: not wanted
+  float* rel;        // (slots, B or 1, H, P), of dS over the pairs at each distance; null: not wanted
+  float* different;  // (slots, B, H, L), of dS over keys of another segment; null: no segments
+  float* key;        // (B, H, M + K), of dS over rows
+  float* zeros;      // where the first four are
+  int64_t zero_chunks;  // of 16 bytes there
+};
+
+// Where the gradients go: storage, all but keys and values contiguous or with rows of their own width, which may be less
+// than the padded head_dim. Null: not wanted.
 struct Gradients {
-  Tensor4 out;        // storage, of the output
-  const float* lse;   // (B, H, L), of the log-sum-exp, or null
+  Tensor4 out;        // of the output
+  const float* lse;   // (B, H, L), of the log-sum-exp, or null; anything in fully masked rows
   float* row_values;  // (ROW_VALUES, B, H, L), workspace
   bool deterministic;
-  int slots;         // how many blocks work on one rel_key, each with copies of its own of the next four; else 1
-  float* query;      // (slots, B, H, L, D), zeros before; without the segment term
-  float* rel_key;    // (slots, B or 1, H, P, D), zeros before; without what position_bias gives; null: not wanted
-  float* rel_sum;    // (slots, B or 1, H, P), zeros before: sum of dS over the pairs at each distance
-  float* different;  // (slots, B, H, L), zeros before: sum of dS over keys of another segment
-  float* key_sum;    // (B, H, M + K), sum of dS over rows
-  Tensor4 key, value, memory_key, memory_value;  // storage
+  int slots;  // how many blocks work on one rel_key, each with copies of its own of the sums; else 1
+  Sums sums;
+  Tensor4 key, value, memory_key, memory_value;
+  int64_t width;  // columns of those below
+  Tensor4 query, rel_key;
+  void *content_bias, *position_bias, *segment_embed, *segment_bias;
 };
 
 struct Call {

@@ -1,19 +1,19 @@
-// What both passes need first: bounds of tiles, and u.k and v.r of every key and row of rel_key.
+// What both passes need first: bounds of tiles, and u.k and v.r of every key and row of rel_key; before backward also its
+// row statistics and the zeros that its sums begin with.
 #pragma once
 
+#include "backward_rows.cuh"
 #include "scheduler.cuh"
 
 namespace xlnet_kernels::cuda {
 
-constexpr int PREPARE_THREADS = 128;
+constexpr int PREPARE_THREADS = 128, ZERO_CHUNKS = 16 * WARP;  // chunks of 16 bytes: a warp's
 
-// bias . row, of `head_dim` elements
-template <typename T>
-DEVICE float bias_product(const T* bias, const T* row, int head_dim) {
-  float sum = 0;
-  for (int d = 0; d < head_dim; ++d) sum += to_float(bias[d]) * to_float(row[d]);
-  return sum;
-}
+// One item for each warp, section after section. Items of rows are ROWS_AT_ONCE of one head.
+struct Prepare {
+  Backward a;
+  int64_t key_tiles, row_tiles, key_items, rel_items, row_items, zero_items;
+};
 
 DEVICE void bound_keys(const Call& call, int tile, int lane) {
   const RelAttention& p = call.p;
@@ -44,52 +44,93 @@ DEVICE void bound_rows(const Call& call, int tile, int lane) {
   if (lane == 0) call.workspace.row_bounds[tile] = bounds;
 }
 
-// Warps take tiles of keys, tiles of rows, then 32 products at a time.
-template <typename T>
-KERNEL THREADS_PER_BLOCK(PREPARE_THREADS, 1) prepare_kernel(Call call) {
-  const RelAttention& p = call.p;
-  const Workspace& w = call.workspace;
-  const int lane = thread_index() % WARP, head_dim = int(p.head_dim), heads = int(p.heads);
-  const int64_t keys = p.mem_len + p.key_len;
-  const int64_t key_tiles = p.rank_mask.query_rank ? p.batch * tiles_of(keys, BOUNDS_TILE) : 0;
-  const int64_t row_tiles = p.rank_mask.query_rank ? p.batch * tiles_of(p.length, BOUNDS_TILE) : 0;
-  const int64_t key_products = w.key_bias ? p.batch * heads * keys : 0;
-  const int64_t rel_products = (call.shared_rel_key ? 1 : p.batch) * heads * p.rel_len;
-
-  int64_t item = int64_t(block_index().x) * (PREPARE_THREADS / WARP) + thread_index() / WARP;
-  if (item < key_tiles) return bound_keys(call, int(item), lane);
-  item -= key_tiles;
-  if (item < row_tiles) return bound_rows(call, int(item), lane);
-  item = (item - row_tiles) * WARP + lane;
-  if (item < key_products) {
-    const int64_t j = item % keys, head = item / keys, b = head / heads, h = head % heads;
-    const T* row = key_rows_of<const T>(p, p.memory.key, p.keys.key, int(b), int(h))(int(j));
-    w.key_bias[item] = bias_product(static_cast<const T*>(p.content_bias) + h * head_dim, row, head_dim);
-    return;
-  }
-  item -= key_products;
-  if (item < rel_products) {
-    const int64_t r = item % p.rel_len, head = item / p.rel_len, b = head / heads, h = head % heads;
-    const T* row = rows_of<const T>(p.rel_key.rows, int(b), int(h))(int(r));
-    const T* bias = static_cast<const T*>(p.position_bias) + h * head_dim;
-    w.rel_bias[head * call.rel_bias_rows + r] = p.position_bias ? bias_product(bias, row, head_dim) : 0.f;
-  }
+// to[r] = bias . rows(r), for ROWS_AT_ONCE rows from `first` on; zeros without a bias.
+template <typename T, typename Rows>
+DEVICE void bias_products(const T* bias, Rows rows, int first, int64_t count, int head_dim, float* to) {
+  const RowLanes<T> lanes(head_dim);
+  float of_bias[CHUNK<T>] = {};
+  const bool reads = bias && lanes.inside;
+  if (reads) load_chunk(bias + lanes.column, of_bias);
+  lanes.for_each(first, int(count), [&](int r, bool inside) {
+    float sum = 0;
+    if (reads && inside) {
+      float of_row[CHUNK<T>];
+      load_chunk(rows(r) + lanes.column, of_row);
+#pragma unroll
+      for (int d = 0; d < CHUNK<T>; ++d) sum += of_bias[d] * of_row[d];
+    }
+    sum = lanes.row_sum(sum);
+    if (lanes.column == 0 && inside) to[r] = sum;
+  });
 }
 
 template <typename T>
-const char* prepare(const Call& call, Stream stream) {
+KERNEL THREADS_PER_BLOCK(PREPARE_THREADS, 1) prepare_kernel(Prepare prepare) {
+  const Call& call = prepare.a.call;
   const RelAttention& p = call.p;
   const Workspace& w = call.workspace;
-  const int64_t keys = p.mem_len + p.key_len;
-  int64_t warps = 0, products = 0;
-  if (p.rank_mask.query_rank)
-    warps += p.batch * ((keys + BOUNDS_TILE - 1) / BOUNDS_TILE + (p.length + BOUNDS_TILE - 1) / BOUNDS_TILE);
-  if (w.key_bias) products += p.batch * p.heads * keys;
-  products += (call.shared_rel_key ? 1 : p.batch) * p.heads * p.rel_len;
-  warps += (products + WARP - 1) / WARP;
+  const int lane = thread_index() % WARP, head_dim = int(p.head_dim), heads = int(p.heads);
+  int64_t item = int64_t(block_index().x) * (PREPARE_THREADS / WARP) + thread_index() / WARP;
+  if (item < prepare.key_tiles) return bound_keys(call, int(item), lane);
+  item -= prepare.key_tiles;
+  if (item < prepare.row_tiles) return bound_rows(call, int(item), lane);
+  item -= prepare.row_tiles;
+  if (item < prepare.key_items) {
+    const int keys = int(p.mem_len + p.key_len);
+    const auto [head, first] = head_item(item, keys);
+    const int b = head / heads, h = head % heads;
+    bias_products(static_cast<const T*>(p.content_bias) + h * head_dim,
+                  key_rows_of<const T>(p, p.memory.key, p.keys.key, b, h), first, keys, head_dim,
+                  w.key_bias + int64_t(head) * keys);
+    return;
+  }
+  item -= prepare.key_items;
+  if (item < prepare.rel_items) {
+    const auto [head, first] = head_item(item, int(p.rel_len));
+    const int b = head / heads, h = head % heads;
+    const T* const bias = static_cast<const T*>(p.position_bias);
+    bias_products(bias ? bias + h * head_dim : nullptr, rows_of<const T>(p.rel_key.rows, b, h), first, p.rel_len,
+                  head_dim, w.rel_bias + head * call.rel_bias_rows);
+    return;
+  }
+  item -= prepare.rel_items;
+  if (item < prepare.row_items) {
+    const auto [head, first] = head_item(item, int(p.length));
+    return row_statistics<T>(prepare.a, head, first);
+  }
+  item -= prepare.row_items;
+  if (item >= prepare.zero_items) return;
+  const Sums& sums = prepare.a.gradients.sums;
+  const int64_t first = item * ZERO_CHUNKS, end = first + ZERO_CHUNKS;
+  for (int64_t i = first + lane; i < (end < sums.zero_chunks ? end : sums.zero_chunks); i += WARP)
+    reinterpret_cast<Bytes16*>(sums.zeros)[i] = {};
+}
+
+template <typename T>
+const char* prepare(const Backward& a, Stream stream) {
+  const RelAttention& p = a.call.p;
+  const int64_t keys = p.mem_len + p.key_len, all_heads = p.batch * p.heads;
+  const auto parts = [](int64_t count, int64_t size) { return (count + size - 1) / size; };
+  Prepare prepare{a, 0, 0, 0, 0, 0, 0};
+  if (p.rank_mask.query_rank) {
+    prepare.key_tiles = p.batch * parts(keys, BOUNDS_TILE);
+    prepare.row_tiles = p.batch * parts(p.length, BOUNDS_TILE);
+  }
+  if (a.call.workspace.key_bias) prepare.key_items = all_heads * parts(keys, ROWS_AT_ONCE);
+  prepare.rel_items = (a.call.shared_rel_key ? p.heads : all_heads) * parts(p.rel_len, ROWS_AT_ONCE);
+  if (a.gradients.row_values) prepare.row_items = all_heads * parts(p.length, ROWS_AT_ONCE);
+  prepare.zero_items = parts(a.gradients.sums.zero_chunks, ZERO_CHUNKS);
+  const int64_t warps = prepare.key_tiles + prepare.row_tiles + prepare.key_items + prepare.rel_items +
+                        prepare.row_items + prepare.zero_items;
   if (warps == 0) return nullptr;
-  constexpr int PER_BLOCK = PREPARE_THREADS / WARP;
-  return launch(prepare_kernel<T>, {int((warps + PER_BLOCK - 1) / PER_BLOCK), 1, 1}, PREPARE_THREADS, 0, stream, call);
+  const Index grid{int(parts(warps, PREPARE_THREADS / WARP)), 1, 1};
+  return launch(prepare_kernel<T>, grid, PREPARE_THREADS, 0, stream, prepare);
+}
+
+// Before forward.
+template <typename T>
+const char* prepare(const Call& call, Stream stream) {
+  return prepare<T>(Backward{call, {}}, stream);
 }
 
 }  // namespace xlnet_kernels::cuda

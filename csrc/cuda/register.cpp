@@ -6,11 +6,12 @@
 #include <torch_device.h>
 
 #include <algorithm>
-#include <array>
+#include <cstring>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "../call.h"
-#include "finish.h"
 #include "kernels.h"
 
 namespace xlnet_kernels::cuda {
@@ -50,6 +51,34 @@ bool allows_tf32() {
 #endif
 }
 
+// Device memory for a call's workspace, all in one piece: `add` says what is wanted, `allocate` sets the pointers.
+class Arena {
+ public:
+  template <typename Element>
+  void add(Element** to, int64_t count) {
+    wanted.push_back({to, bytes});
+    bytes += (count * int64_t(sizeof(Element)) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+  }
+  int64_t size() const { return bytes; }
+  Tensor allocate(const Tensor& like) const {
+    const Tensor memory = at::empty({bytes}, like.options().dtype(at::kByte));
+    for (const auto& [to, offset] : wanted) {
+      void* const from = static_cast<char*>(memory.data_ptr()) + offset;
+      std::memcpy(to, &from, sizeof from);
+    }
+    return memory;
+  }
+
+ private:
+  static constexpr int64_t ALIGNMENT = 256;
+  struct Wanted {
+    void* to;  // a pointer of any type
+    int64_t offset;
+  };
+  std::vector<Wanted> wanted;
+  int64_t bytes = 0;
+};
+
 // The operator's inputs as the kernels take them; the tensors live as long as this.
 struct DeviceCall {
   const Inputs inputs;  // aligned
@@ -62,28 +91,28 @@ struct DeviceCall {
     kept = std::move(prepared.kept);
     call.tf32 = inputs.query.scalar_type() == at::kFloat && allows_tf32();
     call.shared_rel_key = inputs.rel_key.dim() == 3;
-    const RelAttention& p = call.p;
-    const int64_t keys = p.mem_len + p.key_len;
-    if (p.content_bias) call.workspace.key_bias = floats({p.batch, p.heads, keys});
-    call.rel_bias_rows = p.rel_len + 2 * REL_MARGIN;
-    call.workspace.rel_bias = floats({call.shared_rel_key ? 1 : p.batch, p.heads, call.rel_bias_rows}) + REL_MARGIN;
-    if (p.rank_mask.query_rank) {
-      call.workspace.key_bounds = structs<KeyBounds>(p.batch * ((keys + BOUNDS_TILE - 1) / BOUNDS_TILE));
-      call.workspace.row_bounds = structs<RowBounds>(p.batch * ((p.length + BOUNDS_TILE - 1) / BOUNDS_TILE));
-    }
+    call.rel_bias_rows = call.p.rel_len + 2 * REL_MARGIN;
   }
 
   Tensor keep(Tensor t) {
     kept.push_back(t);
     return t;
   }
-  float* floats(at::IntArrayRef shape) {
-    return keep(at::empty(shape, inputs.query.options().dtype(at::kFloat))).data_ptr<float>();
-  }
-  template <typename Struct>
-  Struct* structs(int64_t count) {
-    const Tensor words = keep(at::empty({count * int64_t(sizeof(Struct) / 4)}, inputs.query.options().dtype(at::kInt)));
-    return reinterpret_cast<Struct*>(words.data_ptr());
+  // Of rel_key: heads, of all batches unless they share it.
+  int64_t rel_heads() const { return (call.shared_rel_key ? 1 : call.p.batch) * call.p.heads; }
+  // Allocates what `arena` has, and what both passes need.
+  void allocate(Arena& arena) {
+    const RelAttention& p = call.p;
+    Workspace& w = call.workspace;
+    const int64_t keys = p.mem_len + p.key_len;
+    if (p.content_bias) arena.add(&w.key_bias, p.batch * p.heads * keys);
+    arena.add(&w.rel_bias, rel_heads() * call.rel_bias_rows);
+    if (p.rank_mask.query_rank) {
+      arena.add(&w.key_bounds, p.batch * ((keys + BOUNDS_TILE - 1) / BOUNDS_TILE));
+      arena.add(&w.row_bounds, p.batch * ((p.length + BOUNDS_TILE - 1) / BOUNDS_TILE));
+    }
+    keep(arena.allocate(inputs.query));
+    w.rel_bias += REL_MARGIN;
   }
 };
 
@@ -111,6 +140,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rel_attention(INPUTS, bool ne
     return outputs.list();
   }
   DeviceCall device(inputs);
+  Arena arena;
+  device.allocate(arena);
   Outputs outputs(device.inputs.query, needs_backward);
   outputs.give_to(device.call.p);
   check_ran(cuda::forward(device.call, current_stream()));
@@ -141,69 +172,84 @@ int64_t slots_of(const DeviceCall& device) {
   return std::max<int64_t>(1, std::min({backward_items(call), at_once, SLOT_BYTES / bytes}));
 }
 
+// What backward reads of forward's outputs and their gradients
+void give_outputs(const OutputGradients& from, DeviceCall& device, Gradients& g) {
+  RelAttention& p = device.call.p;
+  p.out = strided(device.keep(aligned(from.out)));
+  if (from.out_residual.numel() > 0) p.out_residual = strided(device.keep(aligned(from.out_residual)));
+  p.row_max = device.keep(from.row_max.contiguous()).data_ptr();
+  p.row_sum = device.keep(from.row_sum.contiguous()).data_ptr();
+  g.out = strided(device.keep(aligned(from.grad_out.to(device.inputs.query.scalar_type()))));
+  if (from.grad_lse) g.lse = device.keep(from.grad_lse->to(at::kFloat).contiguous()).data_ptr<float>();
+}
+
+void add_sums(const DeviceCall& device, const Needs& needs, Arena& arena, Gradients& g) {
+  const RelAttention& p = device.call.p;
+  const int64_t rows = g.slots * p.batch * p.heads * p.length, rel_rows = g.slots * device.rel_heads() * p.rel_len;
+  Sums& sums = g.sums;
+  arena.add(&sums.zeros, 0);
+  arena.add(&sums.query, rows * p.head_dim);
+  if (p.segments.embed) arena.add(&sums.different, rows);
+  if (needs.rel_key || needs.position_bias) {
+    arena.add(&sums.rel_key, rel_rows * p.head_dim);
+    if (p.position_bias) arena.add(&sums.rel, rel_rows);
+  }
+  sums.zero_chunks = arena.size() / 16;
+  arena.add(&sums.key, p.batch * p.heads * (p.mem_len + p.key_len));
+  arena.add(&g.row_values, ROW_VALUES * p.batch * p.heads * p.length);
+}
+
+// Those of keys and values, of the padded width
+struct KeyGradients {
+  Tensor key, value;
+
+  KeyGradients(const Tensor& like_key, const Tensor& like_value)
+      : key(empty_rows_first(like_key, like_key.scalar_type())),
+        value(empty_rows_first(like_value, like_value.scalar_type())) {}
+};
+
 InputGradients gradients(const Inputs& in, const OutputGradients& from, const Needs& needs) {
   from.check(in);
   DeviceCall device(in);
-  Call& call = device.call;
-  const RelAttention& p = call.p;
-  const Inputs& aligned_in = device.inputs;
-  const auto dtype = in.query.scalar_type();
-  call.p.out = strided(device.keep(aligned(from.out)));
-  if (from.out_residual.numel() > 0) call.p.out_residual = strided(device.keep(aligned(from.out_residual)));
-  call.p.row_max = device.keep(from.row_max.contiguous()).data_ptr();
-  call.p.row_sum = device.keep(from.row_sum.contiguous()).data_ptr();
-
   Gradients g{};
-  Sums sums;
-  sums.fully_masked = from.row_sum.eq(0);
-  g.out = strided(device.keep(aligned(from.grad_out.to(dtype))));
-  if (from.grad_lse) {
-    sums.grad_lse = from.grad_lse->to(at::kFloat).masked_fill(sums.fully_masked, 0).contiguous();
-    g.lse = sums.grad_lse.data_ptr<float>();
-  }
-  g.row_values = device.floats({ROW_VALUES, p.batch, p.heads, p.length});
-  g.key_sum = device.floats({p.batch, p.heads, p.mem_len + p.key_len});
-  sums.key = device.kept.back();
+  give_outputs(from, device, g);
   g.deterministic = in.deterministic;
   g.slots = int(slots_of(device));
-  const auto zeros = [&](at::IntArrayRef shape) {
-    std::vector<int64_t> slots{g.slots};
-    slots.insert(slots.end(), shape.begin(), shape.end());
-    return at::zeros(slots, in.query.options().dtype(at::kFloat));
-  };
-  sums.query = zeros({p.batch, p.heads, p.length, p.head_dim});
-  sums.different = zeros({p.batch, p.heads, p.length});
-  if (needs.rel_key) {
-    const auto shape = aligned_in.rel_key.sizes();
-    sums.rel_key = zeros(shape);
-    if (in.position_bias) sums.rel = zeros(shape.slice(0, shape.size() - 1));
-  }
-  const auto data = [](const Tensor& t) { return t.defined() ? t.data_ptr<float>() : nullptr; };
-  g.query = data(sums.query);
-  g.rel_key = data(sums.rel_key);
-  g.rel_sum = data(sums.rel);
-  g.different = data(sums.different);
-  const Tensor grad_key = empty_rows_first(aligned_in.key, dtype),
-               grad_value = empty_rows_first(aligned_in.value, dtype);
-  g.key = strided(grad_key);
-  g.value = strided(grad_value);
-  Tensor grad_memory_key, grad_memory_value;
-  if (in.memory_key) {
-    grad_memory_key = empty_rows_first(*aligned_in.memory_key, dtype);
-    grad_memory_value = empty_rows_first(*aligned_in.memory_value, dtype);
-    g.memory_key = strided(grad_memory_key);
-    g.memory_value = strided(grad_memory_value);
-  }
-  check_ran(cuda::backward(call, g, current_stream()));
+  Arena arena;
+  add_sums(device, needs, arena, g);
+  device.allocate(arena);
 
-  InputGradients grad;
-  grad.key = narrowed(grad_key, in.key);
-  grad.value = narrowed(grad_value, in.value);
+  const Inputs& aligned_in = device.inputs;
+  const KeyGradients segment(aligned_in.key, aligned_in.value);
+  std::optional<KeyGradients> memory;
+  g.key = strided(segment.key);
+  g.value = strided(segment.value);
   if (in.memory_key) {
-    grad.memory_key = narrowed(grad_memory_key, *in.memory_key);
-    grad.memory_value = narrowed(grad_memory_value, *in.memory_value);
+    memory.emplace(*aligned_in.memory_key, *aligned_in.memory_value);
+    g.memory_key = strided(memory->key);
+    g.memory_value = strided(memory->value);
   }
-  finish(in, needs, sums, grad);
+  InputGradients grad;
+  g.width = in.query.size(-1);
+  if (needs.query) g.query = strided(grad.query = empty_rows_first(in.query, in.query.scalar_type()));
+  if (needs.rel_key) g.rel_key = strided(grad.rel_key = at::empty(in.rel_key.sizes(), in.rel_key.options()));
+  const auto small = [](bool need, const OptionalTensor& input, Tensor& gradient) -> void* {
+    if (!need || !input) return nullptr;
+    gradient = at::empty(input->sizes(), input->options());
+    return gradient.data_ptr();
+  };
+  g.content_bias = small(needs.content_bias, in.content_bias, grad.content_bias);
+  g.position_bias = small(needs.position_bias, in.position_bias, grad.position_bias);
+  g.segment_embed = small(needs.segment_embed, in.segment_embed, grad.segment_embed);
+  g.segment_bias = small(needs.segment_bias, in.segment_bias, grad.segment_bias);
+  check_ran(cuda::backward(device.call, g, current_stream()));
+
+  grad.key = narrowed(segment.key, in.key);
+  grad.value = narrowed(segment.value, in.value);
+  if (memory) {
+    grad.memory_key = narrowed(memory->key, *in.memory_key);
+    grad.memory_value = narrowed(memory->value, *in.memory_value);
+  }
   return grad;
 }
 
@@ -211,8 +257,6 @@ std::vector<Tensor> rel_attention_backward(const Tensor& grad_out, const Optiona
                                            const Tensor& out_residual, const Tensor& row_max, const Tensor& row_sum,
                                            NeedsInOrder needs_in_order, INPUTS) {
   const DeviceGuard guard(query.device());
-  // Where autocast is on, it would round the products of `finish`.
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Inputs inputs{INPUT_NAMES};
   const Needs needs = by_name(needs_in_order);
   const OutputGradients from{grad_out, grad_lse, out, out_residual, row_max, row_sum};

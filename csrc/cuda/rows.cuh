@@ -50,6 +50,54 @@ DEVICE int row_position(const RelAttention& p, int b, int sorted_row) {
   return larger(0, smaller(p.rows.position[b * p.length + sorted_row], int(p.key_len) - 1));  // nobody checked them
 }
 
+// Of 16 aligned bytes, as numbers, and back.
+template <typename T>
+DEVICE void load_chunk(const T* from, float (&x)[CHUNK<T>]) {
+  constexpr int EACH = 4 / sizeof(T);
+  const Bytes16 chunk = *reinterpret_cast<const Bytes16*>(from);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) unpack<T>(chunk.word[i], reinterpret_cast<float (&)[EACH]>(x[EACH * i]));
+}
+template <typename T>
+DEVICE void store_chunk(T* to, const float (&x)[CHUNK<T>]) {
+  Bytes16 chunk;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 2)
+      chunk.word[i] = pack<T>(x[2 * i], x[2 * i + 1]);
+    else
+      chunk.word[i] = bits_of(x[i]);
+  }
+  *reinterpret_cast<Bytes16*>(to) = chunk;
+}
+
+// How a warp goes through ROWS_AT_ONCE rows of one head, a chunk for each lane: as many lanes to a row as it has
+// chunks, or the power of two above.
+constexpr int ROWS_AT_ONCE = 32;
+template <typename T>
+struct RowLanes {
+  int together = 1, column, row;  // lanes of a row; this one's column, and the first of its rows
+  bool inside;                    // whether there is such a column
+
+  DEVICE explicit RowLanes(int head_dim) {
+    while (together * CHUNK<T> < head_dim) together *= 2;
+    const int lane = thread_index() % WARP;
+    column = lane % together * CHUNK<T>;
+    row = lane / together;
+    inside = column < head_dim;
+  }
+  DEVICE float row_sum(float x) const {
+    for (int step = 1; step < together; step *= 2) x += shuffle_xor(x, step);
+    return x;
+  }
+  // use(row, whether it is below `end`) for rows from `first` on, by all lanes
+  template <typename Use>
+  DEVICE void for_each(int first, int end, Use use) const {
+#pragma unroll 2
+    for (int i = 0; i < ROWS_AT_ONCE; i += WARP / together) use(first + i + row, first + i + row < end);
+  }
+};
+
 // use(row, column) of every chunk of 16 bytes in COUNT rows that is this thread's to copy.
 template <int THREADS, int COUNT, typename T, int COLUMNS, typename Use>
 DEVICE void for_each_chunk(Use use) {

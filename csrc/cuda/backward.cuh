@@ -3,9 +3,9 @@
 //   P = exp(score - row_max) / row_sum;  dV += P' dO;  dP = dO V';  dS = P (dP - delta);  dK += dS' Q + colsum(dS) u
 //   dQ += dS K + band R;  dR += band' Q + colsum(band) v          where the band is dS shifted back: (i, j) -> (i, p)
 //
-// dK is scaled in the end, sums by `finish`. dK and dV stay in registers; dQ and dR are added in float32 to global memory, where
-// blocks meet: atomically, or each block into a copy of its own. M_TILES by GROUPS warps: of the scores each has 16
-// rows and 1 / GROUPS of the keys, of the products 16 rows and 1 / GROUPS of the columns.
+// dK is scaled in the end, sums by `finish`. dK and dV stay in registers; dQ and dR are added in float32 to global
+// memory, where blocks meet: atomically, or each block into a copy of its own. M_TILES by GROUPS warps: of the scores
+// each has 16 rows and 1 / GROUPS of the keys, of the products 16 rows and 1 / GROUPS of the columns.
 #pragma once
 
 #include "backward_products.cuh"
@@ -108,8 +108,7 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
   const Philox philox = load_philox(p.dropout, tile.b, tile.head);
   uint32_t kept[2] = {~0u, ~0u};
   if (philox.threshold)
-    for (int r = 0; r < 2; ++r)
-      kept[r] = kept_columns<S::KEYS>(philox, rows.row[r].index, tile.j0 + part_keys, lane.t);
+    for (int r = 0; r < 2; ++r) kept[r] = kept_columns<S::KEYS>(philox, rows.row[r].index, tile.j0 + part_keys, lane.t);
   float different_sum[2] = {0, 0}, kept_factor[2], delta[2];
   for (int r = 0; r < 2; ++r) {  // read here, and not with the other row values: registers are scarce until now
     const float* values = tile.row_values + rows.row[r].index;

@@ -130,7 +130,8 @@ DEVICE void add_segment_gradient(const Backward& a, const KeyTile<S>& tile, cons
   for (int m = thread_index(); m < S::BLOCK_M && first_row + m < p.length; m += S::THREADS) {
     float sum = memory.different_sums[m];
     if (S::GROUPS == 2) sum += memory.different_sums[S::BLOCK_M + m];
-    add(a.gradients.sums.different + tile.first_row + row_index(p, tile.b, first_row + m), sum, !a.gradients.deterministic);
+    add(a.gradients.sums.different + tile.first_row + row_index(p, tile.b, first_row + m), sum,
+        !a.gradients.deterministic);
   }
 }
 

@@ -234,7 +234,7 @@ DEVICE void finish_segments(const Backward& a, int h, int part) {
     for (int kind = 0; kind < 2; ++kind)
       sums.sums[kind][d] = (sums.sums[kind][d] + sums.totals[kind] * bias[d]) * scale;
   }
-  const auto store = [&](void* gradient, int64_t head, const float(&x)[CHUNK<T>]) {
+  const auto store = [&](void* gradient, int64_t head, const float (&x)[CHUNK<T>]) {
     if (gradient) store_columns(static_cast<T*>(gradient) + head * grad.width, sums.column, int(grad.width), x);
   };
   store(grad.segment_embed, h, sums.sums[0]);
@@ -276,7 +276,8 @@ const char* finish(const Backward& a, Stream stream) {
   if (grad.query.data) of.query_items = int(all_heads * parts(p.length, ROWS_AT_ONCE));
   if (grad.rel_key.data)
     of.rel_items = int((a.call.shared_rel_key ? p.heads : all_heads) * parts(p.rel_len, ROWS_AT_ONCE));
-  const int grid = of.key_blocks + of.rel_blocks + of.segment_blocks + parts(of.query_items + of.rel_items, FINISH_WARPS);
+  const int grid =
+      of.key_blocks + of.rel_blocks + of.segment_blocks + parts(of.query_items + of.rel_items, FINISH_WARPS);
   if (grid == 0) return nullptr;
   return launch(finish_kernel<T>, {grid, 1, 1}, FINISH_THREADS, ROW_SUMS_BYTES<T>, stream, of);
 }

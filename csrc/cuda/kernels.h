@@ -38,20 +38,20 @@ enum RowValue {
   ROW_VALUES
 };
 
-// What blocks of backward add up, in float32 and without the scale, which would cost 16-bit numbers some of their range.
-// The first four begin as zeros, which `prepare` writes, and have as many copies as there are slots.
+// What blocks of backward add up, in float32 and without the scale, which would cost 16-bit numbers some of their
+// range. The first four begin as zeros, which `prepare` writes, and have as many copies as there are slots.
 struct Sums {
-  float* query;      // (slots, B, H, L, D), without the segment term
-  float* rel_key;    // (slots, B or 1, H, P, D), without what position_bias gives; null: not wanted
-  float* rel;        // (slots, B or 1, H, P), of dS over the pairs at each distance; null: not wanted
-  float* different;  // (slots, B, H, L), of dS over keys of another segment; null: no segments
-  float* key;        // (B, H, M + K), of dS over rows
-  float* zeros;      // where the first four are
+  float* query;         // (slots, B, H, L, D), without the segment term
+  float* rel_key;       // (slots, B or 1, H, P, D), without what position_bias gives; null: not wanted
+  float* rel;           // (slots, B or 1, H, P), of dS over the pairs at each distance; null: not wanted
+  float* different;     // (slots, B, H, L), of dS over keys of another segment; null: no segments
+  float* key;           // (B, H, M + K), of dS over rows
+  float* zeros;         // where the first four are
   int64_t zero_chunks;  // of 16 bytes there
 };
 
-// Where the gradients go: storage, all but keys and values contiguous or with rows of their own width, which may be less
-// than the padded head_dim. Null: not wanted.
+// Where the gradients go: storage, all but keys and values contiguous or with rows of their own width, which may be
+// less than the padded head_dim. Null: not wanted.
 struct Gradients {
   Tensor4 out;        // of the output
   const float* lse;   // (B, H, L), of the log-sum-exp, or null; anything in fully masked rows

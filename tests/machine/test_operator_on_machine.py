@@ -149,9 +149,10 @@ def test_what_tf32_leaves_out():
     assert not torch.equal(found[0], x @ y)
 
 
-def is_of_triton_3_6(error: Exception, features: Features) -> bool:
-    """Triton 3.6 has two defects in 16 bits on sm_90 that the kernels do not go around: docs/validation.md."""
-    if not triton.__version__.startswith("3.6.") or features.architecture != 90 or features.dtype == torch.float32:
+def is_of_an_old_triton(error: Exception, features: Features) -> bool:
+    """Triton 3.6 and 3.7 have two defects in 16 bits on sm_90 that the kernels do not go around: docs/validation.md."""
+    of_wgmma = features.architecture == 90 and features.dtype != torch.float32
+    if not triton.__version__.startswith(("3.6.", "3.7.")) or not of_wgmma:
         return False
     if isinstance(error, Fault):
         return error.kind == "in_flight" and error.kernel == "rows_kernel" and features.positions
@@ -166,6 +167,6 @@ def test_every_pair_of_features(backend, features):
         with serving(features.architecture):
             features.check(backend, features.problem(0, rows=150))
     except (Fault, RuntimeError) as error:
-        if backend == "triton" and is_of_triton_3_6(error, features):
+        if backend == "triton" and is_of_an_old_triton(error, features):
             pytest.xfail(str(error))
         raise

@@ -1,5 +1,5 @@
-// What both passes need first: bounds of tiles, and u.k and v.r of every key and row of rel_key; before backward also its
-// row statistics and the zeros that its sums begin with.
+// What both passes need first: bounds of tiles, and u.k and v.r of every key and row of rel_key; before backward also
+// its row statistics and the zeros that its sums begin with.
 #pragma once
 
 #include "backward_rows.cuh"

@@ -1,5 +1,5 @@
-// Vectors of VECTOR_BYTES bytes through the compiler's vector extension: the same source for AVX-512, AVX2 and plain
-// C++. Included once per instruction set, inside that set's namespace.
+// Vectors of VECTOR_BYTES bytes through the compiler's vector extension: the same source for AVX-512, AVX2, NEON and
+// plain C++. Included once per instruction set, inside that set's namespace.
 
 template <typename T>
 struct VectorOf;

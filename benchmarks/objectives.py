@@ -35,6 +35,29 @@ from lib.report import markdown
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EXPERIMENTS = ("pairs", "context", "memory", "streams", "trainer")
 FIXED = ("output", "plot", "quick", "experiments", "models")  # options that are no settings of an experiment
+SIZES = {  # option: its default, what it counts
+    "topics": (1000, "topics of the manual, at most"),
+    "vocab": (500, "ids of the tokenizer"),
+    "layers": (2, "layers"),
+    "d-model": (128, "width of the hidden states"),
+    "heads": (4, "heads of attention"),
+    "batch-size": (16, "sequences per step"),
+    "seq-len": (128, "tokens of a sequence"),
+    "steps": (300, "of pre-training"),
+    "num-predict": (40, "targets per sequence"),
+    "least": (5, "pairs: how often two words are neighbours in the training text"),
+    "occurrences": (96, "pairs: places of each bin of mutual information"),
+    "tuning-steps": (150, "context: of fine-tuning"),
+    "tuning-length": (160, "context: tokens of a text in fine-tuning"),
+    "segment": (32, "memory: tokens of a segment"),
+    "segment-batch": (32, "memory: segments per step"),
+    "segment-steps": (300, "memory: of training"),
+    "windows": (64, "memory: places at which lengths of context are compared"),
+    "held-out-tokens": (8192, "memory: of evaluation"),
+    "trainer-steps": (150, "trainer: of transformers' Trainer"),
+    "trainer-every": (15, "trainer: steps between evaluations"),
+    "held-out-rows": (96, "trainer: sequences of evaluation"),
+}
 QUICK = dict(seeds=[0], topics=12, vocab=300, layers=1, d_model=16, heads=2, batch_size=4, seq_len=32, steps=4)
 QUICK |= dict(num_predict=8, occurrences=4, least=2, tuning_steps=2, tuning_length=48, segment=8, segment_batch=4)
 QUICK |= dict(segment_steps=4, memories=[0, 2], windows=2, held_out_tokens=200, held_out_rows=8)
@@ -61,23 +84,18 @@ def measure(options: argparse.Namespace, results: dict) -> None:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--experiments", choices=EXPERIMENTS, nargs="+", default=list(EXPERIMENTS))
-    add("--output", type=Path, default=session.RESULTS / "objectives-cpu.json")
+    add("--experiments", choices=EXPERIMENTS, nargs="+", default=list(EXPERIMENTS), help="default all")
+    add("--output", type=Path, default=session.RESULTS / "objectives-cpu.json", metavar="FILE", help="results, JSON")
     add("--plot", action="store_true", help="also a picture, beside the JSON")
     add("--models", type=Path, metavar="FOLDER", help="keeps trained models there, and takes those that are there")
     add("--quick", action="store_true", help="tiny sizes and few steps")
     add("--backend", default="cpu", help="of the attention")
-    add("--threads", type=session.positive, default=1)
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    sizes = {"topics": 1000, "vocab": 500, "layers": 2, "d-model": 128, "heads": 4, "batch-size": 16, "seq-len": 128}
-    sizes |= {"steps": 300, "num-predict": 40}
-    sizes |= {"least": 5, "occurrences": 96}  # pairs
-    sizes |= {"tuning-steps": 150, "tuning-length": 160}  # context
-    sizes |= {"segment": 32, "segment-batch": 32, "segment-steps": 300, "windows": 64, "held-out-tokens": 8192}
-    sizes |= {"trainer-steps": 150, "trainer-every": 15, "held-out-rows": 96}
-    for name, default in sizes.items():
-        add(f"--{name}", type=session.positive, default=default)
-    add("--memories", type=int, nargs="+", default=[0, 1, 2, 3, 4], metavar="SEGMENTS")
+    add("--threads", type=session.positive, default=1, metavar="N", help="of torch")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="SEED", help="one model of each kind for each")
+    for name, (default, words) in SIZES.items():
+        add(f"--{name}", type=session.positive, default=default, metavar="N", help=f"{words} (default {default})")
+    memories = "lengths of memory that are tried, in segments"
+    add("--memories", type=int, nargs="+", default=[0, 1, 2, 3, 4], metavar="SEGMENTS", help=memories)
     if "--quick" in arguments:
         parser.set_defaults(**QUICK)
     return parser.parse_args(arguments)

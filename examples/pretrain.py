@@ -63,22 +63,24 @@ def make_parser() -> argparse.ArgumentParser:
     add("--reuse-len", type=number(int, 1), help="text before A, which is remembered; default half of --seq-len")
     add("--mem-len", type=number(int, 0), default=64, help="tokens of memory before each sequence; 0 for none")
     add = parser.add_argument_group("model").add_argument
-    add("--layers", type=number(int, 1), default=4, help="how many")
+    add("--layers", type=number(int, 1), default=4, help="layers")
     add("--d-model", type=number(int, 2), default=128, help="width of the hidden states")
-    add("--heads", type=number(int, 1), default=4, help="how many")
+    add("--heads", type=number(int, 1), default=4, help="heads of attention")
     add("--d-inner", type=number(int, 1), help="default 4 x --d-model")
     add("--initializer-range", type=number(float, 0), help="of weights; default XLNet's 0.02 x sqrt(1024 / --d-model)")
-    add_optimizer_options(parser, steps=1500, lr=2e-3, layer_decay=1.0)
+    batch = "sequences per step, in all processes together"
+    add_optimizer_options(parser, steps=1500, lr=2e-3, layer_decay=1.0, batch=batch)
     add = parser.add_argument_group("run").add_argument
     add("--output", type=Path, default=Path("runs/pretrain"), help="folder of checkpoints and metrics")
     add_resume_options(add, "remove the checkpoints that are in --output")
     add("--keep", type=number(int, 1), default=2, metavar="N", help="the last N checkpoints")
-    add("--eval-every", type=number(int, 1), default=100, metavar="STEPS")
+    add("--eval-every", type=number(int, 1), default=100, metavar="STEPS", help="evaluate so often")
     add("--eval-batches", type=number(int, 1), default=16, metavar="N", help="the same ones each time")
     add("--stop-at", type=number(int, 1), metavar="STEP", help="stop there, with a checkpoint; --resume goes on")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: autocast")
     add("--compile", action="store_true", help="torch.compile")
-    add("--parallel", choices=("ddp", "fsdp2"), default="ddp", help="under torchrun: replicas, or shards")
+    several = "in several processes (torchrun, accelerate): replicas, or shards"
+    add("--parallel", choices=("ddp", "fsdp2"), default="ddp", help=several)
     add("--workers", type=number(int, 0), default=0, help="processes that prepare batches")
     command.add_place(parser)
     return parser

@@ -38,6 +38,14 @@ def attend_on_shards(
     many processes share, such as biases where sequences are sharded, get their gradients summed over these.
     Dropout takes the probabilities that one process would take, where all processes have the same random numbers.
 
+    Args:
+        function: what computes a process's part, with the arguments of `rel_attention`.
+        query: (B, H, L, D), DTensor.
+        key, value, rel_key, content_bias, position_bias, mask, query_positions, memory: shapes of `rel_attention`,
+            whole or DTensors.
+        segments: of tensors (B, L), (B, M + K), (2, H, D), (H, D), whole or DTensors.
+        options: go to `function` as they are.
+
     Returns:
         What `function` returns, tensors (B, H, ...), as DTensors sharded like `query`.
 
@@ -123,7 +131,11 @@ def _check_placements(query: DTensor) -> None:
 
 
 def _shard(query: DTensor) -> tuple[int, int]:
-    """Which head of all sequences is the first of this process's, and how many heads other processes have."""
+    """Which heads of a larger problem this process has, as dropout counts them, sequence after sequence.
+
+    Returns:
+        The number of its first head, and how many heads of each sequence other processes have.
+    """
     mesh, heads = query.device_mesh, query.shape[1]
     first, of_a_shard = [0, 0], [query.shape[0], heads]
     for dim, placement in enumerate(query.placements):

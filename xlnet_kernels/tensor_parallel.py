@@ -24,6 +24,9 @@ class HeadParallel(ParallelStyle):
 
     Parameters are DTensors, but for the LayerNorm's, which every process has. Random numbers of all processes must be
     the same (one seed): dropout is then that of one process.
+
+    Raises:
+        ValueError: the module is no TwoStreamAttention, or n_head is no multiple of the processes.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -43,11 +46,15 @@ class HeadParallel(ParallelStyle):
 def tensor_parallel_plan(model: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
     """How torch's `parallelize_module` shares the layers of a model among processes, by heads:
 
-        mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (8,))
-        torch.distributed.tensor.parallel.parallelize_module(model, mesh, xk.tensor_parallel_plan(model))
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        mesh = init_device_mesh("cuda", (8,))
+        parallelize_module(model, mesh, xk.tensor_parallel_plan(model))
 
     Outputs and gradients are those of one process, dropout included. All processes give the model the same batch, with
-    the same random numbers. Embeddings, norms and heads of models stay whole in each.
+    the same random numbers. Embeddings, norms and heads of models stay whole in each. Where d_inner is no multiple of
+    the processes, the last ones have fewer columns of the feed-forward, or none.
 
     Args:
         model: `TwoStreamAttention`, XLNetModel or one with a head, or any model that has `TwoStreamAttention` in it.

@@ -20,7 +20,8 @@ def add_resume_options(add: Callable[..., Any], overwrites: str) -> None:
     add("--resume", action="store_true", help="go on from the last checkpoint, with its settings")
     add("--overwrite", action="store_true", help=overwrites)
     add("--save-every", type=number(int, 1), default=100, metavar="STEPS", help="write a checkpoint so often")
-    add("--async-save", action="store_true", help="train on while a checkpoint is written; takes memory for a copy")
+    copies = "train on while a checkpoint is written; takes host memory for a copy of weights and optimiser"
+    add("--async-save", action="store_true", help=copies)
 
 
 def parse(

@@ -23,7 +23,10 @@ from parts.command import number
 from parts.curves import draw_curves
 
 
-def add_optimizer_options(parser: argparse.ArgumentParser, *, steps: int, lr: float, layer_decay: float) -> None:
+def add_optimizer_options(
+    parser: argparse.ArgumentParser, *, steps: int, lr: float, layer_decay: float, batch: str = "sequences per step"
+) -> None:
+    """Options of the optimiser; `batch` says what --batch-size counts."""
     add = parser.add_argument_group("optimiser").add_argument
     add("--steps", type=number(int, 1), default=steps, help="batches in all, which the schedule stretches over")
     add("--lr", type=number(float, 0), default=lr, help="highest learning rate")
@@ -33,7 +36,7 @@ def add_optimizer_options(parser: argparse.ArgumentParser, *, steps: int, lr: fl
     add("--weight-decay", type=number(float, 0), default=0.01, help="of matrices")
     add("--clip", type=number(float, 0), default=1.0, help="longest gradient; longer ones are scaled down")
     add("--dropout", type=number(float, 0, 1), default=0.0, help="everywhere in the model")
-    add("--batch-size", type=number(int, 1), default=16, help="sequences per step, in all processes together")
+    add("--batch-size", type=number(int, 1), default=16, help=batch)
     add("--seed", type=number(int, 0), default=0, help="decides all that is random")
 
 

@@ -55,8 +55,8 @@ def attend_on_shards(
     mesh, placements = query.device_mesh, query.placements
     _check_placements(query)
 
-    def own(x: Tensor | None, sequences: int | None, heads: int | None) -> Any:
-        """This process's part of x, whose dimensions of sequences and heads are these."""
+    def own(name: str, x: Tensor | None, sequences: int | None, heads: int | None) -> Any:
+        """This process's part of the argument `name`, whose dimensions of sequences and heads are these."""
         if x is None:
             return None
         parts: list[Placement] = []
@@ -73,32 +73,38 @@ def attend_on_shards(
             else:
                 parts.append(Shard(dim))
                 gradients.append(Shard(dim))
-        return replicated(x, query).redistribute(placements=parts).to_local(grad_placements=gradients)
+        return replicated(x, query, name).redistribute(placements=parts).to_local(grad_placements=gradients)
 
     if isinstance(mask, RankMask):
-        sees_self = own(mask.sees_self, 0, None) if isinstance(mask.sees_self, Tensor) else mask.sees_self
-        query_rank, key_rank, floor = (own(x, 0, None) for x in (mask.query_rank, mask.key_rank, mask.query_floor))
-        mask = RankMask(query_rank, key_rank, floor, sees_self)
+        sees_self = mask.sees_self
+        mask = RankMask(
+            own("mask.query_rank", mask.query_rank, 0, None),
+            own("mask.key_rank", mask.key_rank, 0, None),
+            own("mask.query_floor", mask.query_floor, 0, None),
+            own("mask.sees_self", sees_self, 0, None) if isinstance(sees_self, Tensor) else sees_self,
+        )
     elif mask is not None:
         before = 4 - mask.dim()
-        mask = own(mask, 0 if before == 0 else None, 1 - before if before < 2 else None)
+        mask = own("mask", mask, 0 if before == 0 else None, 1 - before if before < 2 else None)
     if segments is not None:
         segments = Segments(
-            own(segments.query_ids, 0, None),
-            own(segments.key_ids, 0, None),
-            own(segments.embed, None, 1),
-            own(segments.bias, None, 0),
+            own("segments.query_ids", segments.query_ids, 0, None),
+            own("segments.key_ids", segments.key_ids, 0, None),
+            own("segments.embed", segments.embed, None, 1),
+            own("segments.bias", segments.bias, None, 0),
         )
     with dropout.of_shard(*_shard(query)):
         found = function(
-            *(own(x, 0, 1) for x in (query, key, value)),
-            own(rel_key, 0, 1) if rel_key.dim() == 4 else own(rel_key, None, 0),
-            content_bias=own(content_bias, None, 0),
-            position_bias=own(position_bias, None, 0),
+            own("query", query, 0, 1),
+            own("key", key, 0, 1),
+            own("value", value, 0, 1),
+            own("rel_key", rel_key, *((0, 1) if rel_key.dim() == 4 else (None, 0))),
+            content_bias=own("content_bias", content_bias, None, 0),
+            position_bias=own("position_bias", position_bias, None, 0),
             segments=segments,
             mask=mask,
-            query_positions=own(query_positions, 0, None),
-            memory=None if memory is None else (own(memory[0], 0, 1), own(memory[1], 0, 1)),
+            query_positions=own("query_positions", query_positions, 0, None),
+            memory=memory and (own("memory[0]", memory[0], 0, 1), own("memory[1]", memory[1], 0, 1)),
             **options,
         )
     if isinstance(found, tuple):
@@ -106,9 +112,15 @@ def attend_on_shards(
     return DTensor.from_local(found, mesh, placements, run_check=False)
 
 
-def replicated(x: Tensor, like: DTensor) -> DTensor:
-    """x as a DTensor on the mesh of `like`; a plain tensor is the same in all processes, and so is its gradient."""
+def replicated(x: Tensor, like: DTensor, name: str = "input") -> DTensor:
+    """x as a DTensor on the mesh of `like`; a plain tensor is the same in all processes, and so is its gradient.
+
+    Raises:
+        ValueError: x, which is called `name`, is a DTensor on another mesh.
+    """
     if isinstance(x, DTensor):
+        if x.device_mesh != like.device_mesh:
+            raise ValueError(f"{name} is a DTensor on {x.device_mesh}, and must be on {like.device_mesh}")
         return x
     return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 

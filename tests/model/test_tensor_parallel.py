@@ -159,6 +159,12 @@ def refuse(mesh: DeviceMesh) -> None:
         sharded = DTensor.from_local(q.chunk(2, dim)[0], mesh, [Shard(dim)], shape=q.shape, stride=q.stride())
         with pytest.raises(ValueError, match=words):
             xk.rel_attention(sharded, q, q, r)
+    sharded = distribute_tensor(q, mesh, [Shard(1)])
+    reverse = DeviceMesh("cpu", [1, 0])  # its shards lie in the other process
+    elsewhere = distribute_tensor(q, reverse, [Shard(1)])
+    for name, call in (("key", (elsewhere, q, r)), ("rel_key", (q, q, distribute_tensor(r, reverse, [Shard(0)])))):
+        with pytest.raises(ValueError, match=f"^{name} is a DTensor on DeviceMesh.* and must be on"):
+            xk.rel_attention(sharded, *call)
 
 
 def compare(size: int) -> None:

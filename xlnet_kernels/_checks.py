@@ -10,6 +10,15 @@ from torch import Tensor
 from ._torch import is_wrapped
 
 
+def check_rank(name: str, tensor: Tensor, rank: int) -> torch.Size:
+    """A tensor of so many dimensions; returns its shape."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dim() != rank:
+        raise ValueError(f"{name} must have {rank} dimensions, got shape {tuple(tensor.shape)}")
+    return tensor.shape
+
+
 def check_matrix(name: str, values: Tensor | None) -> Tensor:
     """A tensor (batch, length)."""
     if not isinstance(values, Tensor) or values.dim() != 2:

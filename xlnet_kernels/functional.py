@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import dropout
-from ._checks import check_bool_mask, check_not_padding, check_range, is_integer, readable
+from ._checks import check_bool_mask, check_not_padding, check_range, check_rank, is_integer, readable
 from ._distributed import is_distributed
 from .backends import choose
 from .masks import RankMask
@@ -141,17 +141,17 @@ def rel_attention(
         if memory is not None:
             memory = (_cast(memory[0], dtype), _cast(memory[1], dtype))
 
-    batch, heads, length, width = _check_rank("query", query, 4)
+    batch, heads, length, width = check_rank("query", query, 4)
     if query.dtype not in _DTYPES:
         raise ValueError(f"query must be float16, bfloat16, float32 or float64, got {query.dtype}")
     if width == 0:
         raise ValueError(f"query must have a head_dim D of at least 1, got shape {tuple(query.shape)}")
-    key_len = _check_rank("key", key, 4)[2]
+    key_len = check_rank("key", key, 4)[2]
     _check("key", key, query, (batch, heads, key_len, width))
     _check("value", value, query, (batch, heads, key_len, width))
     mem_len = 0
     if memory is not None:
-        mem_len = _check_rank("memory[0]", memory[0], 4)[2]
+        mem_len = check_rank("memory[0]", memory[0], 4)[2]
         for index in (0, 1):
             _check(f"memory[{index}]", memory[index], query, (batch, heads, mem_len, width))
         memory = (memory[0], memory[1])
@@ -211,20 +211,12 @@ def _cast(tensor: MaybeTensor, dtype: torch.dtype) -> MaybeTensor:
     return tensor.to(dtype)
 
 
-def _check_rank(name: str, tensor: Tensor, rank: int) -> torch.Size:
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.dim() != rank:
-        raise ValueError(f"{name} must have {rank} dimensions, got shape {tuple(tensor.shape)}")
-    return tensor.shape
-
-
 def _check(name: str, tensor: Tensor, query: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
     """`tensor` has that shape, query's device and `dtype` (default: query's)."""
     dtype = dtype or query.dtype
     if isinstance(tensor, Tensor) and tensor.shape == shape and tensor.dtype == dtype and tensor.device == query.device:
         return  # small calls have no time for the questions one by one
-    _check_rank(name, tensor, len(shape))
+    check_rank(name, tensor, len(shape))
     if tensor.shape != shape:
         raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.dtype != dtype:
@@ -253,7 +245,7 @@ def _check_positions(
                 f"query has {length} rows but key only {key_len}: more rows than positions need query_positions"
             )
     else:
-        _check_rank("query_positions", query_positions, 2)
+        check_rank("query_positions", query_positions, 2)
         if tuple(query_positions.shape) != (batch, length):
             raise ValueError(f"query_positions must have shape {(batch, length)}, got {tuple(query_positions.shape)}")
         if query_positions.dtype not in (torch.int32, torch.int64):

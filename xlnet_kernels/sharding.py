@@ -12,8 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from . import dropout
+from ._checks import check_rank
 from .masks import RankMask
 from .segments import Segments
+
+_SHARED = ("sequences", "heads")  # dimensions 0 and 1 of query
 
 
 def attend_on_shards(
@@ -50,15 +53,18 @@ def attend_on_shards(
         What `function` returns, tensors (B, H, ...), as DTensors sharded like `query`.
 
     Raises:
-        ValueError: query is sharded in another way, or its sequences or heads are no multiple of the processes.
+        ValueError: query is sharded in another way, or its sequences or heads are no multiple of the processes, or
+            another argument has not as many. All processes raise it.
     """
     mesh, placements = query.device_mesh, query.placements
+    check_rank("query", query, 4)
     _check_placements(query)
 
-    def own(name: str, x: Tensor | None, sequences: int | None, heads: int | None) -> Any:
-        """This process's part of the argument `name`, whose dimensions of sequences and heads are these."""
+    def own(name: str, x: Tensor | None, dims: str, shares: bool = False) -> Any:
+        """This process's part of the argument `name`, of dimensions such as "BHLD"; a size of 1 may serve all."""
         if x is None:
             return None
+        check_rank(name, x, len(dims))
         parts: list[Placement] = []
         gradients: list[Placement] = []
         for placement in placements:
@@ -66,8 +72,12 @@ def attend_on_shards(
                 parts.append(Replicate())
                 gradients.append(Replicate())
                 continue
-            dim = heads if placement.dim else sequences
-            if dim is None or x.shape[dim] == 1 < query.shape[placement.dim]:  # shared by all
+            dim, wanted = dims.find("BH"[placement.dim]), query.shape[placement.dim]
+            if dim >= 0 and x.shape[dim] != wanted and not (shares and x.shape[dim] == 1):
+                raise ValueError(
+                    f"{name} must have {wanted} {_SHARED[placement.dim]} as query has, got shape {tuple(x.shape)}"
+                )
+            if dim < 0 or x.shape[dim] < wanted:  # shared by all
                 parts.append(Replicate())
                 gradients.append(Partial())
             else:
@@ -78,33 +88,32 @@ def attend_on_shards(
     if isinstance(mask, RankMask):
         sees_self = mask.sees_self
         mask = RankMask(
-            own("mask.query_rank", mask.query_rank, 0, None),
-            own("mask.key_rank", mask.key_rank, 0, None),
-            own("mask.query_floor", mask.query_floor, 0, None),
-            own("mask.sees_self", sees_self, 0, None) if isinstance(sees_self, Tensor) else sees_self,
+            own("mask.query_rank", mask.query_rank, "BL", shares=True),
+            own("mask.key_rank", mask.key_rank, "BK", shares=True),
+            own("mask.query_floor", mask.query_floor, "BL", shares=True),
+            own("mask.sees_self", sees_self, "BL", shares=True) if isinstance(sees_self, Tensor) else sees_self,
         )
     elif mask is not None:
-        before = 4 - mask.dim()
-        mask = own("mask", mask, 0 if before == 0 else None, 1 - before if before < 2 else None)
+        mask = own("mask", mask, "BHLK"[-mask.dim() :], shares=True)
     if segments is not None:
         segments = Segments(
-            own("segments.query_ids", segments.query_ids, 0, None),
-            own("segments.key_ids", segments.key_ids, 0, None),
-            own("segments.embed", segments.embed, None, 1),
-            own("segments.bias", segments.bias, None, 0),
+            own("segments.query_ids", segments.query_ids, "BL"),
+            own("segments.key_ids", segments.key_ids, "BK"),
+            own("segments.embed", segments.embed, "SHD"),
+            own("segments.bias", segments.bias, "HD"),
         )
     with dropout.of_shard(*_shard(query)):
         found = function(
-            own("query", query, 0, 1),
-            own("key", key, 0, 1),
-            own("value", value, 0, 1),
-            own("rel_key", rel_key, *((0, 1) if rel_key.dim() == 4 else (None, 0))),
-            content_bias=own("content_bias", content_bias, None, 0),
-            position_bias=own("position_bias", position_bias, None, 0),
+            own("query", query, "BHLD"),
+            own("key", key, "BHKD"),
+            own("value", value, "BHKD"),
+            own("rel_key", rel_key, "BHPD" if rel_key.dim() == 4 else "HPD"),
+            content_bias=own("content_bias", content_bias, "HD"),
+            position_bias=own("position_bias", position_bias, "HD"),
             segments=segments,
             mask=mask,
-            query_positions=own("query_positions", query_positions, 0, None),
-            memory=memory and (own("memory[0]", memory[0], 0, 1), own("memory[1]", memory[1], 0, 1)),
+            query_positions=own("query_positions", query_positions, "BL"),
+            memory=memory and (own("memory[0]", memory[0], "BHMD"), own("memory[1]", memory[1], "BHMD")),
             **options,
         )
     if isinstance(found, tuple):
@@ -134,7 +143,7 @@ def _check_placements(query: DTensor) -> None:
             raise ValueError(
                 f"query must be sharded over sequences, Shard(0), or heads, Shard(1), or replicated, got {placement}"
             )
-    for dim, name in enumerate(("sequences", "heads")):
+    for dim, name in enumerate(_SHARED):
         if query.shape[dim] % processes[dim]:
             raise ValueError(
                 f"query has {query.shape[dim]} {name}, which is no multiple of the {processes[dim]} processes that "

@@ -165,6 +165,26 @@ def refuse(mesh: DeviceMesh) -> None:
     for name, call in (("key", (elsewhere, q, r)), ("rel_key", (q, q, distribute_tensor(r, reverse, [Shard(0)])))):
         with pytest.raises(ValueError, match=f"^{name} is a DTensor on DeviceMesh.* and must be on"):
             xk.rel_attention(sharded, *call)
+    ids = torch.zeros(3, 4, dtype=torch.int64)
+    # three for two: the first process would have a part that fits, the second none; one for two fits both
+    wrong: list[tuple[str, dict]] = [("key", dict(key=torch.ones(1, count, 4, 8))) for count in (3, 1)]
+    wrong += [("rel_key", dict(rel_key=torch.ones(count, 8, 8))) for count in (3, 1)]
+    wrong += [("content_bias", dict(content_bias=torch.ones(count, 8))) for count in (3, 1)]
+    wrong += [(r"memory\[1\]", dict(memory=(torch.ones(1, 2, 1, 8), torch.ones(1, 3, 1, 8))))]
+    wrong += [("segments.embed", dict(segments=xk.Segments(ids[:1], ids[:1], torch.ones(2, 3, 8))))]
+    wrong += [("mask", dict(mask=torch.ones(1, 3, 4, 4, dtype=torch.bool)))]
+    for name, changes in wrong:
+        with pytest.raises(ValueError, match=f"^{name} must have 2 heads as query has, got shape"):
+            xk.rel_attention(sharded, **dict(key=q, value=q, rel_key=r) | changes)
+    q = q.expand(2, -1, -1, -1)
+    sharded = distribute_tensor(q, mesh, [Shard(0)])
+    wrong = [("segments.query_ids", dict(segments=xk.Segments(ids, ids, torch.ones(2, 2, 8))))]
+    wrong += [("query_positions", dict(query_positions=ids))]
+    wrong += [("query_positions", dict(query_positions=ids[:1])), ("rel_key", dict(rel_key=r[None]))]
+    wrong += [("mask.query_rank", dict(mask=xk.RankMask.causal(3, 4)))]
+    for name, changes in wrong:
+        with pytest.raises(ValueError, match=f"^{name} must have 2 sequences as query has, got shape"):
+            xk.rel_attention(sharded, **dict(key=q, value=q, rel_key=r) | changes)
 
 
 def compare(size: int) -> None:

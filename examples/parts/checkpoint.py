@@ -12,6 +12,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -39,9 +40,15 @@ warnings.filterwarnings("ignore", "torch.distributed is .* single process")  # a
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
+def checkpoints(output: Path) -> list[Path]:
+    """Those in a folder, the newest last. Other files and folders of the user may lie beside them."""
+    found = (path for path in output.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name, re.ASCII))
+    return sorted(found, key=step_of)
+
+
 def latest(output: Path) -> Path | None:
     """The newest checkpoint in a folder."""
-    return max(output.glob("step-*"), default=None)
+    return next(reversed(checkpoints(output)), None)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -151,8 +158,9 @@ class Checkpoints:
         os.rename(unfinished, final)
         _show(self.output, final)
         _sync(self.output)
-        for old in sorted(self.output.glob("step-*"))[: -self.keep]:
-            _remove(old)
+        for old in checkpoints(self.output)[: -self.keep]:
+            if old != final:
+                _remove(old)
 
 
 def remove(output: Path) -> None:
@@ -160,7 +168,7 @@ def remove(output: Path) -> None:
     for link in output.glob("*"):
         if link.is_symlink() and (link.name == LATEST or os.readlink(link).startswith(LATEST)):
             link.unlink()
-    for old in output.glob("step-*"):
+    for old in checkpoints(output):
         _remove(old)
 
 
@@ -181,7 +189,9 @@ def _show(output: Path, newest: Path) -> None:
 
 def _remove(folder: Path) -> None:
     # Half a checkpoint must not look like one.
-    shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.unfinished")))
+    half = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(half, ignore_errors=True)  # of a kill; renaming takes no folder that has files
+    shutil.rmtree(folder.rename(half))
 
 
 def load_model(kind: type[PretrainedModel], checkpoint: Path, backend: str | None, device: torch.device) -> Any:

@@ -179,6 +179,43 @@ def test_metrics_lose_what_the_checkpoint_does_not_know(tmp_path):
 COMMANDS = ("train_tokenizer", "pretrain", "evaluate", "finetune", "generate", "score")
 
 
+def test_only_folders_of_checkpoints_are_checkpoints(tmp_path):
+    from parts import checkpoint
+
+    numbers = [200, 99_999_999, 100_000_000, 1_000_000_000]
+    names = [f"step-{number:08d}" for number in numbers]
+    others = ["step-00000200.bak", "step-200", "step-9999999999-mine", "my-step-00000300", "notes"]
+    for name in (*names, *others, ".step-00000200.unfinished"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == names
+    assert checkpoint.latest(tmp_path) == checkpoint.find(tmp_path) == tmp_path / names[-1]
+    assert [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path)] == numbers
+    checkpoint.remove(tmp_path)  # a kill left the unfinished one
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(others)
+
+
+def test_a_checkpoint_that_was_just_written_stays(tmp_path):
+    """A run that begins again beside later checkpoints; those of 10^8 steps sort after the others."""
+    from parts.checkpoint import Checkpoints, checkpoints
+    from parts.parallel import Processes
+
+    config = xk.XLNetConfig(vocab_size=8, d_model=8, n_layer=1, n_head=1, d_inner=8)
+    model = xk.XLNetLMHeadModel(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    written = Checkpoints(tmp_path, 1, Processes(0, 1, torch.device("cpu")))
+
+    def save(step: int) -> list[str]:
+        written.save(step, model, lambda: xk.XLNetLMHeadModel(config), optimizer, {}, {}, lambda folder: None)
+        return [path.name for path in checkpoints(tmp_path)]
+
+    (tmp_path / "step-00000001.bak").mkdir()
+    assert save(99_999_999) == ["step-99999999"]
+    assert save(100_000_000) == ["step-100000000"]
+    assert save(5) == ["step-00000005", "step-100000000"]
+    assert (tmp_path / "step-00000001.bak").is_dir()
+
+
 @pytest.mark.parametrize("script", [f"{name}.py" for name in COMMANDS])
 def test_without_extras_one_line_says_which(script):
     code = "import runpy, sys; sys.modules['rich'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"

@@ -55,6 +55,7 @@ from parts.tokenizer import TextTokenizer, load_tokenizer
 from parts.training import (
     Metrics,
     add_optimizer_options,
+    check_finite,
     make_exact,
     make_optimizer,
     memory_used,
@@ -230,6 +231,9 @@ def train(tuning: Tuning, console: Console) -> tuple[Scores, int, bool]:
 
     Returns:
         Its metrics, the steps that were taken, and whether training came to an end by itself.
+
+    Raises:
+        FloatingPointError: the loss or the gradient is not finite; checkpoints stay as they are.
     """
     options, task, model, reached = tuning.options, tuning.task, tuning.model, Reached()
     device = torch.device(options.device)
@@ -259,6 +263,7 @@ def train(tuning: Tuning, console: Console) -> tuple[Scores, int, bool]:
             loss = model(**{name: x.to(device) for name, x in batch.items()}).loss
             rate = scheduler.get_last_lr()[-1]
             norm = update(model, optimizer, scheduler, loss, options.clip)
+            check_finite(step, loss.item(), norm, checkpoints.finish)
             metrics.write(step=step, loss=loss.item(), lr=rate, gradient=norm)
             bar.update(shown, completed=step, status=f"loss {loss.item():.3f}  {memory_used(device)}")
             due = step == options.steps or step % options.eval_every == 0
@@ -288,7 +293,9 @@ def describe(found: Scores) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status 0; 1 where the majority or mean is not beaten; 2 where options do not fit; 130 where interrupted."""
+    """Exit status 0; 1 where training failed, or the majority or mean is not beaten; 2 where options do not fit; 130
+    where interrupted.
+    """
     console = Console(highlight=False)
 
     def work() -> int:
@@ -307,7 +314,11 @@ def main(arguments: list[str] | None = None) -> int:
         if not last:
             command.clear(options.output, WRITTEN)
             shutil.rmtree(options.output / CHECKPOINTS, ignore_errors=True)
-        reached, steps, whole = train(tuning, console)
+        try:
+            reached, steps, whole = train(tuning, console)
+        except FloatingPointError as error:
+            print(f"finetune.py: {error}; the last checkpoint is as it was", file=sys.stderr)
+            return 1
         tuning.save(found | {"this model": reached}, steps)
         console.print(f"this model: {describe(reached)}", soft_wrap=True)
         if not whole:

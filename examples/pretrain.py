@@ -13,7 +13,6 @@ picture. Ctrl-C writes a checkpoint and stops. Needs pip install '.[examples]'.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from contextlib import ExitStack
@@ -33,6 +32,7 @@ from parts.run import FREE, Run, make_run
 from parts.training import (
     Metrics,
     add_optimizer_options,
+    check_finite,
     make_exact,
     memory_used,
     progress_bar,
@@ -106,9 +106,7 @@ def train(run: Run, console: Console) -> bool:
             norm = update(run.model, run.optimizer, run.scheduler, loss, options.clip)
             loss, stop = ours.mean(loss.item(), stopped())
             run.step += 1
-            if not math.isfinite(loss + norm):
-                run.checkpoints.finish()
-                raise FloatingPointError(f"step {run.step}: the loss is {loss}, the gradient's length {norm}")
+            check_finite(run.step, loss, norm, run.checkpoints.finish)
             speed = tokens / (time.perf_counter() - begin)
             run.losses["loss"] = loss
             metrics.write(step=run.step, loss=loss, lr=rate, gradient=norm, tokens_per_second=round(speed))

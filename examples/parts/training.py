@@ -94,6 +94,21 @@ def update(model: nn.Module, optimizer: AdamW, scheduler: LambdaLR, loss: torch.
     return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()  # sharded parameters have a DTensor
 
 
+def check_finite(step: int, loss: float, norm: float, finish: Callable[[], None]) -> None:
+    """To be called before anything of the step is saved.
+
+    Args:
+        norm: the gradient's length.
+        finish: waits until checkpoints of earlier steps are whole.
+
+    Raises:
+        FloatingPointError: a number is not finite.
+    """
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        finish()
+        raise FloatingPointError(f"step {step}: the loss is {loss}, the gradient's length {norm}")
+
+
 class Metrics:
     """One line of JSON per event, each with its "step", readable while the run goes on; TensorBoard beside it.
 

@@ -201,6 +201,20 @@ def test_an_interrupted_run_goes_on_exactly(finetune, tmp_path, monkeypatch, cap
     assert run("--resume") == 2 and "there is no checkpoint in" in capsys.readouterr().err
 
 
+def test_a_loss_that_is_not_finite_leaves_checkpoints_alone(finetune, tmp_path, capsys):
+    data = write(tmp_path / "rows.jsonl", rows_of("classification"))
+    arguments = ("--data", data, "--steps", 10, "--save-every", 1, "--eval-every", 100, "--async-save")
+    assert finetune(*arguments, "--lr", "1e30", "--clip", "1e30", "--warmup", 0) == 1
+    assert "the last checkpoint is as it was" in capsys.readouterr().err
+    done = [json.loads(line)["step"] for line in (tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()]
+    last = [path.name for path in (tmp_path / "tuned" / "checkpoints").glob("step-*")]
+    assert max(done) < 10 and last == [f"step-{max(done):08d}"]
+    assert not (tmp_path / "tuned" / "model.safetensors").exists()
+    from finetune import main
+
+    assert main(["--output", str(tmp_path / "tuned"), "--resume"]) == 1  # readable, and fails where it failed
+
+
 def test_a_folder_of_datasets(finetune, tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(rows_of("classification")).save_to_disk(tmp_path / "rows")

@@ -58,6 +58,22 @@ def check_not_padding(mask: Tensor, batch: int, length: int, keys: int) -> None:
         )
 
 
+def check_dense_mask(mask: object, query: Tensor, keys: int) -> Tensor:
+    """A bool tensor that broadcasts to (B, H, L, M + K) of a query (B, H, L, D), in no more than one way."""
+    mask = check_bool_mask(mask, query, "query")
+    batch, heads, length, _ = query.shape
+    check_not_padding(mask, batch, length, keys)
+    full = (batch, heads, length, keys)
+    if mask.dim() == 3 and 1 < batch == heads == mask.shape[0]:
+        raise ValueError(
+            f"mask of shape {tuple(mask.shape)} may be of {batch} sequences or of {heads} heads: give mask[:, None] "
+            f"for sequences, mask[None] for heads"
+        )
+    if mask.dim() > 4 or any(size not in (1, want) for size, want in zip(mask.shape[::-1], full[::-1], strict=False)):
+        raise ValueError(f"mask must broadcast to (B, H, L, M + K) = {full}, got {tuple(mask.shape)}")
+    return mask
+
+
 def is_integer(value: object) -> TypeGuard[int]:
     """An int, or a size that torch.export keeps as a symbol."""
     return isinstance(value, (int, torch.SymInt))

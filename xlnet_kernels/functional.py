@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import dropout
-from ._checks import check_bool_mask, check_not_padding, check_range, check_rank, is_integer, readable
+from ._checks import check_dense_mask, check_range, check_rank, is_integer, readable
 from ._distributed import is_distributed
 from .backends import choose
 from .masks import RankMask
@@ -327,14 +327,4 @@ def _check_mask(mask: RankMask | Tensor | None, query: Tensor, keys: int) -> Ran
             if isinstance(values, Tensor):
                 _check_device(f"mask.{name}", values, query)
         return mask.expand(batch)
-    mask = check_bool_mask(mask, query, "query")
-    check_not_padding(mask, batch, length, keys)
-    full = (batch, heads, length, keys)
-    if mask.dim() == 3 and 1 < batch == heads == mask.shape[0]:
-        raise ValueError(
-            f"mask of shape {tuple(mask.shape)} may be of {batch} sequences or of {heads} heads: give mask[:, None] "
-            f"for sequences, mask[None] for heads"
-        )
-    if mask.dim() > 4 or any(size not in (1, want) for size, want in zip(mask.shape[::-1], full[::-1], strict=False)):
-        raise ValueError(f"mask must broadcast to (B, H, L, M + K) = {full}, got {tuple(mask.shape)}")
-    return mask.expand(full)
+    return check_dense_mask(mask, query, keys).expand(batch, heads, length, keys)

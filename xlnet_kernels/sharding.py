@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from . import dropout
-from ._checks import check_rank
+from ._checks import check_dense_mask, check_rank
 from .masks import RankMask
 from .segments import Segments
 
@@ -94,7 +94,9 @@ def attend_on_shards(
             own("mask.sees_self", sees_self, "BL", shares=True) if isinstance(sees_self, Tensor) else sees_self,
         )
     elif mask is not None:
-        mask = own("mask", mask, "BHLK"[-mask.dim() :], shares=True)
+        keys = check_rank("key", key, 4)[2] + (0 if memory is None else check_rank("memory[0]", memory[0], 4)[2])
+        mask = check_dense_mask(mask, query, keys)
+        mask = own("mask", mask[(None,) * (4 - mask.dim())], "BHLK", shares=True)
     if segments is not None:
         segments = Segments(
             own("segments.query_ids", segments.query_ids, "BL"),

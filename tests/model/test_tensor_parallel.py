@@ -172,7 +172,6 @@ def refuse(mesh: DeviceMesh) -> None:
     wrong += [("content_bias", dict(content_bias=torch.ones(count, 8))) for count in (3, 1)]
     wrong += [(r"memory\[1\]", dict(memory=(torch.ones(1, 2, 1, 8), torch.ones(1, 3, 1, 8))))]
     wrong += [("segments.embed", dict(segments=xk.Segments(ids[:1], ids[:1], torch.ones(2, 3, 8))))]
-    wrong += [("mask", dict(mask=torch.ones(1, 3, 4, 4, dtype=torch.bool)))]
     for name, changes in wrong:
         with pytest.raises(ValueError, match=f"^{name} must have 2 heads as query has, got shape"):
             xk.rel_attention(sharded, **dict(key=q, value=q, rel_key=r) | changes)
@@ -187,6 +186,25 @@ def refuse(mesh: DeviceMesh) -> None:
             xk.rel_attention(sharded, **dict(key=q, value=q, rel_key=r) | changes)
 
 
+def compare_masks(mesh: DeviceMesh) -> None:
+    """What a dense mask is of, the whole problem decides: two sequences, four heads."""
+    leaves, other = operator_problem()
+    draws = torch.Generator().manual_seed(2)
+    for shape in ((HEADS, 5, 8), (1, 5, 8), (5, 8), (8,), ()):
+        other["mask"] = torch.rand(shape, generator=draws) < 0.7 if shape else torch.tensor(True)
+        wanted = attend(leaves, **other)[0]
+        for dim in (0, 1):
+            found = attend(leaves | {"query": distribute_tensor(leaves["query"], mesh, [Shard(dim)])}, **other)[0]
+            torch.testing.assert_close(whole(found), wanted, **EXACT)
+    query, r = torch.ones(2, 2, 5, 8), torch.ones(2, 10, 8)
+    for dim in (0, 1):
+        sharded = distribute_tensor(query, mesh, [Shard(dim)])
+        with pytest.raises(ValueError, match="may be of 2 sequences or of 2 heads"):
+            xk.rel_attention(sharded, query, query, r, mask=torch.ones(2, 5, 5, dtype=torch.bool))
+        with pytest.raises(ValueError, match="may be padding of 2 sequences"):
+            xk.rel_attention(sharded, query, query, r, mask=torch.ones(2, 5, dtype=torch.bool))
+
+
 def compare(size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     dense = torch.rand(2, 1, 5, 8, generator=torch.Generator().manual_seed(2)) < 0.6
@@ -196,6 +214,7 @@ def compare(size: int) -> None:
         compare_operator(mesh, dim, mask=xk.RankMask.causal(1, 5, mem_len=3), dropout_p=0.4)
     for kind in ("post", "pre", "model", "no memory", "mixed targets", "bi_data", "attentions", "dropout"):
         compare_model(mesh, kind)
+    compare_masks(mesh)
     refuse(mesh)
 
 

@@ -6,6 +6,7 @@ Neither sequences nor heads know of each other, so every process calls the opera
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -104,7 +105,7 @@ def attend_on_shards(
             own("segments.embed", segments.embed, "SHD"),
             own("segments.bias", segments.bias, "HD"),
         )
-    with dropout.of_shard(*_shard(query)):
+    with dropout.of_shard(*_shard(query)) if options.get("dropout_p") else nullcontext():
         found = function(
             own("query", query, "BHLD"),
             own("key", key, "BHKD"),

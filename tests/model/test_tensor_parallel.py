@@ -205,6 +205,15 @@ def compare_masks(mesh: DeviceMesh) -> None:
             xk.rel_attention(sharded, query, query, r, mask=torch.ones(2, 5, dtype=torch.bool))
 
 
+def drop_among_many_heads(mesh: DeviceMesh) -> None:
+    """More than dropout has room for, which binds dropout alone."""
+    x, r = torch.ones(1, 4096, 1, 1), torch.ones(4096, 2, 1)
+    sharded = distribute_tensor(x, mesh, [Shard(1)])
+    torch.testing.assert_close(whole(xk.rel_attention(sharded, x, x, r)), x)
+    with pytest.raises(ValueError, match="dropout has room for"):
+        xk.rel_attention(sharded, x, x, r, dropout_p=0.1)
+
+
 def compare(size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     dense = torch.rand(2, 1, 5, 8, generator=torch.Generator().manual_seed(2)) < 0.6
@@ -215,6 +224,7 @@ def compare(size: int) -> None:
     for kind in ("post", "pre", "model", "no memory", "mixed targets", "bi_data", "attentions", "dropout"):
         compare_model(mesh, kind)
     compare_masks(mesh)
+    drop_among_many_heads(mesh)
     refuse(mesh)
 
 

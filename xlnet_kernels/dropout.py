@@ -1,9 +1,9 @@
 """Counter-based attention dropout: the same mask from every backend, whatever its tiles.
 
 The state is two int64: a seed, and an offset whose upper half says which heads of a larger problem a call has. With
-``first = offset >> 32 & 0xFFFFF`` and ``others = offset >> 52``, both 0 in a call of all heads, element (b, h, i, j)
-takes word ``(j % 64) // 16`` of Philox-4x32-10 (Salmon et al. 2011) with key ``(seed_low, seed_high)`` and counter
-``((j // 64) * 16 + j % 16, i, b * (H + others) + h + first, offset_low)``; it is kept iff the word is at least
+``first = offset >> 32 & 0xFFFFF`` and ``others = offset >> 52 & 0xFFF``, both 0 in a call of all heads, element
+(b, h, i, j) takes word ``(j % 64) // 16`` of Philox-4x32-10 (Salmon et al. 2011) with key ``(seed_low, seed_high)`` and
+counter ``((j // 64) * 16 + j % 16, i, b * (H + others) + h + first, offset_low)``; it is kept iff the word is at least
 ``p * 2**32``. Sixteen columns share a word index so that vector code and tensor-core fragments use all four words of
 each call.
 """
@@ -72,8 +72,9 @@ def keep_mask(state: Tensor, batch: int, heads: int, length: int, keys: int, dro
     first = torch.arange(-(-keys // 64) * 16, device=device)
     row = torch.arange(length, device=device)[:, None]
     seed, offset = state[0], state[1]
-    head = torch.arange(batch, device=device)[:, None] * (heads + (offset >> 52)) + torch.arange(heads, device=device)
-    head = (head + (offset >> 32 & 0xFFFFF)).view(-1, 1, 1)
+    first_head, others = offset >> 32 & 0xFFFFF, offset >> 52 & 0xFFF
+    head = torch.arange(batch, device=device)[:, None] * (heads + others) + torch.arange(heads, device=device)
+    head = (head + first_head).view(-1, 1, 1)
     key = [seed & _LOW, _high(seed)]
     shape = (batch * heads, length, first.numel())
     words = philox([first.expand(shape), row.expand(shape), head.expand(shape), (offset & _LOW).expand(shape)], key)

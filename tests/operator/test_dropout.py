@@ -111,6 +111,14 @@ def test_every_backend_drops_the_same_elements(backend, dtype, monkeypatch):
         assert torch.allclose(results[1][name], wanted, atol=tolerance, rtol=tolerance), name
 
 
+@pytest.mark.parametrize("backend", [name for name in READY if name != "reference"])
+def test_every_bit_of_the_state_is_read_alike(backend, monkeypatch):
+    """An offset that is negative as int64: 2^12 - 1 other heads."""
+    problem = make(2, 2, 5, mask="order").with_options(dropout_p=0.5)
+    monkeypatch.setattr(dropout, "new_state", lambda device: torch.tensor([-1, -1], device=device))
+    torch.testing.assert_close(problem.call(backend)[0], problem.call("reference")[0], rtol=1e-4, atol=1e-4)
+
+
 def test_module_drops_in_training_only():
     attn, x = xk.TwoStreamAttention(32, 2, dropout=0.5), torch.randn(1, 8, 32)
     assert not torch.equal(attn(x)[0], attn(x)[0])

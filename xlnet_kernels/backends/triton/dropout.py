@@ -14,7 +14,7 @@ def kept(dropout, tile, j0, META):
     offset = tl.load(dropout.state + 1)
     low = (offset & 0xFFFFFFFF).to(tl.uint32)
     first_head = (offset >> 32 & 0xFFFFF).to(tl.int32)
-    other_heads = (offset >> 52).to(tl.int32)
+    other_heads = (offset >> 52 & 0xFFF).to(tl.int32)
     head = tile.head.index + tile.head.b.to(tl.int32) * other_heads + first_head
     WORDS: tl.constexpr = 16 if BLOCK_N < 64 else BLOCK_N // 4
     first = j0 // 64 * 16 + tl.arange(0, WORDS)[None, :] + tl.zeros((META.BLOCK_M, 1), tl.int32)

@@ -25,11 +25,11 @@ from .model import (
 )
 from .positions import relative_positions
 from .segments import Segments
+from .tensor_parallel import tensor_parallel_plan
 
 if TYPE_CHECKING:
     from . import pretraining
     from .integrations import accelerate, restore
-    from .tensor_parallel import tensor_parallel_plan
 
 __all__ = [
     "Available",
@@ -60,11 +60,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`pretraining`, `accelerate`, `restore` and `tensor_parallel_plan` are imported when they are asked for."""
+    """`pretraining`, `accelerate` and `restore` are imported when they are asked for."""
     if name in ("accelerate", "restore"):
         return getattr(integrations, name)
-    if name == "tensor_parallel_plan":
-        return importlib.import_module(".tensor_parallel", __name__).tensor_parallel_plan
     if name == "pretraining":
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,41 +6,15 @@ direction: of attention and of feed-forward (Shoeybi et al., Megatron-LM, 2019, 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from .attention import TwoStreamAttention
 from .model.encoder import XLNetFeedForward
 
-# The dimension of heads.
-_HEADS = {name: 1 for name in ("q", "k", "v", "o", "r", "seg_embed")}
-_HEADS |= {name: 0 for name in ("r_r_bias", "r_s_bias", "r_w_bias")}
-
-
-class HeadParallel(ParallelStyle):
-    """Shards the heads of a `TwoStreamAttention`: its inputs and outputs are whole and the same in all processes.
-
-    Parameters are DTensors, but for the LayerNorm's, which every process has. Random numbers of all processes must be
-    the same (one seed): dropout is then that of one process.
-
-    Raises:
-        ValueError: the module is no TwoStreamAttention, or n_head is no multiple of the processes.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, TwoStreamAttention):
-            raise ValueError(f"HeadParallel is for TwoStreamAttention, got {type(module).__name__}")
-        if module.n_head % device_mesh.size():
-            raise ValueError(
-                f"{module.n_head} heads cannot be shared by {device_mesh.size()} processes: n_head must be a multiple"
-            )
-        for name, dim in _HEADS.items():
-            whole = getattr(module, name)
-            part = distribute_tensor(whole.detach(), device_mesh, [Shard(dim)])
-            setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
-        return module
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 def tensor_parallel_plan(model: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
@@ -61,11 +35,18 @@ def tensor_parallel_plan(model: nn.Module) -> ParallelStyle | dict[str, Parallel
 
     Raises:
         ValueError: there is none in it. `parallelize_module` raises it where heads are no multiple of the processes.
+        RuntimeError: torch was built without torch.distributed.
 
     >>> from xlnet_kernels import XLNetConfig, XLNetModel
     >>> list(tensor_parallel_plan(XLNetModel(XLNetConfig(vocab_size=10, d_model=32, n_layer=1, n_head=4, d_inner=64))))
     ['layer.0.rel_attn', 'layer.0.ff.layer_1', 'layer.0.ff.layer_2']
     """
+    try:
+        from ._parallel_styles import ColwiseParallel, HeadParallel, RowwiseParallel
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"tensor_parallel_plan needs torch.distributed.tensor, which this torch lacks: {error}"
+        ) from None
     if isinstance(model, TwoStreamAttention):
         return HeadParallel()
     plan: dict[str, ParallelStyle] = {}

@@ -253,3 +253,29 @@ def test_models_without_the_attention_have_no_plan():
         xk.tensor_parallel_plan(nn.Linear(2, 2))
     plan = xk.tensor_parallel_plan(nn.Sequential(nn.Linear(4, 4), xk.TwoStreamAttention(4, 2)))
     assert list(plan) == ["1"] and isinstance(plan["1"], ParallelStyle)
+
+
+WITHOUT = """
+import sys
+if sys.argv[1] == "without":
+    sys.modules["torch.distributed.tensor"] = None
+from xlnet_kernels import *
+assert not sys.modules.get("torch.distributed.tensor")
+try:
+    print(type(tensor_parallel_plan(TwoStreamAttention(4, 2))).__name__)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    "tensors, answer",
+    [
+        ("with", "HeadParallel"),
+        ("without", "tensor_parallel_plan needs torch.distributed.tensor, which this torch lacks"),
+    ],
+)
+def test_all_names_can_be_imported_without_distributed_tensors(tensors, answer):
+    command = [sys.executable, "-c", WITHOUT, tensors]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout.startswith(answer), done.stdout + done.stderr

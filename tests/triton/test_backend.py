@@ -153,6 +153,8 @@ def test_any_number_of_heads_fits_into_a_grid(monkeypatch):
     grids = []
 
     class Kernel:
+        arg_names = ()
+
         def __getitem__(self, grid):
             grids.append(grid)
             return lambda **options: None

@@ -91,7 +91,6 @@ struct Consumer {
     add_product<0>(
         score, [&](int k) { return q[k]; },
         [&](int k) { return memory.keys(stage.index()).columns_from(k * DEPTH<T>); });
-    wait_for_products<0>();
 
     Fragment weights[TILES / 2];
     weigh(score, info, weights);
@@ -101,7 +100,6 @@ struct Consumer {
     add_product<1>(
         out[0], [&](int k) { return weights[k]; },
         [&](int k) { return memory.values(stage.index()).rows_from(k * DEPTH<T>); });
-    wait_for_products<0>();
   }
 
   // Segments, mask, softmax: scores become exponentials, as the product with the values takes them.
@@ -204,22 +202,24 @@ struct Consumer {
     add_product<0>(
         band, [&](int k) { return q[k]; },
         [&](int k) { return memory.rel_key(slot.index()).columns_from(k * DEPTH<T>); });
-    wait_for_products<0>();
     release(memory.empty_slot(slot.index()));
     slot.advance();
   }
 
-  // sum += a b, a(k) and b(k) at depth 16 k; under way. As deep as b has rows, or columns if they are not transposed.
+  // sum += a b, a(k) and b(k) at depth 16 k. As deep as b has rows, or columns if they are not transposed.
   template <int TRANSPOSED, int N, typename A, typename B>
   DEVICE static void add_product(float (&sum)[N][4], A a, B b) {
     constexpr int DEPTHS = (TRANSPOSED ? S::BLOCK_N : D) / DEPTH<T>;
     Fragment left[DEPTHS];
 #pragma unroll
-    for (int k = 0; k < DEPTHS; ++k) left[k] = a(k);
+    for (int k = 0; k < DEPTHS; ++k) pin((left[k] = a(k)).word);
+    pin(sum);
     fence_products();
 #pragma unroll
     for (int k = 0; k < DEPTHS; ++k) wgmma<T, TRANSPOSED>(sum, left[k].word, b(k));
     commit_products();
+    wait_for_products();
+    pin(sum);
   }
 
   // The warp has no more to read there.

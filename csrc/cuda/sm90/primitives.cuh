@@ -62,14 +62,25 @@ DEVICE void wgmma(float (&sum)[16][4], const uint32_t (&a)[4], uint64_t b) {
     WGMMA_128("f16");
 }
 
+// No instruction: what computes these numbers stays before it, and what uses them after it. The compiler does not see
+// that a fence or a wait has to do with registers.
+template <int N>
+DEVICE void pin(float (&sum)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(sum[n][i])::"memory");
+}
+DEVICE void pin(uint32_t (&a)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[i])::"memory");
+}
+
 // Warpgroup: before the first wgmma after registers that it uses have changed.
 DEVICE void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Warpgroup: until at most PENDING of the newest groups are under way.
-template <int PENDING>
-DEVICE void wait_for_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
+// Warpgroup: until no group is under way.
+DEVICE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 // wgmma then sees what this thread knows to be in shared memory.
 DEVICE void fence_shared_memory() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

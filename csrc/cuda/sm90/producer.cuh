@@ -67,7 +67,9 @@ struct Producer {
       before = tile;
     }
     announce({NO_KEY, Visibility::none, false});
+    const RingPlace<S::STAGES> last = stage;
     publish();
+    memory.full_stage(last.index()).wait(last.parity());  // no thread ends with copies or arrivals under way
   }
 
   DEVICE void announce(TileInfo info) {

@@ -1,5 +1,5 @@
 // Forward on sm_90a: a block has 128 query rows, 64 of each of two consumer warpgroups, and a producer that brings what
-// they read. Compiled for other architectures there is nothing in it, and `serves` (table.h) does not choose it.
+// they read. Compiled for other architectures it is an error, and `serves` (table.h) does not choose it.
 #pragma once
 
 #include "../forward.cuh"
@@ -38,6 +38,8 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) warpgroup_forward_kernel(const __grid_co
     grow_registers<S::CONSUMER_REGISTERS>();
     consume(call, memory, row_tile, b);
   }
+#else
+  trap();
 #endif
 }
 

@@ -11,6 +11,9 @@ namespace xlnet_kernels::cuda {
 
 constexpr int WARPGROUP = 128;
 
+// Ends the launch with an error.
+DEVICE void trap() { asm volatile("trap;"); }
+
 // Dynamic shared memory as the 128-byte swizzle wants it: its pattern begins anew every 1024 bytes.
 DEVICE char* swizzled_memory() {
   extern __shared__ __align__(1024) char swizzled[];

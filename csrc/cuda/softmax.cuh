@@ -49,29 +49,21 @@ struct OnlineSoftmax {
     }
   }
 
-  // The same for 16-bit numbers, of scores that are less row_max already; the exponentials as fragments, rounded.
+  // The same for 16-bit numbers; the exponentials as fragments too, rounded.
   template <typename T, int N, int COLUMNS>
-  DEVICE void step_less_max(int m, float (&score)[N][4], float (&out)[COLUMNS][4], Fragment (&weights)[N / 2]) {
+  DEVICE void step(int m, float (&score)[N][4], float (&out)[COLUMNS][4], Fragment (&weights)[N / 2]) {
     float largest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) largest[i / 2] = fmaxf(largest[i / 2], score[n][i]);
-    for (int r = 0; r < 2; ++r) largest[r] += row_max[m][r];
-    if (ballot(grows(m, 0, largest[0]) || grows(m, 1, largest[1]))) {
-      const float before[2] = {row_max[m][0], row_max[m][1]};
-      rescale(m, largest, out);
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) score[n][i] -= row_max[m][i / 2] - before[i / 2];
-    }
+    if (ballot(grows(m, 0, largest[0]) || grows(m, 1, largest[1]))) rescale(m, largest, out);
     float sum[4] = {};
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        score[n][i] = exp2_approximately(score[n][i]);
+        score[n][i] = exp2_approximately(score[n][i] - row_max[m][i / 2]);
         row_sum[m][i / 2] += score[n][i];
       }
       if (n % 2 == 0) continue;

@@ -106,6 +106,33 @@ def test_tiles_that_do_not_follow_each_other():
 
 @NEEDS_NVCC
 @pytest.mark.parametrize(
+    ("dtype", "segments"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)]
+)
+def test_one_visible_key_of_a_large_score_has_probability_one(dtype, segments):
+    """Backward computes scores again, by other instructions: the same numbers, or P would not be 1.
+
+    But for what segments add, summed in another order: float16 would show it.
+    """
+    torch.manual_seed(0)
+    rows, width = 80, 64
+    query, key, rel_key = (16 * torch.randn(1, 1, n, width, dtype=dtype) for n in (rows, rows, 2 * rows))
+    content_bias, position_bias, segment_bias = (4 * torch.randn(1, width, dtype=dtype) for _ in range(3))
+    ids = torch.arange(rows)[None].int()
+    kinds = xk.Segments(ids, ids.flip(1), 4 * torch.randn(2, 1, width, dtype=dtype), segment_bias)
+    value = torch.randn_like(query).requires_grad_()
+    grad_out = torch.randn_like(query)
+    with serving(90) as record:
+        out = xk.rel_attention(
+            query, key, value, rel_key, content_bias=content_bias, position_bias=position_bias, scale=2.0,
+            segments=kinds if segments else None, mask=torch.eye(rows).bool(), backend="cuda",
+        )  # fmt: skip
+        (grad,) = torch.autograd.grad(out, value, grad_out)
+    assert "warpgroup_forward_kernel" in record.launches[1].name
+    assert torch.equal(out, value) and torch.equal(grad, grad_out)
+
+
+@NEEDS_NVCC
+@pytest.mark.parametrize(
     ("architecture", "change", "warpgroups"),
     [
         (90, {}, True),

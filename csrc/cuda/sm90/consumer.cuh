@@ -85,12 +85,12 @@ struct Consumer {
     float score[TILES][4];
     start_scores(score, memory.labels(stage.index()).bias);
 
-    // position, content
-    add_shifted_band(score, lower, upper, shift, tile.lane.warp);
+    // content, position: in backward's order
     fence_shared_memory();
     add_product<0>(
         score, [&](int k) { return q[k]; },
         [&](int k) { return memory.keys(stage.index()).columns_from(k * DEPTH<T>); });
+    add_shifted_band(score, lower, upper, shift, tile.lane.warp);
 
     Fragment weights[TILES / 2];
     weigh(score, info, weights);
@@ -106,38 +106,28 @@ struct Consumer {
   DEVICE void weigh(float (&score)[TILES][4], const TileInfo& info, Fragment (&weights)[TILES / 2]) {
     const RelAttention& p = call.p;
     const KeyLabels keys = memory.labels(stage.index());
-    add_segments_less_max(score, keys.segment);
+    add_segment_term(score, keys.segment);
     if (info.visibility == Visibility::by_rank && p.rank_mask.query_floor == nullptr)
       hide_by_rank(score, keys.rank);
     else if (info.visibility != Visibility::all)
       hide_pair_by_pair(score, info.first_key, keys.rank);
-    softmax.template step_less_max<T>(0, score, out[0], weights);
+    softmax.template step<T>(0, score, out[0], weights);
   }
 
-  // Scales the scores, adds the segment term, takes row_max away: one multiply-add where all keys are of one segment.
-  DEVICE void add_segments_less_max(float (&score)[TILES][4], const int32_t* key_segment) {
+  // Scales the scores, adds the segment term: one multiply-add where all keys are of one segment.
+  DEVICE void add_segment_term(float (&score)[TILES][4], const int32_t* key_segment) {
     const int32_t segment = key_segment[0], lane = tile.lane.id;
     const bool is_other = key_segment[lane] != segment || key_segment[lane + WARP] != segment;
-    float same[2], other[2];
-    for (int r = 0; r < 2; ++r) {
-      same[r] = -softmax.row_max[0][r];
-      other[r] = different[r] + same[r];
-    }
     if (ballot(is_other)) {
-#pragma unroll
-      for (int n = 0; n < TILES; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          score[n][i] =
-              score[n][i] * scale + (is_different(key_segment, labels, n, i, tile.lane.t) ? other[i / 2] : same[i / 2]);
+      add_segments(score, scale, key_segment, labels, different, tile.lane.t);
       return;
     }
-    for (int r = 0; r < 2; ++r)
-      if (labels[r].segment != segment) same[r] = other[r];
+    float added[2];
+    for (int r = 0; r < 2; ++r) added[r] = labels[r].segment != segment ? different[r] : 0.f;
 #pragma unroll
     for (int n = 0; n < TILES; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) score[n][i] = score[n][i] * scale + same[i / 2];
+      for (int i = 0; i < 4; ++i) score[n][i] = score[n][i] * scale + added[i / 2];
   }
 
   DEVICE void hide_by_rank(float (&score)[TILES][4], const int32_t* key_rank) {

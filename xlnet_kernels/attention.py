@@ -203,7 +203,7 @@ class TwoStreamAttention(nn.Module):
 
     def project(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, each (B, H, L, D), of hidden states (B, L, d_model)."""
-        h = self._before(h)
+        h = alike(self._before(h), self.k)  # once: its gradient is then summed over processes once
         return self._heads(h, self.k), self._heads(h, self.v)
 
     def project_positions(self, rel_pos: Tensor) -> Tensor:

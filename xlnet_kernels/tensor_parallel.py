@@ -1,7 +1,8 @@
 """Tensor parallelism: each process has some heads of the attention and some columns of the feed-forward layers.
 
-A layer then costs each of W processes a W-th of its parameters and products, and two sums over the processes in each
-direction: of attention and of feed-forward (Shoeybi et al., Megatron-LM, 2019, section 3).
+A layer then costs each of W processes a W-th of its parameters and products, and sums over the processes: of attention
+and of feed-forward (Shoeybi et al., Megatron-LM, 2019, section 3), three in backward, since queries are of other rows
+than keys and values.
 """
 
 from __future__ import annotations

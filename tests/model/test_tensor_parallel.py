@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import xlnet_kernels as xk
 from tests import ROOT
@@ -214,6 +215,30 @@ def drop_among_many_heads(mesh: DeviceMesh) -> None:
         xk.rel_attention(sharded, x, x, r, dropout_p=0.1)
 
 
+class Sums(TorchDispatchMode):
+    """Counts the sums over processes."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        self.count += "all_reduce" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def count_sums(mesh: DeviceMesh) -> None:
+    """Forward one; backward one of rows, one of what keys and values are of, and one of memory where it is normed."""
+    for kind, sums in (("post", 2), ("pre", 3)):
+        model, inputs = make(kind), inputs_of(kind)
+        parallelize_module(model, mesh, xk.tensor_parallel_plan(model))
+        with Sums() as forward:
+            found = model(**inputs)
+        with Sums() as backward:
+            sum(x.sum() for x in found).backward()
+        assert (forward.count, backward.count) == (1, sums)
+
+
 def compare(size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     dense = torch.rand(2, 1, 5, 8, generator=torch.Generator().manual_seed(2)) < 0.6
@@ -225,6 +250,7 @@ def compare(size: int) -> None:
         compare_model(mesh, kind)
     compare_masks(mesh)
     drop_among_many_heads(mesh)
+    count_sums(mesh)
     refuse(mesh)
 
 

@@ -87,6 +87,7 @@ void check_inputs(const Inputs& in) {
   check("segment_embed", in.segment_embed, {2, H, D}, dtype);
   check_pair("query_ids and key_ids", in.query_ids, in.key_ids);
   check_pair("query_ids and segment_embed", in.query_ids, in.segment_embed);
+  TORCH_CHECK_VALUE(!in.segment_bias || in.segment_embed, "segment_bias must come with segment_embed");
   check_pair("query_rank and key_rank", in.query_rank, in.key_rank);
   const auto check_integers = [&](const char* name, const OptionalTensor& t, int64_t count) {
     if (t) check(name, t, {B, count}, at::isIntegralType(t->scalar_type(), false) ? t->scalar_type() : at::kInt);

@@ -61,6 +61,26 @@ def test_opcheck(problem, backward, backend):
     torch.library.opcheck(function, arguments, test_utils=tests)
 
 
+@pytest.mark.parametrize("backend", [name for name in READY if name != "reference"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    ("missing", "text"),
+    [
+        (("segment_embed", "query_ids", "key_ids"), "segment_bias must come with segment_embed"),
+        (("segment_embed",), "query_ids and segment_embed must come together"),
+        (("key_ids",), "query_ids and key_ids must come together"),
+    ],
+    ids=["bias-alone", "no-embed", "no-key-ids"],
+)
+def test_operators_refuse_parts_of_segments(missing, text, backward, backend):
+    """Kernels ask for one of them only, and would read the others from nowhere, or sums that no one has made."""
+    function, arguments = recorded(make(1, 2), backward, backend)
+    names = [argument.name for argument in function._schema.arguments]
+    arguments = [None if name in missing else given for name, given in zip(names, arguments, strict=True)]
+    with pytest.raises(ValueError, match=text):
+        function(*arguments)
+
+
 @pytest.mark.skipif("cpu" not in COMPILED, reason="the compiled extension is not there")
 def test_output_is_laid_out_for_the_projection_that_follows():
     problem = make(2, 3, 5)

@@ -177,7 +177,12 @@ class Call:
 
     def _segments(self) -> args.Segments:
         t = self.tensors
-        if t["key_ids"] is None:
+        for name in ("key_ids", "segment_embed"):
+            if (t["query_ids"] is None) != (t[name] is None):
+                raise ValueError(f"query_ids and {name} must come together")
+        if t["segment_embed"] is None:
+            if t["segment_bias"] is not None:
+                raise ValueError("segment_bias must come with segment_embed")
             return args.Segments()
         key_ids, least, largest = self._padded_keys(t["key_ids"], 0)
         query_ids = t["query_ids"].int().contiguous()

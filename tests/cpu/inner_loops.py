@@ -52,9 +52,13 @@ def disassemble(file: Path, objdump: str = "objdump") -> str:
 
 def inner_loops(file: Path, objdump: str = "objdump") -> Iterator[Loop]:
     """The innermost loops of an object or a program, in the order of its code."""
-    for function in re.split(r"\n(?=[0-9a-f]+ <)", disassemble(file, objdump)):
-        if name := re.match(r"[0-9a-f]+ <(.*)>:\n", function):
-            yield from _of_function(_short(name[1]), function)
+    functions = re.split(r"\n(?=[0-9a-f]+ <)", disassemble(file, objdump))
+    named = [(name[1], text) for text in functions if (name := re.match(r"[0-9a-f]+ <(.*)>:\n", text))]
+    originals = {_short(name) for name, _ in named if ".constprop" not in name}
+    for name, text in named:
+        # Copies beside an original are of few rows, whose depth GCC knows: it unrolls what is a loop elsewhere.
+        if ".constprop" not in name or _short(name) not in originals:
+            yield from _of_function(_short(name), text)
 
 
 def matrix_products(file: Path, objdump: str = "objdump") -> list[Loop]:

@@ -16,8 +16,9 @@ DEVICE Philox load_philox(const Dropout& dropout, int b, int head) {
   if (dropout.threshold == 0) return {{0, 0}, 0, 0, 0};
   const uint64_t seed = dropout.state[0], offset = dropout.state[1];
   const uint32_t shard = offset >> 32, first_head = shard & 0xFFFFF, other_heads = shard >> 20;
-  return {
-      {uint32_t(seed), uint32_t(seed >> 32)}, head + b * other_heads + first_head, uint32_t(offset), dropout.threshold};
+  // Sequences beyond 2^20 have no shards. Cut to what there is room for, or ptxas spills 500 bytes more in forward.
+  const uint32_t number = head + (b & 0xFFFFF) * other_heads + first_head;
+  return {{uint32_t(seed), uint32_t(seed >> 32)}, number, uint32_t(offset), dropout.threshold};
 }
 
 DEVICE void philox_rounds(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) {

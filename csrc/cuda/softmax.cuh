@@ -28,12 +28,7 @@ struct OnlineSoftmax {
   // Turns scores into exponentials, and scales sum and output again where a row's maximum grows.
   template <typename T, int N, int COLUMNS>
   DEVICE void step(int m, float (&score)[N][4], float (&out)[COLUMNS][4]) {
-    float largest[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) largest[i / 2] = fmaxf(largest[i / 2], score[n][i]);
-    if (ballot(grows(m, 0, largest[0]) || grows(m, 1, largest[1]))) rescale(m, largest, out);
+    raise_maximum(m, score, out);
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -52,12 +47,7 @@ struct OnlineSoftmax {
   // The same for 16-bit numbers; the exponentials as fragments too, rounded.
   template <typename T, int N, int COLUMNS>
   DEVICE void step(int m, float (&score)[N][4], float (&out)[COLUMNS][4], Fragment (&weights)[N / 2]) {
-    float largest[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) largest[i / 2] = fmaxf(largest[i / 2], score[n][i]);
-    if (ballot(grows(m, 0, largest[0]) || grows(m, 1, largest[1]))) rescale(m, largest, out);
+    raise_maximum(m, score, out);
     float sum[4] = {};
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -77,6 +67,16 @@ struct OnlineSoftmax {
   template <typename T>
   DEVICE float sum_of_weights(int m, int r, float sum) const {
     return sizeof(T) == 2 ? rounded_sum[m][r] : sum;
+  }
+
+  template <int N, int COLUMNS>
+  DEVICE void raise_maximum(int m, const float (&score)[N][4], float (&out)[COLUMNS][4]) {
+    float largest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) largest[i / 2] = fmaxf(largest[i / 2], score[n][i]);
+    if (ballot(grows(m, 0, largest[0]) || grows(m, 1, largest[1]))) rescale(m, largest, out);
   }
 
   template <int COLUMNS>

@@ -1,8 +1,8 @@
 """`linear`: torch's linear by whichever of torch's two libraries of matrix products is faster on this processor.
 
 torch sends float32 products on the CPU to MKL. On AMD's processors oneDNN, which is in the same wheel, is faster for
-many shapes (docs/linear.md). The choice depends on the processor's maker alone, so that two runs of a program round
-alike; XLNET_KERNELS_LINEAR=onednn or mkl insists on one.
+many shapes (docs/linear.md). The choice depends on the processor and the number of rows alone, so that two runs of a
+program round alike; XLNET_KERNELS_LINEAR=onednn or mkl insists on one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,16 @@ from ._torch import constant_for_compilers, has_onednn_linear, is_batch_of_gradi
 from .functional import autocasts
 
 _SMALLEST = 2**21  # multiplications; below, what a call costs beside the product is more than what the product gains
+
+_FEW = "onednn for few rows"  # and gradients by MKL, whose rows are weights or features
+_FEW_ROWS = 192
+
+# What was faster where (docs/linear.md): the processor, whose product, and what is said of it.
+_FASTER = {
+    "AMD with AVX-512": ("onednn", "MKL is slower on AMD processors with AVX-512"),
+    "AMD": (_FEW, f"on AMD processors without AVX-512 MKL is as fast beyond {_FEW_ROWS} rows, and for gradients"),
+    "other": ("mkl", "oneDNN is faster on AMD only"),
+}
 
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # since torch 2.7
 
@@ -61,7 +71,9 @@ class Linear(nn.Linear):
 
 @constant_for_compilers
 def library() -> str:
-    """Which library serves float32 products on the CPU: "onednn" or "mkl", where mkl means whatever torch takes.
+    """Which library serves float32 products on the CPU: "onednn", "mkl", or "onednn for few rows" and mkl for the rest.
+
+    mkl means whatever torch takes.
 
     Raises:
         ValueError: XLNET_KERNELS_LINEAR names neither, or oneDNN where torch has none.
@@ -83,16 +95,21 @@ def choice() -> tuple[str, str]:
         return "mkl", "this torch has no oneDNN"
     if not torch.backends.mkl.is_available():
         return "mkl", "this torch has no MKL, and its own choice is taken"
-    if _is_amd():
-        return "onednn", "MKL is slower on AMD processors"
-    return "mkl", "oneDNN is faster on AMD only"
+    return _FASTER[_processor(_cpuinfo())]
 
 
-def _is_amd() -> bool:
+def _cpuinfo() -> str:
     try:
-        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+        return Path("/proc/cpuinfo").read_text()
     except OSError:
-        return False
+        return ""
+
+
+def _processor(cpuinfo: str) -> str:
+    """A name of `_FASTER`."""
+    if "AuthenticAMD" not in cpuinfo:
+        return "other"
+    return "AMD with AVX-512" if "avx512f" in cpuinfo.split() else "AMD"
 
 
 def _serves(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -108,11 +125,19 @@ def _serves(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return True
     if not all(type(tensor) in (Tensor, nn.Parameter) for tensor in (input, weight)):
         return False
-    return input.numel() * weight.shape[0] >= _SMALLEST
+    return input.numel() * weight.shape[0] >= _SMALLEST and not _is_mkls(input)
+
+
+def _is_mkls(input: Tensor) -> bool:
+    """Whether the input has too many rows for oneDNN."""
+    return library() == _FEW and input.numel() > _FEW_ROWS * input.shape[-1]
 
 
 @torch.library.impl(_NAME, "CPU")
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if _is_mkls(input):  # compiled graphs ask here, where sizes are numbers
+        rows = F.linear(input.reshape(-1, input.shape[-1]), weight, bias)
+        return rows.view(*input.shape[:-1], weight.shape[0])
     return onednn_linear(input, weight, bias)
 
 
@@ -129,7 +154,7 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grad: Tensor):
     input, weight = ctx.saved_tensors
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-    product = F.linear if is_batch_of_gradients(grad) else linear
+    product = F.linear if is_batch_of_gradients(grad) or library() == _FEW else linear
     rows = grad.reshape(-1, grad.shape[-1])
     grad_input = product(grad, weight.mT) if needs_input else None
     grad_weight = product(rows.mT, input.reshape(-1, input.shape[-1]).mT) if needs_weight else None

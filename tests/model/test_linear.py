@@ -39,6 +39,12 @@ def onednn(monkeypatch):
     monkeypatch.setattr(module, "choice", lambda: ("onednn", "for a test"))
 
 
+@pytest.fixture
+def few(monkeypatch):
+    """As an AMD processor without AVX-512 has it."""
+    monkeypatch.setattr(module, "choice", lambda: module._FASTER["AMD"])
+
+
 def operands(batch, rows, inside, outside, dtype=torch.float32):
     x, weight, bias = torch.randn(batch, rows, inside), torch.randn(outside, inside), torch.randn(outside)
     return [tensor.to(dtype).requires_grad_() for tensor in (x, weight, bias)]
@@ -82,6 +88,11 @@ def test_the_operator_is_well_registered():
     torch.library.opcheck(OPERATOR, tuple(operands(2, 3, 8, 5)))
 
 
+def test_so_is_the_one_for_few_rows(few):
+    x, weight, bias = operands(97, 2, 8, 5)
+    torch.library.opcheck(OPERATOR, (x.transpose(0, 1), weight, bias))
+
+
 def test_second_derivatives(onednn):
     x, weight, bias = operands(*LARGE)
 
@@ -113,6 +124,40 @@ def test_what_is_left_to_torch(onednn):
     assert not fused(torch.func.grad(lambda x: linear(x, weight, bias).sum()), x)
     empty = linear(x[:0], weight, bias)
     assert empty.shape == (0, LARGE[1], LARGE[3])
+
+
+def products(function, *args) -> list[str]:
+    """The libraries of the products in `function`, in their order."""
+    names = {"mkldnn::_linear_pointwise": "onednn", "aten::addmm": "mkl", "aten::mm": "mkl"}
+    with torch.profiler.profile() as profile:
+        function(*args)
+    return [names[event.name] for event in profile.events() if event.name in names]
+
+
+def test_few_rows_go_by_onednn_and_gradients_by_mkl(few):
+    x, weight, bias = operands(1, 193, 512, 64)
+    assert products(linear, x[:, :192], weight, bias) == ["onednn"]
+    assert products(linear, x, weight, bias) == ["mkl"]
+    out = linear(x[:, :192], weight, bias)
+    assert products(out.sum().backward) == ["mkl", "mkl"]
+    assert x.grad is not None and weight.grad is not None and bias.grad is not None
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_compiled_for_any_number_of_rows(few, with_bias):
+    """One graph serves all, and looks at the rows when it runs."""
+    weight, bias = torch.randn(96, 64), torch.randn(96) if with_bias else None
+    torch._dynamo.reset()
+    compiled = torch.compile(linear, dynamic=True, fullgraph=True, backend="aot_eager")
+    for rows in (90, 96, 97, 200):
+        x = torch.randn(2, rows, 64, requires_grad=True)
+        with torch._dynamo.config.patch(error_on_recompile=rows > 90):
+            found, wanted = compiled(x, weight, bias), F.linear(x, weight, bias)
+        assert torch.allclose(found, wanted, atol=1e-4)
+        grad = torch.randn_like(wanted)
+        (own,), (theirs,) = torch.autograd.grad(found, x, grad), torch.autograd.grad(wanted, x, grad)
+        assert torch.allclose(own, theirs, atol=1e-4)
+        assert products(compiled, x, weight, bias) == ["onednn" if 2 * rows <= 192 else "mkl"]
 
 
 def test_compiled_and_exported(onednn):
@@ -150,11 +195,20 @@ def test_a_wrong_name_is_an_error():
 
 @pytest.mark.parametrize("wish", ["", "mkl", "onednn"])
 @pytest.mark.parametrize("has_onednn", [False, True])
-@pytest.mark.parametrize("amd", [False, True])
-def test_the_choice_and_its_reason_are_told(monkeypatch, wish, has_onednn, amd):
+@pytest.mark.parametrize(
+    ("cpuinfo", "faster"),
+    [
+        ("", "mkl"),
+        ("vendor_id : GenuineIntel\nflags : fpu avx2 avx512f\n", "mkl"),
+        ("vendor_id : AuthenticAMD\nflags : fpu avx2 vaes\n", "onednn for few rows"),
+        ("vendor_id : AuthenticAMD\nflags : fpu avx2 avx512f avx512dq\n", "onednn"),
+    ],
+    ids=["unknown", "Intel", "AMD without AVX-512", "AMD with AVX-512"],
+)
+def test_the_choice_and_its_reason_are_told(monkeypatch, wish, has_onednn, cpuinfo, faster):
     monkeypatch.setenv("XLNET_KERNELS_LINEAR", wish)
     monkeypatch.setattr(module, "has_onednn_linear", lambda: has_onednn)
-    monkeypatch.setattr(module, "_is_amd", lambda: amd)
+    monkeypatch.setattr(module, "_cpuinfo", lambda: cpuinfo)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     module.choice.cache_clear()
     try:
@@ -164,7 +218,8 @@ def test_the_choice_and_its_reason_are_told(monkeypatch, wish, has_onednn, amd):
                 module.library()
             assert "which this torch does not have" in said
         else:
-            assert said.split()[0] == module.library() == (wish or ("onednn" if amd and has_onednn else "mkl"))
+            assert module.library() == (wish or (faster if has_onednn else "mkl"))
+            assert said.split(" (")[0] == module.library()
             assert (wish and "XLNET_KERNELS_LINEAR" in said) or ("AMD" if has_onednn else "no oneDNN") in said
         assert said in info.render(info.collect())
     finally:

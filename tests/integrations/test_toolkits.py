@@ -144,6 +144,54 @@ def test_autocast(name, toolkits):
     assert (found - wanted).abs().max() <= 0.05 * wanted.abs().max()  # a few roundings of 2 ** -8 of each
 
 
+CHANGES = {
+    "nothing": lambda attention, weight: None,
+    "in place": lambda attention, weight: weight.mul_(2),
+    "without a trace": lambda attention, weight: weight.data.mul_(2),
+    "loaded": lambda attention, weight: attention.load_state_dict({k: 2 * v for k, v in attention.named_parameters()}),
+    "rounded": lambda attention, weight: attention.bfloat16(),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_positions_are_projected_once_at_inference(name, toolkits, monkeypatch):
+    """And again where the weight was changed since, or gradients are wanted."""
+    attention = make(name, toolkits).eval()
+    plain, part = copy.deepcopy(attention), "r_proj" if name.startswith("fairseq2") else "linear_pos"
+    projection, projected = getattr(xk.accelerate(attention), part), []
+    forward = type(projection).forward  # one of the instance's own would be heeded
+
+    def counted(self, x):
+        if self is projection:
+            projected.append(x.shape[-2])
+        return forward(self, x)
+
+    monkeypatch.setattr(type(projection), "forward", counted)
+    with torch.no_grad():
+        (every, _) = infer_both(name, attention, plain, projected)
+        assert every > 1
+        for what, change in CHANGES.items():
+            for module in (attention, plain):
+                change(module, getattr(module, part).weight)
+                module.to(CASES[name][2])
+            assert (infer_both(name, attention, plain, projected) == [1]) == (what == "nothing"), what
+            assert infer_both(name, attention, plain, projected) == [1]
+    assert infer_both(name, attention.train(), plain.train(), projected) == [every]
+    assert run(name, attention)[f"{part}.weight"].any()
+    assert "kept" in vars(attention) and "kept" not in vars(xk.restore(attention))
+
+
+def infer_both(name, attention, plain, projected) -> list[int]:
+    """Both give the same; how many rows the accelerated one has projected, call by call."""
+    projected.clear()
+    x, outs = torch.randn(2, LENGTH, WIDTH, dtype=CASES[name][2]), []
+    for module in (attention, plain):
+        torch.manual_seed(1)  # of the positions
+        outs.append(CASES[name][1](module, x, False))
+    assert_same({"out": outs[0]}, {"out": outs[1]}, CASES[name][2])
+    return list(projected)
+
+
 def test_inputs_that_no_table_fits_are_left_to_the_toolkit(small, calls):
     """Cross-attention with more queries than keys, and tables of another length: whatever happens there happens."""
     for name in ("speechbrain", "nemo", "espnet"):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import readable
+from .._kept import KeptTable
 from ..functional import rel_attention
 from ..masks import RankMask
 from ._masks import OfLast
@@ -79,6 +80,26 @@ def attend(
         backend=backend,
     )
     return out.transpose(1, 2).flatten(2)
+
+
+def split(x: Tensor, width: int) -> Tensor:
+    """(..., L, H * D) -> (..., H, L, D) with D = `width`, a view."""
+    return x.unflatten(-1, (-1, width)).transpose(-3, -2)
+
+
+def project_positions(module: Original, positions: Tensor, projection: nn.Module, width: int) -> Tensor:
+    """rel_key of positions (..., P, d_model); at inference of the call before, which had the same more often than not.
+
+    What is kept is in the module's attribute `kept`, one of those that its class has `made_here`.
+    """
+
+    def project(rows: Tensor) -> Tensor:
+        return split(projection(rows), width)
+
+    if not readable(positions):
+        return project(positions)
+    kept = vars(module).setdefault("kept", KeptTable())
+    return kept.of_module(positions, projection, project)
 
 
 def shared(positions: Tensor) -> Tensor:

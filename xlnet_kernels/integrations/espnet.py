@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._masks import visible_ranks
-from ._relative import Original, attend, check_forward, shared
+from ._relative import Original, attend, check_forward, project_positions, shared
 
 _ARGUMENTS = ("query", "key", "value", "pos_emb", "mask")
 
@@ -27,7 +27,7 @@ class RelPositionMultiHeadedAttention(Original):
     """Positions (1 or B, 2 K - 1, n_feat)."""
 
     backend: str | None = None
-    made_here = ("backend", "_last_call")
+    made_here = ("backend", "kept", "_last_call")
 
     def check_accelerable(self) -> None:
         check_forward(self, "RelPositionMultiHeadedAttention", *_ARGUMENTS)
@@ -36,11 +36,8 @@ class RelPositionMultiHeadedAttention(Original):
         """(H or B, P, D), row 0 for distance K - 1; None where the positions have another size."""
         if pos_emb.shape[1] != 2 * keys - 1:
             return None
-        rel_key = self._project(pos_emb)
+        rel_key = project_positions(self, shared(pos_emb), self.linear_pos, self.d_k)
         return F.pad(rel_key[..., :keys, :], (0, 0, 0, keys - 1)) if self.zero_triu else rel_key
-
-    def _project(self, pos_emb: Tensor) -> Tensor:
-        return self.linear_pos(shared(pos_emb)).unflatten(-1, (self.h, self.d_k)).transpose(-3, -2)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, pos_emb: Tensor, mask: Tensor | None) -> Tensor:
         keys = key.shape[1]
@@ -104,7 +101,10 @@ class LegacyRelPositionMultiHeadedAttention(RelPositionMultiHeadedAttention):
             )
 
     def _table(self, pos_emb: Tensor, keys: int) -> Tensor | None:
-        return F.pad(self._project(pos_emb), (0, 0, 0, keys - 1)) if pos_emb.shape[1] == keys else None
+        if pos_emb.shape[1] != keys:
+            return None
+        rel_key = project_positions(self, shared(pos_emb), self.linear_pos, self.d_k)
+        return F.pad(rel_key, (0, 0, 0, keys - 1))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, pos_emb: Tensor, mask: Tensor | None) -> Tensor:
         if query.shape[1] != key.shape[1]:  # its shift is another one there

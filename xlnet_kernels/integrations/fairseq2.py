@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ..masks import RankMask
 from ._masks import EVERYTHING, LayerMask, layer_mask
-from ._relative import Original, attend, check_forward
+from ._relative import Original, attend, check_forward, project_positions
 
 
 class RelativePositionSDPA(Original):
     backend: str | None = None
-    made_here = ("backend",)
+    made_here = ("backend", "kept")
 
     def check_accelerable(self) -> None:
         check_forward(
@@ -37,7 +37,7 @@ class RelativePositionSDPA(Original):
         if mask is None:
             return super().forward(q, q_layout, k, k_layout, v, bias_cache, **options)
         query, key, value = (x.transpose(1, 2) for x in (q, k, v))
-        rel_key = self.r_proj(self.pos_encoding(key)).unflatten(-1, (self.num_heads, -1)).transpose(0, 1)
+        rel_key = project_positions(self, self.pos_encoding(key), self.r_proj, q.shape[-1])
         out = attend(query, key, value, rel_key, self.u_bias, self.v_bias, mask.visible, backend=self.backend)
         return out.unflatten(-1, (self.num_heads, -1)), None
 

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from ..masks import HIGHEST, LOWEST, RankMask
 from ._masks import visible_ranks
-from ._relative import Original, attend, check_forward, shared
+from ._relative import Original, attend, check_forward, project_positions, shared
 
 
 class RelPositionMultiHeadAttention(Original):
     """Positions (1 or B, P, n_feat), P of at least 2 K - 1."""
 
     backend: str | None = None
-    made_here = ("backend",)
+    made_here = ("backend", "kept")
 
     def check_accelerable(self) -> None:
         check_forward(self, "RelPositionMultiHeadAttention", "query", "key", "value", "mask", "pos_emb", "cache")
@@ -57,7 +57,7 @@ class RelPositionMultiHeadAttention(Original):
         if torch.is_autocast_enabled():
             query, key, value = query.float(), key.float(), value.float()
         with self._precision():
-            rel_key = self.linear_pos(shared(pos_emb)).unflatten(-1, (self.h, self.d_k)).transpose(-3, -2)
+            rel_key = project_positions(self, shared(pos_emb), self.linear_pos, self.d_k)
             q, k, v = self.forward_qkv(query, key, value)
             out = attend(
                 q,

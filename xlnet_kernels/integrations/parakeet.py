@@ -25,10 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import readable
-from .._kept import KeptTable
 from ._masks import EVERYTHING, LayerMask, layer_mask, padding_mask
-from ._relative import Original, attend, shared
+from ._relative import Original, attend, project_positions, shared, split
 
 
 class _RelativeAttention(Original):
@@ -49,8 +47,10 @@ class _RelativeAttention(Original):
 
     def _heads(self, x: Tensor, part: int) -> Tensor:
         """(..., L, d_model) -> (..., H, L, D) by that projection."""
-        width = self.head_dim if hasattr(self, "head_dim") else self.head_size
-        return getattr(self, self.projections[part])(x).unflatten(-1, (-1, width)).transpose(-3, -2)
+        return split(getattr(self, self.projections[part])(x), self._width())
+
+    def _width(self) -> int:
+        return self.head_dim if hasattr(self, "head_dim") else self.head_size
 
     def _attend(
         self, hidden_states: Tensor, positions: Tensor | None, mask: LayerMask, dropout_p: float, cache: Any = None
@@ -64,7 +64,8 @@ class _RelativeAttention(Original):
             rel_key = self._table(keys).to(query.dtype).expand(count, -1, -1)
         else:
             assert positions is not None, "such a model always passes its position embeddings"
-            rel_key = self._rel_key(shared(positions))
+            projection = getattr(self, self.projections[4])
+            rel_key = project_positions(self, shared(positions), projection, self._width())
             if rel_key.shape[-2] != 2 * keys - 1:  # which the operator would take for a window
                 raise ValueError(
                     f"position embeddings of {keys} keys must have {2 * keys - 1} rows, got {rel_key.shape[-2]}"
@@ -82,13 +83,6 @@ class _RelativeAttention(Original):
         )
         out = self._fill_blind(out, mask, query, key, value, content_bias)
         return getattr(self, self.projections[3])(out), None
-
-    def _rel_key(self, positions: Tensor) -> Tensor:
-        """The projected positions; at inference from the call before, which had the same more often than not."""
-        if not readable(positions):
-            return self._heads(positions, 4)
-        kept = vars(self).setdefault("kept", KeptTable())
-        return kept.of_module(positions, getattr(self, self.projections[4]), lambda rows: self._heads(rows, 4))
 
     def _table(self, keys: int) -> Tensor:
         """Row p of the learned table is for distance keys - 1 - p, (P, D)."""

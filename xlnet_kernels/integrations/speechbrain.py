@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ..masks import HIGHEST, RankMask
 from ._masks import visible_ranks
-from ._relative import Original, attend, check_forward, shared
+from ._relative import Original, attend, check_forward, project_positions, shared
 
 
 class RelPosMHAXL(Original):
     backend: str | None = None
-    made_here = ("backend",)
+    made_here = ("backend", "kept")
 
     def check_accelerable(self) -> None:
         arguments = ("query", "key", "value", "pos_embs", "key_padding_mask", "attn_mask", "return_attn_weights")
@@ -55,7 +55,7 @@ class RelPosMHAXL(Original):
             q,
             k,
             v,
-            self.linear_pos(shared(pos_embs)).unflatten(-1, (self.num_heads, -1)).transpose(-3, -2),
+            project_positions(self, shared(pos_embs), self.linear_pos, self.head_dim),
             self.pos_bias_u.view(self.num_heads, self.head_dim),
             self.pos_bias_v.view(self.num_heads, self.head_dim),
             mask,

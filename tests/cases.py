@@ -74,8 +74,17 @@ class Problem:
         options = {name: value.to(device) if hasattr(value, "to") else value for name, value in options.items()}
         return xk.rel_attention(**leaves, memory=memory, segments=segments, backend=backend, **options)
 
-    def results(self, backend: str, needs: tuple[str, ...] | None = None, with_lse: bool = True) -> dict[str, Tensor]:
-        """out, lse and, under "grad <name>", the gradient of every leaf (or of those in `needs`)."""
+    def results(
+        self,
+        backend: str,
+        needs: tuple[str, ...] | None = None,
+        with_lse: bool = True,
+        grad_dtype: torch.dtype | None = None,
+    ) -> dict[str, Tensor]:
+        """out, lse and, under "grad <name>", the gradient of every leaf (or of those in `needs`).
+
+        grad_dtype: what the gradient of `out` is rounded to, as it always is to the dtype of `out`.
+        """
         needs = tuple(self.leaves) if needs is None else needs
         leaves = {n: leaf.detach().requires_grad_(n in needs) for n, leaf in self.leaves.items()}
         problem = replace(self, leaves=leaves)
@@ -84,6 +93,7 @@ class Problem:
         if needs:
             outputs = (out, lse) if with_lse else (out,)
             grads = [_normal(output.shape, seed).to(output.dtype) for seed, output in enumerate(outputs)]
+            grads[0] = grads[0].to(grad_dtype or out.dtype).to(out.dtype)
             outputs, grads = zip(*((o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad), strict=True)
             gradients = torch.autograd.grad(outputs, [leaves[n] for n in needs], grads, allow_unused=True)
             found |= {f"grad {n}": g for n, g in zip(needs, gradients, strict=True) if g is not None}

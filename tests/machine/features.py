@@ -8,9 +8,9 @@ from itertools import combinations, product
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.cases import MASKS, Problem, assert_right, make
+from tests.cases import MASKS, Problem, make
+from tests.machine import rounding
 
 CHOICES = {
     "architecture": (80, 90),
@@ -105,10 +105,7 @@ class Features:
         torch.backends.cuda.matmul.allow_tf32 = self.tf32
         try:
             with mock.patch("xlnet_kernels.dropout.new_state", lambda device: state.to(device)):
-                if self.tf32 and self.dtype == torch.float32:
-                    assert_right_in_tf32(problem, backend, with_lse=self.grad_lse)
-                else:
-                    assert_right(problem, backend, with_lse=self.grad_lse)
+                rounding.assert_right(problem, backend, with_lse=self.grad_lse, tf32=self.tf32)
         finally:
             torch.backends.cuda.matmul.allow_tf32 = allow
 
@@ -118,38 +115,6 @@ def _as_projected(x: torch.Tensor) -> torch.Tensor:
     store = torch.full((batch, length, heads, 2, width), torch.nan, dtype=x.dtype)
     store[:, :, :, 0] = x.transpose(1, 2)
     return store[:, :, :, 0].transpose(1, 2)
-
-
-class TensorCoresTF32(TorchDispatchMode):
-    """Within it float32 products on the CPU are of operands without their last 13 bits, which tensor cores do not read.
-
-    That cuts towards zero: errors of long sums do not cancel as those of rounded operands do.
-    """
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        operands = PRODUCTS.get(function, 0)
-        given = arguments[: len(arguments) - operands]
-        cut = (x.view(torch.int32).bitwise_and(-(1 << 13)).view(torch.float32) for x in arguments[len(given) :])
-        return function(*given, *cut, **(options or {}))
-
-
-# How many of the last arguments are factors.
-PRODUCTS = {torch.ops.aten.mm.default: 2, torch.ops.aten.bmm.default: 2}
-
-
-def assert_right_in_tf32(problem: Problem, backend: str, with_lse: bool) -> None:
-    """What the reference misses with such products is allowed, three times, and 2^-9 of the largest number of all."""
-    exact = problem.to(torch.float64).results("reference", with_lse=with_lse)
-    with TensorCoresTF32():
-        baseline = problem.results("reference", with_lse=with_lse)
-    size = max(value[value.isfinite()].abs().max().item() for name, value in exact.items() if name != "lse")
-    for name, found in problem.results(backend, with_lse=with_lse).items():
-        finite = exact[name].isfinite()
-        assert torch.equal(found.isfinite(), finite), name
-        if finite.any():
-            error = (found.double() - exact[name])[finite].abs().max().item()
-            usual = (baseline[name].double() - exact[name])[finite].abs().max().item()
-            assert error <= 3 * usual + 2e-3 * size, f"{name}: error {error:.3g}, the reference's is {usual:.3g}"
 
 
 def pairwise(seed: int = 0) -> list[Features]:

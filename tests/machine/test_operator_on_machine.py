@@ -18,7 +18,7 @@ if triton.knobs.runtime.interpret:
 import xlnet_kernels as xk  # noqa: E402
 from tests.cases import assert_right, make  # noqa: E402
 from tests.machine import cuda_driver  # noqa: E402
-from tests.machine.features import Features, TensorCoresTF32, pairwise  # noqa: E402
+from tests.machine.features import Features, pairwise  # noqa: E402
 from tests.machine.machine import Fault  # noqa: E402
 from tests.machine.package import serving  # noqa: E402
 
@@ -163,17 +163,6 @@ def test_a_kernel_that_is_refused_leaves_the_next_launch_alone(monkeypatch):
             with pytest.raises(RuntimeError, match="forward.*invalid argument"):
                 problem.results("cuda")
         BASE.check("cuda", problem)
-
-
-def test_what_tf32_leaves_out():
-    """The baseline that TF32 is held to: products, backward's too, do not see the last 13 bits of their operands."""
-    x, y = (torch.randn(5, 5, requires_grad=True) for _ in range(2))
-    cut, other = ((z.detach().view(torch.int32) >> 13 << 13).view(torch.float32).requires_grad_() for z in (x, y))
-    with TensorCoresTF32():
-        found = x @ y, *torch.autograd.grad((x @ y).sum(), (x, y))
-    exact = cut @ other, *torch.autograd.grad((cut @ other).sum(), (cut, other))
-    assert all(map(torch.equal, found, exact))
-    assert not torch.equal(found[0], x @ y)
 
 
 def is_of_an_old_triton(error: Exception, features: Features) -> bool:

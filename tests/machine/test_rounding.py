@@ -1,0 +1,59 @@
+"""The rule for random problems: what rounding does is allowed, what is wrong is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cases import COMPILED, make
+from tests.machine import rounding
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.skipif("cpu" not in COMPILED, reason="the CPU kernels are not compiled")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_rounding_does_is_allowed(dtype, seed):
+    problem = make(2, 2, 60, mem=20, width=32, mask="ranks", positions=True, dtype=dtype, seed=seed)
+    rounding.assert_right(problem, "cpu", with_lse=True)
+
+
+@pytest.mark.skipif("cpu" not in COMPILED, reason="the CPU kernels are not compiled")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_that_cancel(dtype):
+    """Rows that see one key: P is 1, dS is exactly 0, and its sums are nothing but rounding."""
+    problem = make(2, 2, 40, width=64, dtype=dtype).with_options(mask=torch.eye(40).bool())
+    exact, allowed = rounding.allowances(problem, with_lse=False, tf32=False)
+    for name in ("query", "key", "segment_bias", "content_bias"):
+        assert exact[f"grad {name}"].abs().max() < 1e-14 < 1e-8 < allowed[f"grad {name}"].max()
+    rounding.assert_right(problem, "cpu", with_lse=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tf32", [False, True])
+def test_what_is_wrong_is_not(dtype, tf32):
+    """One pair of 3,200 too many is seen, in the results of its row and its key and in nothing else."""
+    tf32 = tf32 and dtype == torch.float32
+    problem = make(1, 2, 40, width=32, segments=False, biases=False, dtype=dtype)
+    visible = torch.ones(1, 2, 40, 40, dtype=torch.bool).tril()
+    more = visible.clone()
+    more[0, 0, 20, 21] = True
+    exact, allowed = rounding.allowances(problem.with_options(mask=visible), with_lse=True, tf32=tf32)
+    wrong = problem.with_options(mask=more).to(torch.float64).results("reference", grad_dtype=dtype)
+    off = {name: (wrong[name] - value).abs() > allowed[name] for name, value in exact.items()}
+    for name in ("out", "lse", "grad query"):
+        assert off[name][0, 0, 20].any() and off[name].sum() == off[name][0, 0, 20].sum(), name
+    for name in ("grad key", "grad value"):
+        assert off[name][0, 0, 21].any() and not off[name][0, 1].any(), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_gradient_is_held_to_a_bound(dtype):
+    """None passes that is too large by this share of itself."""
+    problem = make(2, 2, 60, mem=20, width=32, mask="causal", dtype=dtype)
+    exact, allowed = rounding.allowances(problem, with_lse=True, tf32=False)
+    share = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
+    for name, value in exact.items():
+        finite = value.isfinite()
+        assert (share * value.abs() > allowed[name])[finite].any(), name

@@ -168,20 +168,35 @@ class Deviations:
         shape = *of_pairs.shape[:3], self.rel_key.shape[-2]
         return torch.zeros(shape, dtype=of_pairs.dtype).scatter_add(-1, self.row, of_pairs)
 
-    def scores(self) -> Tensor:
-        """The variance of P, relative, before it is normalised; that is (B, H, L, M + K)."""
-
-        def of(rows: Biased, factor: Tensor) -> Tensor:
-            return self.product(rows.parts, factor, rows.rows @ factor, rows.rounding + self.how.given**2, self.width)
-
-        found = of(self.content, self.key.mT) + of(self.position, self.rel_key.mT).gather(-1, self.row)
+    def scores(self) -> tuple[Tensor, Tensor]:
+        """The variance of P before it is normalised, relative, (B, H, L, M + K), and that of the log-sum-exp."""
+        terms = [(self.content, self.key, self.P), (self.position, self.rel_key, self.by_row(self.P))]
+        pairs = [self.of_products(rows, factor) for rows, factor, _ in terms]
+        found = pairs[0] + pairs[1].gather(-1, self.row)
         if self.segments is not None:
-            same, other = of(self.segment, self.embed.permute(1, 2, 0)).unbind(-1)
-            found = found + same[..., None] + other[..., None] * self.different
+            embed, other = self.embed.transpose(0, 1), (self.P * self.different).sum(-1)
+            terms.append((self.segment, embed, torch.stack([self.P.sum(-1) - other, other], -1)))
+            of_same, of_other = self.of_products(self.segment, embed).unbind(-1)
+            found = found + of_same[..., None] + of_other[..., None] * self.different
         lse = self.lse.nan_to_num(neginf=0)[..., None]
         score = torch.where(self.P > 0, self.P.clamp_min(1e-300).log() + lse, 0.0)
         # float32 has the score and the largest one, and exp2 is good to two units in the last place
-        return found * self.scale**2 + STEP**2 * (2 + 2 * score.square() + lse.square())
+        of_float = STEP**2 * (2 + 2 * score.square() + lse.square())
+        of_lse = sum(self.of_weighted_products(*term) for term in terms) * self.scale**2
+        return found * self.scale**2 + of_float, of_lse + (self.P.square() * of_float).sum(-1, keepdim=True)
+
+    def of_products(self, rows: Biased, factor: Tensor) -> Tensor:
+        """The variance of rows @ factor.mT."""
+        rounding = rows.rounding + self.how.given**2
+        return self.product(rows.parts, factor.mT, rows.rows @ factor.mT, rounding, self.width)
+
+    def of_weighted_products(self, rows: Biased, factor: Tensor, weights: Tensor) -> Tensor:
+        """The variance of a row's sum of weights * (rows @ factor.mT): what a row is rounded by, all have in common."""
+        own, total = weights.square() @ factor.square(), weights @ factor
+        steps = self.width * STEP**2
+        found = rows.parts * ((self.how.given**2 + steps) * own + rows.rounding * total.square())
+        shrunk = (rows.rows * total).sum(-1, keepdim=True).square()
+        return found.sum(-1, keepdim=True) + (self.how.shrinking**2 + steps) * shrunk
 
     def gradients_of_scores(self, of_score: Tensor) -> None:
         """Sets dS, the variance of each (of_dS), and that of delta, which comes on top of it."""
@@ -227,11 +242,10 @@ class Deviations:
     def all(self, exact: dict[str, Tensor]) -> dict[str, Tensor]:
         """By name."""
         how, P, Z, grad_out = self.how, self.P, self.P * self.kept, self.grad_out
-        of_score = self.scores()
-        of_row = (P.square() * of_score).sum(-1, keepdim=True)  # of the row's sum of exponentials
+        of_score, of_lse = self.scores()
         lse = self.lse.nan_to_num(neginf=0)
-        found = {"lse": (of_row[..., 0] + STEP**2 * (1 + lse.square())).sqrt()}
-        of_score = of_score + of_row
+        found = {"lse": (of_lse[..., 0] + STEP**2 * (1 + lse.square())).sqrt()}
+        of_score = of_score + of_lse
         of_out = self.product(Z.square(), self.value, exact["out"], how.computed**2 + how.given**2, self.keys)
         found["out"] = ((Z.square() * of_score) @ self.value.square() + of_out).sqrt()
         self.gradients_of_scores(of_score)

@@ -37,11 +37,11 @@ uint64_t swizzled(uint64_t at, int width) { return at ^ ((at >> 7 & (width / 16 
 
 TensorMap map_at(Warp& warp, uint64_t at, int lane) {
   TensorMap map;
-  const LaunchRequest& request = *warp.launch->request;
+  const std::vector<uint8_t>& params = warp.launch->params;
   if (at >> 56 == PARAM_WINDOW >> 56) {
     const uint64_t offset = at - PARAM_WINDOW;
-    if (offset + 128 > request.param_bytes) throw Fault{"bounds", "a tensor map beyond the parameters", lane};
-    std::memcpy(&map, request.params + offset, sizeof map);
+    if (offset + 128 > params.size()) throw Fault{"bounds", "a tensor map beyond the parameters", lane};
+    std::memcpy(&map, params.data() + offset, sizeof map);
   } else {
     std::memcpy(&map, global_range(warp, at, 128, false, lane), sizeof map);
   }

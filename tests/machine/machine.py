@@ -4,7 +4,8 @@
     counts = module.launch("kernel", (8, 1, 1), (128, 1, 1), params, shared_bytes, regions, seed=3)
 
 The machine itself is C++ without torch (the .cpp files beside this one), compiled by the host's compiler when first
-used. Addresses are real ones of this process: what the kernel may touch is what `regions` names, nothing else.
+used. Addresses are real ones of this process: what the kernel may touch is what `regions` names, nothing else, and each
+only by addresses that are computed from a pointer into it.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ class Fault(MachineError):
     Attributes: kernel; ptx_line (from 1, 0 when no instruction is at fault); source_file and source_line (of the .loc
     before it, "" and 0 without); block (x, y, z); warp and lane (-1 when it is not one's); kind; message.
 
-    kind is one of: bounds (global memory outside of the regions, or a write into one that is not writable), alignment,
-    shared (beyond what was asked for), local, uninitialized (shared memory or a register), divergence (a collective
-    that a named lane does not reach), deadlock, race, asynchronous (a copy's data touched before it was waited for),
-    in_flight (wgmma operands), proxy (shared memory read by wgmma or a bulk copy without fence.proxy.async), limit
-    (grid, threads, shared memory, registers), assertion (the kernel's own), trap,
+    kind is one of: bounds (global memory outside of the pointer's region, or a write into one that is not writable),
+    alignment, shared (beyond what was asked for), local, uninitialized (shared memory or a register), divergence (a
+    collective that a named lane does not reach), deadlock, race, asynchronous (a copy's data touched before it was
+    waited for), in_flight (wgmma operands), proxy (shared memory read by wgmma or a bulk copy without
+    fence.proxy.async), limit (grid, threads, shared memory, registers), assertion (the kernel's own), trap,
     undefined (an operand whose effect PTX leaves undefined).
     """
 

@@ -16,6 +16,12 @@ void misaligned(uint64_t address, int bytes, int lane) {
 }
 
 const Region* region_of(const Launch& launch, uint64_t address, uint64_t bytes) {
+  if (const uint64_t number = address >> REGION_BIT) {
+    if (number > launch.regions.size()) return nullptr;
+    const Region& own = launch.regions[number - 1];
+    const uint64_t offset = memory_address(address) - own.address;
+    return offset < own.bytes && bytes <= own.bytes - offset ? &own : nullptr;
+  }
   auto after = std::upper_bound(launch.regions.begin(), launch.regions.end(), address,
                                 [](uint64_t value, const Region& region) { return value < region.address; });
   if (after == launch.regions.begin()) return nullptr;
@@ -24,10 +30,15 @@ const Region* region_of(const Launch& launch, uint64_t address, uint64_t bytes) 
 }
 
 [[noreturn]] void out_of_bounds(const Launch& launch, uint64_t address, uint64_t bytes, bool writes, int lane) {
-  std::string message = (writes ? "a write of " : "a read of ") + std::to_string(bytes) + " bytes at " + hex(address);
+  std::string message = (writes ? "a write of " : "a read of ") + std::to_string(bytes) + " bytes at " +
+                        hex(memory_address(address));
   const Region* nearest = nullptr;
   int64_t least = INT64_MAX;
+  const uint64_t number = address >> REGION_BIT;
+  if (number && number <= launch.regions.size()) nearest = &launch.regions[number - 1];
+  address = memory_address(address);
   for (const Region& region : launch.regions) {
+    if (nearest && number) break;
     const int64_t before = region.address - address, behind = address - (region.address + region.bytes);
     const int64_t distance = std::max<int64_t>({before, behind, 0});
     if (distance < least) least = distance, nearest = &region;
@@ -58,7 +69,6 @@ void locate_global(Warp& warp, Access& access) {
   for (int lane = 0; lane < LANES; ++lane) {
     access.pointer[lane] = nowhere;
     if (!(warp.exec >> lane & 1)) continue;
-    access.pointer[lane] = reinterpret_cast<uint8_t*>(access.address[lane]);
     access.low = std::min(access.low, access.address[lane]);
     access.high = std::max(access.high, access.address[lane] + access.bytes);
     if (access.address[lane] % access.bytes) misaligned(access.address[lane], access.bytes, lane);
@@ -69,6 +79,14 @@ void locate_global(Warp& warp, Access& access) {
     const Region* one = region_of(launch, access.address[lane], access.bytes);
     if (!one || (access.writes && !one->writable))
       out_of_bounds(launch, access.address[lane], access.bytes, access.writes, lane);
+  }
+  access.low = ~0ull, access.high = 0;
+  for (int lane = 0; lane < LANES; ++lane) {
+    if (!(warp.exec >> lane & 1)) continue;
+    access.address[lane] = memory_address(access.address[lane]);
+    access.pointer[lane] = reinterpret_cast<uint8_t*>(access.address[lane]);
+    access.low = std::min(access.low, access.address[lane]);
+    access.high = std::max(access.high, access.address[lane] + access.bytes);
   }
   uint64_t& counted = access.atomic   ? launch.totals.atomic_sectors
                       : access.writes ? launch.totals.global_sectors_written
@@ -111,13 +129,13 @@ void locate_local(Warp& warp, Access& access) {
 }
 
 void locate_param(Warp& warp, Access& access) {
-  const LaunchRequest& request = *warp.launch->request;
+  std::vector<uint8_t>& params = warp.launch->params;
   for (int lane = 0; lane < LANES; ++lane) {
     access.pointer[lane] = nowhere;
     if (!(warp.exec >> lane & 1)) continue;
-    if (access.writes || access.address[lane] + access.bytes > request.param_bytes)
+    if (access.writes || access.address[lane] + access.bytes > params.size())
       throw Fault{"bounds", "parameter at " + hex(access.address[lane]), lane};
-    access.pointer[lane] = const_cast<uint8_t*>(request.params) + access.address[lane];
+    access.pointer[lane] = params.data() + access.address[lane];
   }
 }
 
@@ -255,6 +273,7 @@ void locate_generic(Warp& warp, Access& access) {
 uint8_t* global_range(Warp& warp, uint64_t address, uint64_t bytes, bool writes, int lane) {
   const Region* region = region_of(*warp.launch, address, bytes);
   if (!region || (writes && !region->writable)) out_of_bounds(*warp.launch, address, bytes, writes, lane);
+  address = memory_address(address);
   if (!writes) flush(warp, address, address + bytes);
   return reinterpret_cast<uint8_t*>(address);
 }

@@ -122,6 +122,13 @@ struct Region {
   const char* name;
 };
 
+// A pointer that a kernel is given has the number of the region that it points into, from 1, in its bits 48 to 55, and
+// so has every address that is computed from it: in another tensor, that is out of bounds. Other addresses, of variables
+// and of pointers that lie in memory, have 0 there and may be in any region.
+constexpr int REGION_BIT = 48;
+constexpr uint64_t MOST_REGIONS = 255;
+inline uint64_t memory_address(uint64_t address) { return address & ((1ull << REGION_BIT) - 1); }
+
 struct LaunchRequest {
   const char* entry;
   uint32_t grid[3], block[3], cluster[3];
@@ -215,6 +222,7 @@ struct Launch {
   Program* program;
   const LaunchRequest* request;
   std::vector<Region> regions;   // by address
+  std::vector<uint8_t> params;   // the request's, pointers marked with their regions
   std::vector<uint64_t> issued;  // by instruction
   Totals totals;
   Random random;

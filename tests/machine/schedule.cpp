@@ -252,6 +252,22 @@ void run_all(Launch& launch) {
   }
 }
 
+// Every word of the parameters that points into a region, a tensor map's address among them, gets its number.
+void mark_pointers(Launch& launch) {
+  launch.params.assign(launch.request->params, launch.request->params + launch.request->param_bytes);
+  for (size_t at = 0; at + 8 <= launch.params.size(); at += 8) {
+    uint64_t word;
+    std::memcpy(&word, &launch.params[at], sizeof word);
+    for (uint64_t number = 1; number <= std::min<uint64_t>(launch.regions.size(), MOST_REGIONS); ++number) {
+      const Region& region = launch.regions[number - 1];
+      if (word - region.address >= region.bytes) continue;
+      word |= number << REGION_BIT;
+      std::memcpy(&launch.params[at], &word, sizeof word);
+      break;
+    }
+  }
+}
+
 }  // namespace
 
 void launch(Launch& launch) {
@@ -275,6 +291,7 @@ void launch(Launch& launch) {
       launch.regions.push_back({variable.offset, variable.bytes, variable.space == Space::Global, name.c_str()});
   std::sort(launch.regions.begin(), launch.regions.end(),
             [](const Region& a, const Region& b) { return a.address < b.address; });
+  mark_pointers(launch);
   check_limits(launch);
   run_all(launch);
 }

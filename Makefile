@@ -7,7 +7,7 @@
 #   make test PYTHON=python3.12               another interpreter
 #
 # `make test-machine` runs the GPU kernels as their compilers left them, on the host (tests/machine), and takes hours;
-# `make test` has a sample of it.
+# `make test` has a sample of it. Run again it goes on with what has not passed, or starts anew where a source has changed.
 #
 # `make gpu-counts` counts what the GPU kernels execute, beside plain flash attention, on the same machine.
 #
@@ -36,9 +36,14 @@ test: $(VENV)/installed
 	$(VENV)/bin/mypy
 	OMP_WAIT_POLICY=PASSIVE $(RUN) -u -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# tests/machine chooses architectures itself; the operator's tests are run on either.
+MACHINE = XLNET_KERNELS_MACHINE=$(1) XLNET_KERNELS_RESUME=build/machine-$(2).txt OMP_WAIT_POLICY=PASSIVE \
+  $(RUN) -u -m pytest -p tests.machine.resume -n auto $(3) $(ARGS)
+OPERATOR := tests/operator/test_operator.py tests/operator/test_dropout.py tests/triton/test_backend.py
 test-machine: $(VENV)/installed
-	for architecture in 80 90; do XLNET_KERNELS_MACHINE=$$architecture OMP_WAIT_POLICY=PASSIVE $(RUN) -u -m pytest -n auto \
-	  tests/machine tests/operator/test_operator.py tests/operator/test_dropout.py tests/triton/test_backend.py $(ARGS) || exit 1; done
+	$(call MACHINE,80,itself,tests/machine)
+	$(call MACHINE,80,80,$(OPERATOR))
+	$(call MACHINE,90,90,$(OPERATOR))
 
 gpu-counts: $(VENV)/installed
 	$(RUN) -u tests/machine/gpu_counts.py --verbose --output $(OUT)/gpu-counts.json $(ARGS)

@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"
@@ -23,14 +24,18 @@ from tests.machine import features  # noqa: E402
 from tests.machine.machine import Fault  # noqa: E402
 from tests.machine.package import serving  # noqa: E402
 
-SAME = 40  # problems of one combination, as compiling takes longer than running
+# Problems of one combination of features: Triton compiles for each, which takes longer than running
+SAME = {"triton": 40, "cuda": 1}
 
 
-def run(backend: str, seed: int, first: int, count: int, rows: int) -> int:
-    """Problems `first` .. `first + count`; how many failed."""
-    failed, started = 0, time.time()
-    for number in range(first, first + count):
-        given = features.drawn(random.Random(f"{seed} {number // SAME}")).serves(backend)
+def run(backend: str, seed: int, numbers: Iterable[int], rows: int, words: list[str]) -> tuple[int, int]:
+    """Those of the problems whose features have all the words; how many that were, and how many failed."""
+    ran, failed, started = 0, 0, time.time()
+    for number in numbers:
+        given = features.drawn(random.Random(f"{seed} {number // SAME[backend]}")).serves(backend)
+        if not set(words) <= set(str(given).split("-")):
+            continue
+        ran += 1
         own = seed * 2**20 + number
         torch.manual_seed(own)
         try:
@@ -42,9 +47,9 @@ def run(backend: str, seed: int, first: int, count: int, rows: int) -> int:
         except Exception as error:  # what the machine or a compiler cannot do is reported, and is a failure too
             failed += 1
             print(f"problem {number} ({given}): {type(error).__name__}: {str(error)[:300]}", flush=True)
-        if (number - first + 1) % 50 == 0:
-            print(f"{number - first + 1} problems, {failed} failed, {time.time() - started:.0f} s", flush=True)
-    return failed
+        if ran % 50 == 0:
+            print(f"{ran} problems, {failed} failed, {time.time() - started:.0f} s", flush=True)
+    return ran, failed
 
 
 if __name__ == "__main__":
@@ -53,11 +58,13 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first problem, to repeat one")
     parser.add_argument("--rows", type=int, default=150, help="most rows of a problem")
+    parser.add_argument("--only", nargs="*", default=[], help="what features have to be named, as architecture90")
     parser.add_argument("--backend", choices=["triton", "cuda"], default="triton")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)
-    failed = run(options.backend, options.seed, options.first, options.count, options.rows)
-    print(f"{options.count} problems for {options.backend}, seed {options.seed}: {failed} wrong or faulty")
+    numbers = range(options.first, options.first + options.count)
+    ran, failed = run(options.backend, options.seed, numbers, options.rows, options.only)
+    print(f"{ran} problems for {options.backend}, seed {options.seed}: {failed} wrong or faulty")
     sys.exit(failed > 0)

@@ -12,6 +12,7 @@ from . import dropout
 from ._checks import check_dense_mask, check_range, check_rank, is_integer, readable
 from ._distributed import is_distributed
 from .backends import choose
+from .backends.cpu import attend_plainly
 from .masks import RankMask
 from .segments import Segments
 
@@ -104,6 +105,13 @@ def rel_attention(
     >>> rel_attention(q, k, v, torch.randn(2, 10, 8)).shape
     torch.Size([1, 2, 5, 8])
     """
+    if type(dropout_p) is float and dropout_p == 0 and (backend is None or backend == "cpu"):
+        plain = attend_plainly(
+            query, key, value, rel_key, content_bias, position_bias, segments, mask, query_positions, max_distance,
+            memory, scale, deterministic,
+        )  # fmt: skip
+        if plain is not None:
+            return plain if return_lse else plain[0]
     if segments is not None and not isinstance(segments, Segments):
         raise ValueError(f"segments must be xlnet_kernels.Segments or None, got {type(segments).__name__}")
     if memory is not None and (not isinstance(memory, (tuple, list)) or len(memory) != 2):

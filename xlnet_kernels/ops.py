@@ -117,16 +117,21 @@ def _flatten(
         query_ids, key_ids = segments.query_ids, segments.key_ids
     query_rank = key_rank = query_floor = sees_self = None
     if isinstance(mask, RankMask):
-        query_rank, key_rank, query_floor = mask.query_rank, mask.key_rank, mask.query_floor
-        sees_self = mask.sees_self
-        if isinstance(sees_self, bool):
-            sees_self = torch.ones_like(query_rank, dtype=torch.bool) if sees_self else None
+        query_rank, key_rank, query_floor, sees_self = rank_vectors(mask)
         mask = None
     return (
         query, key, value, rel_key, content_bias, position_bias, memory_key, memory_value, segment_embed, segment_bias,
         query_ids, key_ids, query_rank, key_rank, query_floor, sees_self, mask, query_positions, dropout_state,
         max_distance, dropout_p, scale, deterministic,
     )  # fmt: skip
+
+
+def rank_vectors(mask: RankMask) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """query_rank, key_rank, query_floor and sees_self as the schema has them."""
+    sees_self: bool | Tensor | None = mask.sees_self
+    if isinstance(sees_self, bool):
+        sees_self = torch.ones_like(mask.query_rank, dtype=torch.bool) if sees_self else None
+    return mask.query_rank, mask.key_rank, mask.query_floor, sees_self
 
 
 def rows_first(tensor: Tensor) -> Tensor:

@@ -1,0 +1,173 @@
+"""The short way of plain calls through C++ (csrc/plain_call.cpp): the same results, and nothing but what is plain."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+
+import xlnet_kernels as xk
+from tests.cases import COMPILED, MASKS, make
+from xlnet_kernels import _extension, functional
+from xlnet_kernels.backends import self_check
+
+pytestmark = pytest.mark.skipif("cpu" not in COMPILED, reason="the CPU kernels are not compiled")
+
+PROBLEMS = {
+    "nothing but rows": dict(biases=False, segments=False),
+    "one row for many keys": dict(batch=1, length=1, keys=30),
+    "memory, biases, segments": dict(mem=5),
+    "rel_key that ends at 0": dict(rel_rows="uni", mem=2),
+    "rel_key of each sequence": dict(rel_batch=True),
+    "max_distance": dict(extra_distance=3),
+    "window": dict(length=20, window=(4, 7)),
+    "positions": dict(positions=True, mask="order"),
+    "float16": dict(dtype=torch.float16),
+    "bfloat16": dict(dtype=torch.bfloat16),
+    "float64": dict(dtype=torch.float64),
+    **{f"mask {mask}": dict(mask=mask) for mask in MASKS if mask not in (None, "dense")},
+}
+
+
+@contextlib.contextmanager
+def ways():
+    """Yields a list to which each call adds whether it went the short way."""
+    attend, found = functional.attend_plainly, []
+
+    def spy(*arguments):
+        result = attend(*arguments)
+        found.append(result is not None)
+        return result
+
+    with mock.patch.object(functional, "attend_plainly", spy):
+        yield found
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("backend", [None, "cpu"])
+def test_both_ways_give_the_same_bits(name, backend):
+    problem = make(**PROBLEMS[name])
+    with ways() as went:
+        short = problem.results(backend)
+    assert went == [True]
+    with mock.patch.object(functional, "attend_plainly", lambda *_: None):
+        long = problem.results(backend)
+    assert short.keys() == long.keys()
+    for key, value in long.items():
+        assert short[key].dtype == value.dtype and short[key].stride() == value.stride(), key
+        assert torch.equal(short[key].nan_to_num(), value.nan_to_num()), key
+
+
+def plain(**changes):
+    x = torch.randn(2, 2, 6, 8)
+    return dict(query=x, key=x, value=x, rel_key=torch.randn(2, 12, 8)) | changes
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class Watching(TorchFunctionMode):
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        return function(*arguments, **(options or {}))
+
+
+x = torch.randn(2, 2, 6, 8)
+LONG_WAYS = {
+    "dropout": dict(dropout_p=0.1),
+    "dropout by another type": dict(dropout_p=0),
+    "another backend": dict(backend="reference"),
+    "dense mask": dict(mask=torch.ones(6, 6, dtype=torch.bool)),
+    "mask of one for all sequences": dict(mask=xk.RankMask.causal(1, 6)),
+    "subclass": dict(query=x.as_subclass(Subclass)),
+    "numbers of numpy": dict(scale=numpy.float64(0.5)),
+    "whole number as scale": dict(scale=1),
+    "list for memory": dict(memory=[x, x], rel_key=torch.randn(2, 18, 8)),
+    "negative view": dict(query=torch.randn(2, 2, 6, 8, dtype=torch.complex64).conj().imag),
+}
+
+
+@pytest.mark.parametrize("name", LONG_WAYS)
+def test_what_goes_the_long_way(name):
+    with ways() as went:
+        assert xk.rel_attention(**plain(**LONG_WAYS[name])).shape == x.shape
+    assert not any(went)
+
+
+MODES = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "torch function mode": Watching,
+    "forward-mode gradients": forward_ad.dual_level,
+    "self check": lambda: mock.patch.dict(self_check._refusals, {("cpu", "cpu", torch.float16): "wrong"}),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modes_have_their_say(name):
+    with ways() as went, MODES[name]():
+        xk.rel_attention(**plain())
+    assert went == [False]
+
+
+def test_compilers_and_transforms_have_their_say():
+    module = _Module()
+    with ways() as went:
+        torch.func.grad(lambda query: module(query).sum())(x)
+        torch.func.vmap(module)(x[None])
+        torch.jit.trace(module, x, check_trace=False)
+    assert went and not any(went)
+    graph = torch.export.export(module, (x,)).graph
+    assert any("rel_attention" in str(node.target) for node in graph.nodes)
+
+
+class _Module(torch.nn.Module):
+    def forward(self, query):
+        return xk.rel_attention(query, query, query, query.new_ones(2, 12, 8))
+
+
+BAD = {
+    "key of another shape": dict(key=x[..., :4]),
+    "value of another dtype": dict(value=x.double()),
+    "rel_key of too few rows": dict(rel_key=torch.randn(2, 11, 8)),
+    "max_distance as a flag": dict(max_distance=True, rel_key=torch.randn(2, 13, 8)),
+    "scale": dict(scale=float("nan")),
+    "deterministic": dict(deterministic=1),
+    "positions outside": dict(query_positions=torch.full((2, 6), 6)),
+    "positions of another type": dict(query_positions=torch.zeros(2, 6, dtype=torch.int16)),
+    "integers": dict(query=x.long()),
+    "no width": dict(query=x[..., :0], key=x[..., :0], value=x[..., :0], rel_key=torch.randn(2, 12, 0)),
+    "ranks of other keys": dict(mask=xk.RankMask.causal(2, 7)),
+    "nothing": dict(query=None),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_are_those_of_the_long_way(name):
+    texts = []
+    for attend in (functional.attend_plainly, lambda *_: None):
+        with (
+            mock.patch.object(functional, "attend_plainly", attend),
+            pytest.raises((ValueError, AttributeError)) as error,
+        ):
+            xk.rel_attention(**plain(**BAD[name]))
+        texts.append(str(error.value))
+    assert texts[0] == texts[1]
+
+
+def test_determinism_follows_torch(monkeypatch):
+    given = []
+    monkeypatch.setattr(functional, "attend_plainly", lambda *arguments: given.append(arguments[-1]))
+    xk.rel_attention(**plain())
+    xk.rel_attention(**plain(deterministic=True))
+    assert given == [None, True]
+
+
+def test_wrong_calls_of_the_function_itself():
+    with pytest.raises(TypeError, match="plain_call takes 23 arguments, got 1"):
+        _extension.module.plain_call(x)
+    assert _extension.module.plain_call(*[None] * 23) is None

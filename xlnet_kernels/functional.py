@@ -11,8 +11,8 @@ from torch import Tensor
 from . import dropout
 from ._checks import check_dense_mask, check_range, check_rank, is_integer, readable
 from ._distributed import is_distributed
+from ._plain import attend_plainly
 from .backends import choose
-from .backends.cpu import attend_plainly
 from .masks import RankMask
 from .segments import Segments
 

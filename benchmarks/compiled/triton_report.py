@@ -1,8 +1,11 @@
 """Compiles the Triton kernels without a GPU and tells what came out.
 
     python benchmarks/compiled/triton_report.py 80 90 100 --output benchmarks/results/triton-compiled.json
+    python benchmarks/compiled/triton_report.py gfx942 gfx950 --output benchmarks/results/triton-compiled-amd.json
 
 compiles every configuration of the table for these architectures; without --output it prints one JSON object a line.
+AMD's, of which nothing is promised but that they compile, get the tiles of sm_80; what their code objects say is
+reported: registers, spills, local data share (shared memory). There is no disassembler for it here.
 Calls go through the operator's own launches and Triton's own just-in-time compiler; a driver that loads and launches
 nothing stands in for CUDA's. Runs in a process of its own: within the tests Triton interprets.
 """
@@ -31,7 +34,9 @@ CLASSES = sorted({(kind, head_dim) for _, kind, head_dim in tuning.TABLE})
 PRODUCTS = ("HMMA", "HGMMA", "UTCHMMA", "FFMA")
 # What a program may use (CUDA programming guide, compute capabilities): sm_80 shares its entries with sm_86, sm_89 and
 # sm_120, which have the least of all from sm_80 on.
-SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+# AMD CDNA 3 and 4 instruction set architecture, "local data share".
+SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
+AMD = ("gfx942", "gfx950")
 # Classes of instructions by how their names begin; the first that fits counts.
 INSTRUCTIONS = {
     "products": ("HMMA", "HGMMA", "UTCHMMA"),
@@ -49,7 +54,7 @@ INSTRUCTIONS = {
 class Driver:
     """What Triton asks of a driver; keeps the binaries that it is given instead of running them."""
 
-    def __init__(self, architecture: int) -> None:
+    def __init__(self, architecture: int | str) -> None:
         self.architecture = architecture
         self.binaries: dict[str, tuple[bytes, int]] = {}  # kernel's name -> (cubin, bytes of shared memory)
         self.launches: list[str] = []
@@ -57,9 +62,11 @@ class Driver:
         self.launcher_cls = functools.partial(_launcher, self)
 
     def get_current_target(self) -> GPUTarget:
+        if self.architecture in AMD:
+            return GPUTarget("hip", self.architecture, 64)
         return GPUTarget("cuda", self.architecture, 32)
 
-    def get_current_device(self) -> int:
+    def get_current_device(self) -> int | str:
         return self.architecture  # Triton keeps what it compiled by device
 
     def get_current_stream(self, device: int) -> int:
@@ -70,7 +77,8 @@ class Driver:
 
     def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple:
         self.binaries[name] = cubin, shared
-        return 1, 1, 255, 0, 256  # module, function, registers, spills, threads that 255 registers leave room for
+        # Module, function, registers, spills, threads in a block: of NVIDIA's as many as have room for 255 registers
+        return 1, 1, 255, 0, 1024 if self.architecture in AMD else 256
 
     def unload_module(self, module: int) -> None:
         pass
@@ -104,11 +112,12 @@ def _launcher(driver: Driver, source, metadata):
     return run
 
 
-def pretend(architecture: int) -> Driver:
+def pretend(architecture: int | str) -> Driver:
     """From here on Triton, and the choice of tiles, take this machine for one with such a GPU."""
     driver = Driver(architecture)
     triton.runtime.driver.set_active(driver)
-    torch.cuda.get_device_capability = lambda device=None: divmod(architecture, 10)
+    tiles_of = 80 if isinstance(architecture, str) else architecture
+    torch.cuda.get_device_capability = lambda device=None: divmod(tiles_of, 10)
     return driver
 
 
@@ -134,7 +143,7 @@ def inputs(head_dim: int, dtype: torch.dtype, stacked: bool) -> list:
     ]  # fmt: skip
 
 
-def compile_kernel(architecture: int, kernel: str, call: list) -> tuple[tuning.Config, bytes, int]:
+def compile_kernel(architecture: int | str, kernel: str, call: list) -> tuple[tuning.Config, bytes, int]:
     """Of one kernel of a forward and backward call: tiles, binary and bytes of shared memory."""
     driver = pretend(architecture)
     configs = []
@@ -275,7 +284,23 @@ def describe(cubin: bytes, shared: int) -> dict:
     }
 
 
-def cases(architectures: list[int], sample: bool) -> list[tuple]:
+def describe_for_amd(code_object: bytes, shared: int) -> dict:
+    """Of the metadata, a map in MessagePack: after a name its number stands, one byte or more after 0xcc to 0xce."""
+
+    def number(name: str) -> int:
+        found = re.search(rb"\.%s([\x00-\x7f]|\xcc.|\xcd..|\xce....)" % name.encode(), code_object, re.DOTALL)
+        assert found, name
+        return int.from_bytes(found[1][1:] or found[1], "big")
+
+    return {
+        "registers": number("vgpr_count"),
+        "spills": number("vgpr_spill_count"),
+        "scratch_bytes": number("private_segment_fixed_size"),
+        "shared_memory": shared,
+    }
+
+
+def cases(architectures: list[int | str], sample: bool) -> list[tuple]:
     """(architecture, kind, head_dim, kernel, stacked): everything, or each kernel and class on one architecture."""
     every = [
         (architecture, kind, head_dim, kernel, stacked)
@@ -293,21 +318,22 @@ def cases(architectures: list[int], sample: bool) -> list[tuple]:
     ]
 
 
-def report(architecture: int, kind: str, head_dim: int, kernel: str, stacked: bool) -> dict:
+def report(architecture: int | str, kind: str, head_dim: int, kernel: str, stacked: bool) -> dict:
     config, cubin, shared = compile_kernel(architecture, kernel, inputs(head_dim, DTYPES[kind], stacked))
     case = {"architecture": architecture, "kernel": kernel, "kind": kind, "head_dim": head_dim, "stacked": stacked}
-    return case | config._asdict() | describe(cubin, shared)
+    return case | config._asdict() | (describe_for_amd if architecture in AMD else describe)(cubin, shared)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("architectures", type=int, nargs="+")
+    known = {str(name): name for name in SHARED_MEMORY}
+    parser.add_argument("architectures", choices=known, nargs="+")
     parser.add_argument("--sample", action="store_true", help="each kernel and class on one of the architectures")
     parser.add_argument("--output", type=Path, help="write all of it into this file")
     options = parser.parse_args()
     rows = []
-    for case in cases(options.architectures, options.sample):
+    for case in cases([known[name] for name in options.architectures], options.sample):
         rows.append(report(*case))
         if options.output is None:
             print(json.dumps(rows[-1]), flush=True)

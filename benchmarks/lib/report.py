@@ -311,7 +311,7 @@ def _compiled_by_triton(results: dict) -> str:
         rows = by_class.setdefault((row["kind"], row["head_dim"], row["kernel"]), {})
         rows[row["architecture"], row["stacked"]] = row
     architectures = sorted({row["architecture"] for row in results["rows"]})
-    names = [f"sm_{architecture}" for architecture in architectures]
+    names = [name if isinstance(name, str) else f"sm_{name}" for name in architectures]
     found = [f"| kernel | dtype, head_dim up to | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
     for (kind, head_dim, kernel), rows in by_class.items():
         cells = [_compiled_cell(rows[architecture, False], rows[architecture, True]) for architecture in architectures]

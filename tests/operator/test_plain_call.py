@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from importlib import import_module
 from unittest import mock
 
 import numpy
@@ -12,10 +13,11 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 import xlnet_kernels as xk
-from tests.cases import COMPILED, MASKS, make
+from tests.cases import COMPILED, MASKS, MODULES, make
 from xlnet_kernels import _extension, functional
 from xlnet_kernels.backends import self_check
 
+BACKENDS = import_module("xlnet_kernels.backends")._BACKENDS
 pytestmark = pytest.mark.skipif("cpu" not in COMPILED, reason="the CPU kernels are not compiled")
 
 PROBLEMS = {
@@ -103,7 +105,8 @@ MODES = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "torch function mode": Watching,
     "forward-mode gradients": forward_ad.dual_level,
-    "self check": lambda: mock.patch.dict(self_check._refusals, {("cpu", "cpu", torch.float16): "wrong"}),
+    "self check": lambda: mock.patch.dict(self_check._refusals, {("cpu", "cpu", torch.float32): "wrong"}),
+    "a better backend": lambda: mock.patch.dict(BACKENDS, {"cpu": MODULES["reference"]}),
 }
 
 

@@ -78,6 +78,18 @@ def test_nothing_counts_as_an_overflow_when_debugging(tmp_path):
     assert "tt.dot" in ttir and "overflow" not in ttir
 
 
+def test_amd_code_objects_are_read(tmp_path):
+    """One kernel for each architecture of AMD's; spills, whose number takes one byte here, more in heads of 256."""
+    pytest.importorskip("triton.backends.amd", reason="this Triton has no compiler for AMD")
+    code = """if True:
+        import json, triton_report
+        for case in (("gfx942", "16-bit", 64, "forward", False), ("gfx950", "16-bit", 256, "keys", False)):
+            print(json.dumps(triton_report.report(*case)))"""
+    none, many = map(json.loads, in_a_process(tmp_path, "-c", code).splitlines())
+    assert none["spills"] == none["scratch_bytes"] == 0 < none["shared_memory"] <= SHARED_MEMORY["gfx942"]
+    assert 128 <= none["registers"] <= 512 and 128 <= many["spills"] and many["spills"] * 4 <= many["scratch_bytes"]
+
+
 def test_no_kernel_function_returns_none_in_a_tuple():
     """Triton 3.6 compiles none that does."""
     seen = 0

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from .. import _extension
-from .._torch import transformed
-from ..masks import RankMask
-from ..ops import rank_vectors, rel_attention
-from ..segments import Segments
-from . import self_check
+from ..ops import rel_attention
 
-__all__ = ["DEVICE", "DTYPES", "attend_plainly", "max_head_dim", "rel_attention", "unavailable"]
+__all__ = ["DEVICE", "DTYPES", "max_head_dim", "rel_attention", "unavailable"]
 
 DEVICE = "cpu"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -25,54 +20,3 @@ def max_head_dim(dtype: torch.dtype) -> None:
 def unavailable() -> str | None:
     """Why the kernels cannot be used, or None."""
     return None if _extension.module is not None else f"the C++ extension is not loaded: {_extension.reason}"
-
-
-_plain_call = getattr(_extension.module, "plain_call", None)
-
-
-def attend_plainly(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rel_key: Tensor,
-    content_bias: Tensor | None,
-    position_bias: Tensor | None,
-    segments: Segments | None,
-    mask: RankMask | Tensor | None,
-    query_positions: Tensor | None,
-    max_distance: int | None,
-    memory: tuple[Tensor, Tensor] | None,
-    scale: float | None,
-    deterministic: bool | None,
-) -> tuple[Tensor, Tensor] | None:
-    """The output and the log-sum-exp of a call without dropout, its arguments unchecked as `functional` is given them.
-
-    None for whatever is not plainly right, and for what torch has a say in (compilers, transforms, modes, subclasses,
-    autocast): `functional` then serves the call or says what is wrong. A small call spends more time on questions
-    in Python than in its kernel; csrc/plain_call.cpp asks them in C++.
-    """
-    if _plain_call is None or torch.compiler.is_compiling() or transformed():
-        return None
-    query_rank = key_rank = query_floor = sees_self = None
-    if type(mask) is RankMask:
-        query_rank, key_rank, query_floor, sees_self = rank_vectors(mask)
-    elif mask is not None:
-        return None
-    query_ids = key_ids = segment_embed = segment_bias = None
-    if type(segments) is Segments:
-        query_ids, key_ids = segments.query_ids, segments.key_ids
-        segment_embed, segment_bias = segments.embed, segments.bias
-    elif segments is not None:
-        return None
-    memory_key = memory_value = None
-    if type(memory) is tuple and len(memory) == 2:
-        memory_key, memory_value = memory
-    elif memory is not None:
-        return None
-    if self_check.refuses("cpu"):
-        return None
-    return _plain_call(
-        query, key, value, rel_key, content_bias, position_bias, memory_key, memory_value, segment_embed, segment_bias,
-        query_ids, key_ids, query_rank, key_rank, query_floor, sees_self, None, query_positions, None, max_distance,
-        0.0, scale, deterministic,
-    )  # fmt: skip

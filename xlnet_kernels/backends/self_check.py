@@ -241,11 +241,6 @@ def refusal(name: str, device_type: str, dtype: torch.dtype) -> str | None:
     return _refusals.get((name, device_type, dtype))
 
 
-def refuses(name: str) -> bool:
-    """Whether `refusal` may have something to say of the backend."""
-    return any(refused == name for refused, _, _ in _refusals)
-
-
 def _look(name: str, backend: ModuleType, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     try:
         wrong = compare(backend, Problem("first call", dtype, head_dim), str(device))

@@ -4,6 +4,7 @@
     python benchmarks/speech.py --device cuda --dtype bfloat16
     python benchmarks/speech.py --quick     a tiny layer, to see that everything runs
     python benchmarks/speech.py --toolkit nemo espnet speechbrain fairseq2 --audio 10 60
+    python benchmarks/speech.py --layers 24 --toolkit parakeet --audio 10 60 600 --once     whole encoders
 
 Parakeet makes 12.5 frames of a second (8 x subsampling of 10 ms steps). A call is its layer with the mask of its
 encoder for audio without padding: whole, with the projections of frames and positions, which all implementations share;
@@ -15,8 +16,13 @@ Accelerated with linears=True: projections too take the faster of torch's librar
 projected positions are kept from call to call, as they are in use while audio is of one length or gets shorter.
 
 With --toolkit, a call is one whole encoder layer of that toolkit, feed-forward and convolution included, made by the
-toolkit itself: accelerated, and in each of its own ways. All are checked against the accelerated layer in float64 on
-the reference. A toolkit that is not installed is skipped with the reason.
+toolkit itself: accelerated, and in each of its own ways. With --layers N it is the library's whole encoder of N layers:
+transformers' Parakeet from mel features on, SpeechBrain's Conformer. All are checked against the library's own code in
+float64; where its maps would not fit in memory, and for SpeechBrain, which has none, against the accelerated one in
+float64 (on the reference, where that fits). Right is a gradient that misses it by twice as much as the library's own
+code does in the same dtype, or by the usual tolerance of the largest gradient of the same weight in any layer: in some
+that of keys and bias_u nearly cancels, and all lose digits. A toolkit that is not installed is skipped with the reason.
+With --once every implementation is called once: for audio of many minutes.
 
 transformers compiled is torch.compile of its sdpa, measured on GPUs and where it is asked for (--implementations).
 """
@@ -34,8 +40,8 @@ import torch
 from torch import Tensor, nn
 
 from lib import session, toolkits
-from lib.harness import CannotRun, Run
-from lib.measure import DIRECTIONS, Bench, Job
+from lib.harness import CannotRun, Run, free_memory
+from lib.measure import DIRECTIONS, Bench, Job, compare
 from lib.session import positive
 from xlnet_kernels.integrations.transformers import accelerate
 
@@ -44,7 +50,7 @@ THEIRS = ("transformers sdpa", "transformers eager", COMPILED)
 NAMES = (OWN, *THEIRS)
 FRAMES_PER_SECOND = 12.5
 PARTS = {"attention": "speech", "layer": "speech-layer"}  # and their sections of the report
-TOOLKIT = "speech-toolkit"
+TOOLKIT, ENCODER = "speech-toolkit", "speech-encoder"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "relative_k_proj")
 CHECKED = 64  # frames of long audio whose outputs are checked
 QUICK = dict(d_model=32, heads=4, audio=[2.0, 4.0], train_frames=30, seconds=0.01)
@@ -204,51 +210,81 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
 def toolkit_run(
     case: SpeechCase, layer: toolkits.Layer, way: str, dtype: torch.dtype, backend: str | None = None
 ) -> Run:
-    """The toolkit's layer in one of its ways, or OWN: accelerated."""
+    """The toolkit's layer or encoder in one of its ways, or OWN: accelerated."""
     module = copy.deepcopy(layer.module).to(case.device, dtype)
     if way == OWN:
-        accelerate(module, backend)
+        accelerate(module, backend, linears=True)
     else:
         layer.ways[way](module)
     torch.manual_seed(1)
-    x, grad_out = torch.randn(2, case.batch, case.length, case.d_model).to(case.device, case.dtype).to(dtype)
-    x = x.clone().requires_grad_()
+    x = torch.randn(case.batch, layer.step * case.length, layer.width or case.d_model)
+    grad_out = torch.randn(case.batch, case.length, case.d_model)
+    x, grad_out = (tensor.to(case.device, case.dtype).to(dtype) for tensor in (x, grad_out))
+    x.requires_grad_()
     # Scores may be shifted by a constant in each row, so what the keys' bias has for a gradient is rounding alone.
     keys = ("linear_k.bias", "k_proj.bias")
     parameters = {name: value for name, value in module.named_parameters() if not name.endswith(keys)}
     return Run(lambda: layer.call(module, x), {"input": x} | parameters, grad_out)
 
 
+@dataclass
+class Exact:
+    """What is right for a toolkit's layer or encoder, and what its own code misses of that."""
+
+    case: SpeechCase
+    layer: toolkits.Layer
+
+    def __post_init__(self) -> None:
+        self.values, self.missed = functools.cache(self.values), functools.cache(self.missed)  # type: ignore[method-assign]
+
+    def values(self, direction: str) -> dict[str, Tensor]:
+        """In float64, of the toolkit's own code where its maps fit in memory."""
+        fits = self._fits(torch.float64, direction)
+        way = next(iter(self.layer.ways)) if fits and self.layer.has_float64 else OWN
+        run = toolkit_run(self.case, self.layer, way, torch.float64, "reference" if fits else None)
+        outputs = run.step(direction)
+        return {"out": outputs[0]} if direction == "forward" else dict(zip(run.leaves, outputs, strict=True))
+
+    def missed(self, direction: str) -> dict[str, float]:
+        """By the toolkit's own code in the dtype that is measured; nothing where its maps do not fit."""
+        if not self._fits(self.case.dtype, direction):
+            return {}
+        run = toolkit_run(self.case, self.layer, next(iter(self.layer.ways)), self.case.dtype)
+        outputs = run.step(direction)
+        return compare(run, direction, outputs, self.values(direction), self.case.dtype)["errors"]  # type: ignore[return-value]
+
+    def _fits(self, dtype: torch.dtype, direction: str) -> bool:
+        free = free_memory(self.case.device)
+        return free is None or replace(self.case, dtype=dtype).needs()[direction] <= 0.8 * free
+
+
 def measure_toolkits(options: argparse.Namespace, bench: Bench) -> None:
-    """The encoder layer of every toolkit on every length of audio."""
+    """The encoder, or its layer, of every toolkit on every length of audio."""
+    section = TOOLKIT if options.layers is None else ENCODER
     sizes = {name: getattr(options, name) for name in ("batch", "d_model", "heads", "device", "train_frames")}
     for toolkit, audio in itertools.product(options.toolkit, options.audio):
         case = SpeechCase("layer", audio, dtype=getattr(torch, options.dtype), **sizes)
-        labels = case.labels | {"case": f"{toolkit}, {case.labels['case']}"}
+        kind = toolkit if options.layers is None else f"{toolkit}, {options.layers} layers"
+        labels = case.labels | {"case": f"{kind}, {case.labels['case']}"}
         measured = replace(bench, directions=("forward",) if case.long else DIRECTIONS)
         try:
-            layer = toolkits.build(toolkit, case.length, case.d_model, case.heads)
+            layer = toolkits.build(toolkit, case.length, case.d_model, case.heads, options.layers)
         except CannotRun as error:
-            measured.skip(TOOLKIT, toolkit, labels, str(error))
+            measured.skip(section, toolkit, labels, str(error))
             continue
-
-        @functools.cache
-        def known(direction: str, case: SpeechCase = case, layer: toolkits.Layer = layer) -> dict[str, Tensor]:
-            run = toolkit_run(case, layer, OWN, torch.float64, "reference")
-            outputs = run.step(direction)
-            return {"out": outputs[0]} if direction == "forward" else dict(zip(run.leaves, outputs, strict=True))
-
+        exact = Exact(case, layer)
         jobs = [
             Job(
                 way,
                 functools.partial(toolkit_run, case, layer, way, case.dtype),
-                known,
+                exact.values,
+                exact.missed,
                 needs={} if way == OWN else case.needs(),
                 dtype=case.dtype,
             )
             for way in (OWN, *layer.ways)
         ]
-        _relate(measured.group(TOOLKIT, jobs, labels), tuple(layer.ways))
+        _relate(measured.group(section, jobs, labels), tuple(layer.ways))
         bench.save()
 
 
@@ -268,7 +304,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--audio", type=float, nargs="+", default=[10.0, 60.0, 600.0], metavar="SECONDS", help="default 10 60 600")
     add("--parts", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
-    add("--toolkit", nargs="+", choices=toolkits.NAMES, help="whole encoder layers of these instead")
+    names = tuple(dict.fromkeys(toolkits.NAMES + toolkits.ENCODERS))
+    add("--toolkit", nargs="+", choices=names, help="whole encoder layers of these instead, or encoders")
+    add(
+        "--layers",
+        type=positive,
+        help=f"whole encoders of so many layers: {', '.join(toolkits.ENCODERS)} (default both)",
+    )
+    add("--once", action="store_true", help="one call of each, which is checked and timed")
     add("--batch", type=positive, default=1)
     add("--d-model", type=positive, default=1024)
     add("--heads", type=positive, default=8)
@@ -280,6 +323,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.set_defaults(**QUICK)
     options = parser.parse_args(arguments)
     session.check_common(parser, options, "speech")
+    if options.layers is not None:
+        options.toolkit = options.toolkit or list(toolkits.ENCODERS)
     if min(options.audio) * FRAMES_PER_SECOND < 1:
         parser.error(f"--audio must be at least one frame, {1 / FRAMES_PER_SECOND} s")
     if options.d_model % (2 * options.heads):
@@ -301,6 +346,7 @@ def main(arguments: list[str] | None = None) -> int:
         directions=DIRECTIONS,
         rounds=(3, 5) if options.quick else (3, 50),
         seconds=options.seconds,
+        once=options.once,
     )
 
 

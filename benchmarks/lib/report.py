@@ -35,6 +35,7 @@ TITLES = {
     "speech": "Attention of a speech encoder against the best of transformers' own",
     "speech-layer": "The same with the layer's projections",
     "speech-toolkit": "An encoder layer of a speech toolkit against the best of its own ways",
+    "speech-encoder": "A whole speech encoder against the best of its library's own ways",
 }
 RATIOS = dict.fromkeys(("core", "terms", "long"), "x baseline") | {
     "streams": "x content",
@@ -114,10 +115,10 @@ def _capacity(make: MakeTable, section: str, rows: list[dict]):
 
 
 def _table(make: MakeTable, section: str, rows: list[dict]):
-    speedups = section in ("core", "module", "model", "speech", "speech-layer", "speech-toolkit")
+    speedups = section in ("core", "module", "model", "speech", "speech-layer", "speech-toolkit", "speech-encoder")
     table = make(TITLES[section])
     heads = {"model": "task, L x B + memory", "speech": "audio, L x B", "speech-layer": "audio, L x B"}
-    heads["speech-toolkit"] = "toolkit, audio, L x B"
+    heads |= {"speech-toolkit": "toolkit, audio, L x B", "speech-encoder": "encoder, audio, L x B"}
     heads |= {"terms": "L x B, parts", "packing": "lengths"}
     head = heads.get(section, "L x B")
     for header in (head, "direction", "implementation"):
@@ -131,7 +132,7 @@ def _table(make: MakeTable, section: str, rows: list[dict]):
     if products:
         table.add_column("of GEMM", justify="right", no_wrap=True)
     if speedups:
-        whom = "toolkit" if section == "speech-toolkit" else "transformers"
+        whom = {"speech-toolkit": "toolkit", "speech-encoder": "its library"}.get(section, "transformers")
         table.add_column(f"vs {whom}", justify="right", no_wrap=True)
     if section == "model":
         table.add_column("vs its compiled", justify="right", no_wrap=True)

@@ -63,6 +63,7 @@ def run(
     rounds: tuple[int, int],
     seconds: float,
     budget: float = float("inf"),
+    once: bool = False,
 ) -> int:
     """Measure, print, write. Exit status 0; 1 where this package computes something wrong; 130 where interrupted."""
     signal.signal(signal.SIGTERM, _interrupt)
@@ -81,6 +82,7 @@ def run(
         seconds=seconds,
         rounds=rounds,
         budget=budget,
+        once=once,
         rows=results["rows"],
         save=lambda: write_json(options.output, results),
     )

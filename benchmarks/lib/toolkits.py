@@ -1,4 +1,4 @@
-"""One encoder layer of a speech toolkit, made by the toolkit itself, and the ways in which it computes it."""
+"""An encoder of a speech toolkit, or one layer, made by the toolkit itself, and the ways in which it computes it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ UNNEEDED = {"speechbrain": "torchaudio", "fairseq2": "fairseq2n"}
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer in eval mode without dropout, how frames (B, L, d_model) go through it, and how it is told its ways.
+    """A layer, or an encoder, in eval mode without dropout, how frames go through it, and how it is told its ways.
 
-    `call(module, x)` gives (B, L, d_model), without padding.
+    `call(module, x)` gives (B, L, d_model), without padding, of x (B, step * L, width). The first of the ways is the
+    toolkit's default.
     """
 
     module: nn.Module
     call: Callable[[nn.Module, Tensor], Tensor]
     ways: dict[str, Callable[[nn.Module], object]]
+    step: int = 1  # frames of the input for one of the output
+    width: int | None = None  # of the input, where it is not d_model
+    has_float64: bool = True  # whether the toolkit's own code computes in it
 
 
 def leave_out_unneeded(toolkit: str) -> None:
@@ -40,12 +44,15 @@ def leave_out_unneeded(toolkit: str) -> None:
     module.DOC_MODE = True  # what fairseq2 asks of fairseq2n: whether to do without it
 
 
-def build(toolkit: str, length: int, d_model: int, heads: int) -> Layer:
-    """CannotRun where the toolkit is not there, with the reason."""
+def build(toolkit: str, length: int, d_model: int, heads: int, layers: int | None = None) -> Layer:
+    """One layer, or the encoder of so many. CannotRun where the toolkit is not there, with the reason."""
     leave_out_unneeded(toolkit)
     torch.manual_seed(0)
+    makers: dict[str, Callable[..., Layer]] = _BUILD if layers is None else _BUILD_ENCODER
+    if toolkit not in makers:
+        raise CannotRun(f"{toolkit} has no {'layer' if layers is None else 'encoder'} here")
     try:
-        layer = _BUILD[toolkit](length, d_model, heads)
+        layer = makers[toolkit](length, d_model, heads, *([] if layers is None else [layers]))
     except ImportError as error:
         raise CannotRun(f"{toolkit} cannot be imported: {error}") from error
     for name, parameter in layer.module.named_parameters():
@@ -95,7 +102,7 @@ def _speechbrain(length: int, d_model: int, heads: int) -> Layer:
     module = ConformerEncoderLayer(d_model, 4 * d_model, heads, kernel_size=9)
     table = RelPosEncXL(d_model).make_pe(length)
     call = lambda layer, x: layer(x, pos_embs=table.to(x))[0]  # noqa: E731
-    return Layer(module, call, {"SpeechBrain": lambda layer: None})
+    return Layer(module, call, {"SpeechBrain": lambda layer: None}, has_float64=False)  # softmax in float32
 
 
 def _fairseq2(length: int, d_model: int, heads: int) -> Layer:
@@ -122,5 +129,38 @@ def _fairseq2(length: int, d_model: int, heads: int) -> Layer:
     return Layer(module, call, {"fairseq2": lambda layer: None})
 
 
+def _parakeet_encoder(length: int, d_model: int, heads: int, layers: int) -> Layer:
+    from transformers import ParakeetEncoder, ParakeetEncoderConfig
+
+    dropouts = ("dropout", "dropout_positions", "layerdrop", "activation_dropout", "attention_dropout")
+    config = ParakeetEncoderConfig(
+        hidden_size=d_model,
+        intermediate_size=4 * d_model,
+        num_attention_heads=heads,
+        num_hidden_layers=layers,
+        **dict.fromkeys(dropouts, 0.0),
+    )
+
+    def use(attention: str) -> Callable[[nn.Module], object]:
+        return lambda encoder: setattr(encoder.config, "_attn_implementation", attention)  # its layers have the same
+
+    ways = {"transformers sdpa": use("sdpa"), "transformers eager": use("eager")}
+    module = ParakeetEncoder(config)
+    step = config.subsampling_factor
+    return Layer(module, lambda encoder, x: encoder(x).last_hidden_state, ways, step, config.num_mel_bins)
+
+
+def _speechbrain_encoder(length: int, d_model: int, heads: int, layers: int) -> Layer:
+    from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
+    from speechbrain.nnet.attention import RelPosEncXL
+
+    module = ConformerEncoder(layers, d_model, 4 * d_model, heads, kernel_size=9)
+    table = RelPosEncXL(d_model).make_pe(length)
+    call = lambda encoder, x: encoder(x, pos_embs=table.to(x))[0]  # noqa: E731
+    return Layer(module, call, {"SpeechBrain": lambda encoder: None}, has_float64=False)
+
+
 _BUILD = {"nemo": _nemo, "espnet": _espnet, "speechbrain": _speechbrain, "fairseq2": _fairseq2}
+_BUILD_ENCODER = {"parakeet": _parakeet_encoder, "speechbrain": _speechbrain_encoder}
 NAMES = tuple(_BUILD)
+ENCODERS = tuple(_BUILD_ENCODER)

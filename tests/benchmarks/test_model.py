@@ -235,6 +235,69 @@ def test_toolkits_that_are_not_there_are_skipped_and_others_are_checked(tmp_path
     assert "vs toolkit" in capsys.readouterr().out
 
 
+def test_whole_encoders_are_checked_against_their_own_code(tmp_path, capsys):
+    import speech
+
+    pytest.importorskip("transformers.models.parakeet")
+    output = tmp_path / "encoders.json"
+    assert speech.main(["--device", "cpu", "--quick", "--layers", "2", "--once", "--output", str(output)]) == 0
+    rows = [row for row in rows_of(output) if row["case"].startswith("parakeet, 2 layers")]
+    found = {(row["length"], row["direction"], row["implementation"]): row for row in rows}
+    groups = [(25, "forward"), (25, "backward"), (50, "forward")]
+    names = (speech.OWN, "transformers sdpa", "transformers eager")
+    assert found.keys() == {(*group, name) for group in groups for name in names}
+    for row in rows:
+        assert row["section"] == speech.ENCODER and row["check"]["passed"] and len(row["samples_ms"]) == 1, row
+    check = found[25, "backward", speech.OWN]["check"]
+    assert check["missed_by_peer"].keys() == check["errors"].keys() > {"input", "layers.1.self_attn.bias_u"}
+    assert "encoder, audio, L x B" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("broken", ["input", "layers.0.self_attn.bias_v"])
+def test_a_wrong_encoder_is_found(tmp_path, monkeypatch, capsys, broken):
+    """Outputs of wrong weights, or a gradient alone."""
+    import speech
+
+    pytest.importorskip("transformers.models.parakeet")
+    right = speech.accelerate
+
+    def other(module, *given, **options):
+        parameter = dict(module.named_parameters()).get(broken)
+        if parameter is None:
+            module.layers[0].self_attn.bias_v.data += 0.1
+        else:
+            parameter.register_hook(lambda gradient: gradient * 1.1)
+        return right(module, *given, **options)
+
+    monkeypatch.setattr(speech, "accelerate", other)
+    arguments = ["--device", "cpu", "--quick", "--layers", "1", "--once", "--audio", "2", "--toolkit", "parakeet"]
+    assert speech.main([*arguments, "--output", str(tmp_path / "encoders.json")]) == 1
+    wrong = capsys.readouterr().out
+    assert "WRONG xlnet_kernels, fwd + bwd" in wrong and ("WRONG xlnet_kernels, forward" in wrong) == (
+        broken == "input"
+    )
+
+
+def test_what_a_peer_misses_is_allowed_twice():
+    """And the tolerance is of the largest value of a weight in any layer then; without a peer, of each value's own."""
+    from lib.harness import Run
+    from lib.measure import compare
+
+    large, small, other = "layers.0.weight", "layers.1.weight", "layers.1.bias"
+    exact = {large: torch.tensor([100.0]), small: torch.tensor([1.0]), other: torch.tensor([1.0])}
+    run = Run(lambda: torch.zeros(()), exact, torch.zeros(()))
+
+    def passed(missed: dict | None, **errors: float) -> bool:
+        outputs = tuple(exact[name].double() + errors.get(name, 0.0) for name in exact)
+        return compare(run, "backward", outputs, exact, torch.float32, missed)["passed"]
+
+    assert passed(None, **{large: 4e-3, small: 4e-5, other: 4e-5})
+    assert not passed(None, **{small: 4e-4}) and not passed({}, **{other: 4e-4}) and not passed({}, **{large: 2e-2})
+    assert passed({}, **{small: 4e-3}) and not passed({}, **{small: 6e-3})
+    assert passed({small: 4e-3}, **{small: 6e-3}) and not passed({small: 4e-3}, **{small: 9e-3})
+    assert not passed({small: 1.0}, **{small: float("nan")})
+
+
 def test_transformers_is_left_out_where_its_maps_do_not_fit(tmp_path, monkeypatch):
     import speech
     from lib import measure
@@ -284,6 +347,7 @@ def test_published_factors_stand_beside_ours():
         ("model", ["--implementations", "nobody"]),
         ("speech", ["--audio", "0.01"]),
         ("speech", ["--heads", "0"]),
+        ("speech", ["--layers", "0"]),
         ("speech", ["--d-model", "100"]),
         ("speech", ["--implementations", "nobody"]),
         ("recurrence", ["--lengths", "4"]),

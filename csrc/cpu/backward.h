@@ -72,6 +72,10 @@ static void load_output_gradients(const BackwardTask<T, Scratch>& task, const Ro
   const int64_t head_row = (block.b * p.heads + block.h) * p.length;
   for (int64_t r = 0; r < block.count; ++r) {
     const int64_t row_index = block.row_index[r];
+    if (r + ROWS_AHEAD < block.count) {
+      prefetch_row(p, g.out, block.b, block.h, block.row_index[r + ROWS_AHEAD], bytes_of(p.dtype));
+      prefetch_row(p, p.out, block.b, block.h, block.row_index[r + ROWS_AHEAD], bytes_of(p.dtype));
+    }
     T* dO = scratch.dO + r * sizes.padded_dim;
     read_row(p, g.out, block.b, block.h, row_index, sizes.padded_dim, dO);
     read_unrounded(p, block.b, block.h, row_index, sizes.padded_dim, scratch.spare, scratch.out);

@@ -1,10 +1,9 @@
 // Forward of few query rows, as in generation: packing a key would cost more than its products with so few rows.
 // Keys, values and rows of rel_key are read once, from where they lie. Terms, mask and softmax are forward.h's.
 
-constexpr int64_t FEW_ROWS = 4;     // query rows that go through the keys together
-constexpr int64_t FEW_SPAN = 48;    // largest difference of their positions
-constexpr int64_t FEW_KEYS = 48;    // keys whose products are taken together
-constexpr int64_t ROWS_AHEAD = 16;  // rows that are asked for before they are read
+constexpr int64_t FEW_ROWS = 4;   // query rows that go through the keys together
+constexpr int64_t FEW_SPAN = 48;  // largest difference of their positions
+constexpr int64_t FEW_KEYS = 48;  // keys whose products are taken together
 
 // Whether packing the keys would take longer than it saves (docs/notebook/cpu.md). Here 16-bit numbers are converted
 // again for every FEW_ROWS rows.

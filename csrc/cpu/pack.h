@@ -108,14 +108,19 @@ static void read_row(const RelAttention& p, const Tensor4& t, int64_t b, int64_t
   for (int64_t d = p.head_dim; d < padded; ++d) to[d] = 0;
 }
 
-// Asks for rows that are read or written soon
-INLINE void prefetch_rows(const RelAttention& p, const Tensor4& t, int64_t b, int64_t h, int64_t rows) {
-  const int64_t size = p.dtype == DType::float64 ? 8 : p.dtype == DType::float32 ? 4 : 2;
+INLINE int64_t bytes_of(DType dtype) { return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2; }
+
+constexpr int64_t ROWS_AHEAD = 16;  // rows that are asked for before they are read
+
+// Asks for a row that is read or written soon. Those of one head lie far apart where heads share rows: the processor
+// does not see them coming. `size`: bytes of a number.
+INLINE void prefetch_row(const RelAttention& p, const Tensor4& t, int64_t b, int64_t h, int64_t row, int64_t size) {
   if (t.data == nullptr || t.stride[3] != 1) return;
-  for (int64_t row = 0; row < rows; ++row) {
-    const char* data = static_cast<const char*>(t.data) + row_start(t, b, h, row) * size;
-    for (int64_t byte = 0; byte < p.head_dim * size; byte += 64) __builtin_prefetch(data + byte);
-  }
+  const char* data = static_cast<const char*>(t.data) + row_start(t, b, h, row) * size;
+  for (int64_t byte = 0; byte < p.head_dim * size; byte += 64) __builtin_prefetch(data + byte);
+}
+INLINE void prefetch_rows(const RelAttention& p, const Tensor4& t, int64_t b, int64_t h, int64_t rows) {
+  for (int64_t row = 0; row < rows; ++row) prefetch_row(p, t, b, h, row, bytes_of(p.dtype));
 }
 
 // Those of a run's next sequence, which lie where no hardware expects them
@@ -188,6 +193,13 @@ struct RowSequence {
   }
 };
 
+INLINE void prefetch_row(const RelAttention& p, const RowSequence& sequence, int64_t b, int64_t h, int64_t j,
+                         int64_t size) {
+  int64_t row, left;
+  const Tensor4* tensor = sequence.find(j, row, left);
+  if (tensor != nullptr) prefetch_row(p, *tensor, b, h, row, size);
+}
+
 // A chunk's keys: memory first, then the current segment
 INLINE RowSequence keys_of(const RelAttention& p, const Tensor4& memory, const Tensor4& current, const Chunk& chunk) {
   return {{memory, current}, {p.mem_len, p.key_len}, chunk.first_key};
@@ -232,6 +244,8 @@ static void pack(const RelAttention& p, const RowSequence& sequence, int64_t b, 
   constexpr DType same = sizeof(T) == sizeof(double) ? DType::float64 : DType::float32;
   for (int64_t j0 = 0; j0 < count; j0 += LANES<T>) {
     T* group = rows == nullptr ? spare : rows + j0 * padded;
+    for (int64_t lane = 0; lane < LANES<T>; ++lane)
+      prefetch_row(p, sequence, b, h, j0 + lane + ROWS_AHEAD, bytes_of(p.dtype));
     int64_t row, left;
     const Tensor4* tensor = sequence.find(j0, row, left);
     if (rows == nullptr && p.dtype == same && tensor != nullptr && left >= LANES<T> && tensor->stride[3] == 1 &&

@@ -78,7 +78,9 @@ static void load_queries(const RelAttention& p, const Sizes<T>& sizes, const Hea
   const int64_t dim = sizes.padded_dim;
   block.start(chunk);
   for (int64_t sorted = begin; block.begin_row(p, chunk, sorted, max_rows, max_span); ++sorted) {
-    const int64_t r = block.count;
+    const int64_t r = block.count, ahead = sorted + ROWS_AHEAD;
+    if (ahead < chunk.end)
+      prefetch_row(p, p.rows.query, block.b, block.h, row_index_at(p, block.b, ahead), bytes_of(p.dtype));
     T *content = block.content_query + r * dim, *relative = block.position_query + r * dim;
     T* query = block.segments.query + r * dim;
     read_row(p, p.rows.query, block.b, block.h, block.row_index[r], dim, query);

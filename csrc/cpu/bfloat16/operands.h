@@ -63,15 +63,6 @@ INLINE PairVec round_to_bfloat16(Vec<float> x) { return (PairVec)x + 0x8000u; }
 
 #include "emulated.h"
 
-// Rows of one head lie far apart where heads share rows: the processor does not see them coming.
-INLINE void prefetch_row(const RelAttention& p, const RowSequence& sequence, int64_t b, int64_t h, int64_t j) {
-  int64_t row, left;
-  const Tensor4* tensor = sequence.find(j, row, left);
-  if (tensor == nullptr) return;
-  const uint16_t* from = static_cast<const uint16_t*>(tensor->data) + row_start(*tensor, b, h, row);
-  for (int64_t d = 0; d < p.head_dim; d += 32) __builtin_prefetch(from + d);
-}
-
 // Row j of a sequence, as stored and padded with zeros
 static void copy_row(const RelAttention& p, const RowSequence& sequence, int64_t b, int64_t h, int64_t j, int64_t dim,
                      uint16_t* to) {
@@ -148,7 +139,7 @@ struct Operand {
     for (int64_t j = 0; j < count; j += PAIR_COLUMNS) {
       for (int64_t i = 0; i < PAIR_COLUMNS; ++i) {
         copy_row(p, sequence, b, h, j + i, dim, spare + i * dim);
-        prefetch_row(p, sequence, b, h, j + i + 2 * PAIR_COLUMNS);
+        prefetch_row(p, sequence, b, h, j + i + 2 * PAIR_COLUMNS, sizeof(uint16_t));
       }
       if (along != nullptr) pair_along_row(spare, dim, dim, along + j * dim);
       if (bias != nullptr) dot_products(along + j * dim, bias, dim, offsets + j);

@@ -87,7 +87,7 @@ def test_amd_code_objects_are_read(tmp_path):
             print(json.dumps(triton_report.report(*case)))"""
     none, many = map(json.loads, in_a_process(tmp_path, "-c", code).splitlines())
     assert none["spills"] == none["scratch_bytes"] == 0 < none["shared_memory"] <= SHARED_MEMORY["gfx942"]
-    assert 128 <= none["registers"] <= 512 and 128 <= many["spills"] and many["spills"] * 4 <= many["scratch_bytes"]
+    assert 128 <= none["registers"] <= 512 and 128 <= many["spills"] and 0 < many["scratch_bytes"]
 
 
 def test_no_kernel_function_returns_none_in_a_tuple():

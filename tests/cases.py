@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -228,3 +229,32 @@ def assert_close(found: dict[str, Tensor], exact: dict[str, Tensor], problem: Pr
         assert torch.equal(result.isinf(), value.isinf()), f"{name}: infinite elsewhere"
         off, allowed = self_check.error(result, value), allowances[name]
         assert off <= allowed, f"{name}: error {off:.3g}, allowed {allowed:.3g}"
+
+
+# In units of log 2, which are the kernels' own, of two keys in tiles of their own.
+TWO_SCORES = [(8183, 8192), (8192, 8183), (-8192, -8183), (-8183, -8192), (-1e30, 0), (0, -1e30), (5, 14), (-300, 0)]
+
+
+def assert_two_keys_have_their_weights(scores: tuple[float, float], backend: str, dtype: torch.dtype) -> None:
+    """Forward and backward of rows that see two keys with these scores: weights of their very difference."""
+    rows, width, seen = 150, 64, (3, 140)
+    exact = torch.softmax(torch.tensor(scores, dtype=torch.float64) * math.log(2), 0)
+    given = torch.tensor(scores, dtype=torch.float32)
+    coarse = given.bfloat16().float()
+    key = torch.zeros(1, 1, rows, width, dtype=dtype)
+    key[..., seen, 0], key[..., seen, 1] = coarse.to(dtype), (given - coarse).to(dtype)
+    query = torch.zeros_like(key)
+    query[..., :2] = 1
+    value = torch.zeros_like(key)
+    value[..., seen, :] = torch.tensor([[512.0, -1.0] if scores[0] < scores[1] else [-1.0, 512.0]]).mT.to(dtype)
+    mask = torch.zeros(rows, rows, dtype=torch.bool)
+    mask[:, seen] = True
+    rel_key = torch.zeros(1, 2 * rows, width, dtype=dtype)
+    value.requires_grad_()
+    out = xk.rel_attention(query, key, value, rel_key, mask=mask, scale=math.log(2), backend=backend)
+    (grad,) = torch.autograd.grad(out, value, torch.ones_like(out))
+    # of scores that are 9 apart nothing is left, and so no rounding: one weight is 512 times the other
+    wanted = (exact @ value[0, 0, seen].double()).expand_as(out)
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=512e-5 * exact.min().item() + 1e-10)
+    tolerance = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(grad[0, 0, seen, 0].double(), rows * exact, rtol=tolerance, atol=1e-30)

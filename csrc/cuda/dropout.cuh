@@ -1,9 +1,8 @@
 // Philox-4x32-10 as xlnet_kernels/dropout.py defines it.
 #pragma once
 
-#include <primitives.cuh>
-
 #include "../rel_attention.h"
+#include "tile.cuh"
 
 namespace xlnet_kernels::cuda {
 
@@ -52,14 +51,22 @@ DEVICE uint32_t kept_columns(const Philox& philox, int i, int j0, int t) {
   return kept;
 }
 
-// Zero for those of 8 N columns that are dropped; bits: those of row g, 16 further on those of row g + 8.
-template <int N>
-DEVICE void drop(float (&p)[N][4], uint32_t bits) {
+// Zeros for those weights that are dropped; bits: those of row g, 16 further on those of row g + 8.
+template <typename T, int COUNT>
+DEVICE void drop(Fragment (&weights)[COUNT], uint32_t bits) {
 #pragma unroll
-  for (int n = 0; n < N; ++n)
+  for (int k = 0; k < COUNT; ++k)
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (!(bits >> (16 * (i / 2) + 2 * n + i % 2) & 1)) p[n][i] = 0;
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t of_row = bits >> (16 * (i % 2));
+      uint32_t& word = weights[k].word[i];
+      if constexpr (sizeof(T) == 2) {  // two neighbours of eight columns
+        const int n = 2 * k + i / 2;
+        word &= (of_row >> (2 * n) & 1 ? 0xffffu : 0) | (of_row >> (2 * n + 1) & 1 ? 0xffff0000u : 0);
+      } else if (!(of_row >> (2 * k + i / 2) & 1)) {
+        word = 0;
+      }
+    }
 }
 
 }  // namespace xlnet_kernels::cuda

@@ -34,7 +34,7 @@ struct ForwardRows {
 // Loads labels and fragments of the rows; leaves in lse what segments give to every key, until the end.
 template <typename S>
 DEVICE void load_rows(const RelAttention& p, const ForwardTile<S>& tile, float scale, float* lse,
-                      QueryFragments<S>& query, ForwardRows<S>& rows) {
+                      QueryFragments<S>& query, ForwardRows<S>& rows, OnlineSoftmax<S::M_TILES>& softmax) {
 #pragma unroll
   for (int m = 0; m < S::M_TILES; ++m) {
     const int sorted_row = tile.sorted_row(m);
@@ -44,6 +44,7 @@ DEVICE void load_rows(const RelAttention& p, const ForwardTile<S>& tile, float s
     segment_scores<typename S::T>(p, query.q[m], tile.h, tile.lane.t, scale, same, rows.different[m]);
     for (int r = 0; r < 2; ++r) {
       rows.labels[m][r] = row[r];
+      if (!row[r].inside) softmax.row_max[m][r] = 0;  // it would look for its first key in every tile
       if (row[r].inside && tile.lane.t == 0) lse[row[r].index] = same[r];
     }
   }
@@ -135,7 +136,7 @@ DEVICE void forward_epilogue(const RelAttention& p, const ForwardTile<S>& tile,
       const int index = row_index(p, tile.b, sorted_row);
       if (t == 0) {
         const float log_sum = log2f(sum);
-        lse[index] = sum != 0 ? (softmax.row_max[m][r] + log_sum + lse[index]) * LN_2 : -INFINITY;
+        lse[index] = sum != 0 ? (softmax.base(m, r) + log_sum + lse[index]) * LN_2 : -INFINITY;
       }
       const float weights = softmax.template sum_of_weights<T>(m, r, sum);
       const float factor = sum != 0 ? float(1 / (1 - p.dropout.p)) / weights : 0.f;
@@ -144,7 +145,7 @@ DEVICE void forward_epilogue(const RelAttention& p, const ForwardTile<S>& tile,
       for (int d = 0; d < S::HEAD_DIM / 8; ++d)
         if (8 * d + 2 * t < head_dim)
           store_rounded(to, residual, 8 * d + 2 * t, out[m][d][2 * r] * factor, out[m][d][2 * r + 1] * factor);
-      if (t == 0) static_cast<float*>(p.row_max)[first_row + index] = softmax.row_max[m][r];
+      if (t == 0) static_cast<float*>(p.row_max)[first_row + index] = softmax.base(m, r);
       if (t == 0) static_cast<float*>(p.row_sum)[first_row + index] = sum;
     }
 }
@@ -168,12 +169,12 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
 
   QueryFragments<S> query(memory, tile);
   ForwardRows<S> rows;
-  load_rows(p, tile, scale, lse, query, rows);
+  OnlineSoftmax<M_TILES> softmax;
+  load_rows(p, tile, scale, lse, query, rows, softmax);
   tile.locate(p);
   for (int m = 0; m < S::M_TILES; ++m)
     rows.slices[m].find({tile.shift(p, tile.sorted_row(m)), tile.shift(p, tile.sorted_row(m) + 8)}, lane.id);
   ForwardPipeline<S> pipeline(call, tile, memory);
-  OnlineSoftmax<M_TILES> softmax;
   float out[M_TILES][D / 8][4] = {};
   pipeline.start();
   while (pipeline.has_tile()) {
@@ -182,6 +183,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
     // once, but for rows far apart: then once for each window of rel_key, each time with the rows that it serves
     for (int window_shift = 0; window_shift <= tile.span; window_shift += BLOCK_M) {
       float score[M_TILES][BLOCK_N / 8][4];
+      Fragment weights[M_TILES][WEIGHTS<T, BLOCK_N / 8>];
 
       // content; the window of rel_key may still be under way
       start_scores(score, keys.bias, lane.t);
@@ -210,13 +212,13 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
                    lane.t);
 
         // softmax, dropout
-        softmax.template step<T>(m, score[m], out[m]);
-        if (p.dropout.threshold) drop(score[m], memory.kept()[m * S::THREADS] >> j0 % 64 / 4);
+        softmax.template step<T>(m, score[m], out[m], weights[m]);
+        if (p.dropout.threshold) drop<T>(weights[m], memory.kept()[m * S::THREADS] >> j0 % 64 / 4);
       }
 
       // values
       add_product<T, BLOCK_N>(
-          out, call.tf32, [&](int k, int m) { return as_fragment<T>(score[m] + k / 8); },
+          out, call.tf32, [&](int k, int m) { return weights[m][k / DEPTH<T>]; },
           [&](int k, int n) { return load_b_transposed<true>(memory.values(stage), k, n, lane.id); });
     }
     pipeline.advance();

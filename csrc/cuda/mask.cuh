@@ -72,19 +72,23 @@ DEVICE void clear_key_labels(const KeyLabels& labels, int count) {
   }
 }
 
-// Starts to copy the labels of COUNT keys from j0 on, of those kinds that there are.
+// Starts to copy the labels of COUNT keys from j0 on, of those kinds that there are; `thread` of THREADS.
+template <int THREADS, int COUNT>
+DEVICE void copy_key_labels(const Call& call, const KeyLabels& labels, int b, int h, int j0, int thread) {
+  const RelAttention& p = call.p;
+  const int keys = int(p.mem_len + p.key_len);
+  const auto copy = [&](auto* to, const auto* from, int64_t row) {
+    if (from == nullptr) return;
+#pragma unroll
+    for (int k = thread; k < COUNT; k += THREADS) copy_async<4>(to + k, from + row * keys + j0 + k, j0 + k < keys);
+  };
+  copy(labels.rank, p.rank_mask.key_rank, b);
+  copy(labels.segment, p.segments.key_ids, b);
+  copy(labels.bias, call.workspace.key_bias, b * p.heads + h);
+}
 template <int THREADS, int COUNT>
 DEVICE void copy_key_labels(const Call& call, const KeyLabels& labels, int b, int h, int j0) {
-  static_assert(COUNT <= THREADS);
-  const RelAttention& p = call.p;
-  const int keys = int(p.mem_len + p.key_len), k = thread_index(), j = j0 + k;
-  if (k >= COUNT) return;
-  const auto copy = [&](void* to, const void* from, int64_t row) {
-    if (from) copy_async<4>(to, static_cast<const int32_t*>(from) + row * keys + j, j < keys);
-  };
-  copy(labels.rank + k, p.rank_mask.key_rank, b);
-  copy(labels.segment + k, p.segments.key_ids, b);
-  copy(labels.bias + k, call.workspace.key_bias, b * p.heads + h);
+  copy_key_labels<THREADS, COUNT>(call, labels, b, h, j0, thread_index());
 }
 
 // What ranks alone say of a pair.

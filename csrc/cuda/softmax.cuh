@@ -7,60 +7,50 @@ namespace xlnet_kernels::cuda {
 
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 
-// Exponentials are taken of scores less row_max, which is raised only when a score has come this far above it: they are
-// at most 256. The sum and the output have the same factor, which falls out of their quotient.
-constexpr float RESCALE_THRESHOLD = 8;
+// Exponentials are taken of scores less row_max before anyone knows the tile's largest score. Only where what a lane
+// adds up of a tile comes to more than this is row_max raised to the largest score, and the tile done again. The sum
+// and the output have the same factor, which falls out of their quotient; float16 has room for it.
+constexpr float LARGEST_SUM = 256;
+
+// Fragments that the exponentials of 8 N keys make.
+template <typename T, int N>
+constexpr int WEIGHTS = 8 * N / DEPTH<T>;
 
 // The state of a lane's rows, two in each tile of 16.
 template <int M_TILES>
 struct OnlineSoftmax {
-  float row_max[M_TILES][2] = {};  // of each row's scores, or as much less as RESCALE_THRESHOLD allows; 0 if empty
+  float row_max[M_TILES][2];       // a score of each row, not much below the largest; -inf if it has seen none above
   float row_sum[M_TILES][2] = {};  // of this lane's columns
   // Of all columns, rounded as they are for their product with the values: the output is a mean, and what rounding adds
   // to all weights together must not come out times the offset of the values.
   float rounded_sum[M_TILES][2] = {};
-  uint32_t empty = ~0u;  // a bit for each row: it has seen no key yet, row_max is none
 
-  DEVICE bool grows(int m, int r, float largest) const {
-    return largest > (empty >> (2 * m + r) & 1 ? -INFINITY : row_max[m][r] + RESCALE_THRESHOLD);
+  DEVICE OnlineSoftmax() {
+    for (int m = 0; m < M_TILES; ++m) row_max[m][0] = row_max[m][1] = -INFINITY;
   }
 
-  // Turns scores into exponentials, and scales sum and output again where a row's maximum grows.
+  // What exponentials of row r of tile m are relative to; 0 if there are none, so that hidden scores have 0.
+  DEVICE float base(int m, int r) const { return row_max[m][r] == -INFINITY ? 0.f : row_max[m][r]; }
+
+  // The scores' exponentials, rounded as the product with the values takes them; scales sum and output again where
+  // row_max grows.
   template <typename T, int N, int COLUMNS>
-  DEVICE void step(int m, float (&score)[N][4], float (&out)[COLUMNS][4]) {
-    raise_maximum(m, score, out);
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        score[n][i] = exp2_approximately(score[n][i] - row_max[m][i / 2]);
-        row_sum[m][i / 2] += score[n][i];
-      }
+  DEVICE void step(int m, const float (&score)[N][4], float (&out)[COLUMNS][4], Fragment (&weights)[WEIGHTS<T, N>]) {
+    float sum[2];
+    exponentials<T>(score, row_max[m], weights, sum);                     // of a row that has seen nothing: inf, or NaN
+    const bool fits = (sum[0] <= LARGEST_SUM) & (sum[1] <= LARGEST_SUM);  // NaN does not
+    if (ballot(!fits)) {
+      raise_maximum(m, score, out);
+      const float bases[2] = {base(m, 0), base(m, 1)};
+      exponentials<T>(score, bases, weights, sum);
+    }
+    for (int r = 0; r < 2; ++r) row_sum[m][r] += sum[r];
     if constexpr (sizeof(T) == 2) {
-      float sum[4] = {};
+      float rounded[4] = {};
 #pragma unroll
-      for (int n = 0; n < N; n += 2) multiply<T>(sum, as_fragment<T>(score + n), ones<T>(), 0, false);
-      for (int r = 0; r < 2; ++r) rounded_sum[m][r] += sum[2 * r];
+      for (int k = 0; k < WEIGHTS<T, N>; ++k) multiply<T>(rounded, weights[k], ones<T>(), 0, false);
+      for (int r = 0; r < 2; ++r) rounded_sum[m][r] += rounded[2 * r];
     }
-  }
-
-  // The same for 16-bit numbers; the exponentials as fragments too, rounded.
-  template <typename T, int N, int COLUMNS>
-  DEVICE void step(int m, float (&score)[N][4], float (&out)[COLUMNS][4], Fragment (&weights)[N / 2]) {
-    raise_maximum(m, score, out);
-    float sum[4] = {};
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        score[n][i] = exp2_approximately(score[n][i] - row_max[m][i / 2]);
-        row_sum[m][i / 2] += score[n][i];
-      }
-      if (n % 2 == 0) continue;
-      weights[n / 2] = as_fragment<T>(score + n - 1);
-      multiply<T>(sum, weights[n / 2], ones<T>(), 0, false);
-    }
-    for (int r = 0; r < 2; ++r) rounded_sum[m][r] += sum[2 * r];
   }
 
   // What the output of row r of tile m is to be divided by; `sum`: of its exponentials
@@ -69,27 +59,39 @@ struct OnlineSoftmax {
     return sizeof(T) == 2 ? rounded_sum[m][r] : sum;
   }
 
+  template <typename T, int N>
+  DEVICE static void exponentials(const float (&score)[N][4], const float (&bases)[2],
+                                  Fragment (&weights)[WEIGHTS<T, N>], float (&sum)[2]) {
+    constexpr int EACH = N / WEIGHTS<T, N>;
+    sum[0] = sum[1] = 0;
+#pragma unroll
+    for (int n = 0; n < N; n += EACH) {
+      float of[EACH][4];
+#pragma unroll
+      for (int j = 0; j < EACH; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          of[j][i] = exp2_approximately(score[n + j][i] - bases[i / 2]);
+          sum[i / 2] += of[j][i];
+        }
+      weights[n / EACH] = as_fragment<T>(of);
+    }
+  }
+
+  // To the largest score there was. Not by how much a score exceeds row_max, which is a rounded number: old and new
+  // exponentials are then relative to the same one.
   template <int N, int COLUMNS>
   DEVICE void raise_maximum(int m, const float (&score)[N][4], float (&out)[COLUMNS][4]) {
-    float largest[2] = {-INFINITY, -INFINITY};
+    float largest[2] = {-INFINITY, -INFINITY}, shrink[2];
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) largest[i / 2] = fmaxf(largest[i / 2], score[n][i]);
-    if (ballot(grows(m, 0, largest[0]) || grows(m, 1, largest[1]))) rescale(m, largest, out);
-  }
-
-  template <int COLUMNS>
-  DEVICE void rescale(int m, float (&largest)[2], float (&out)[COLUMNS][4]) {
-    float shrink[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      largest[r] = quad_max(largest[r]);
-      const bool is_grown = grows(m, r, largest[r]);
-      // grown by less than 0: nothing is there yet
-      shrink[r] = is_grown ? exp2_approximately(-fmaxf(largest[r] - row_max[m][r], 0.f)) : 1.f;
-      if (is_grown) empty &= ~(1u << (2 * m + r));
-      if (is_grown) row_max[m][r] = largest[r];
+      const float before = row_max[m][r];
+      row_max[m][r] = fmaxf(before, quad_max(largest[r]));
+      shrink[r] = exp2_approximately(before - base(m, r));  // 0 where nothing is there yet
       row_sum[m][r] *= shrink[r];
       rounded_sum[m][r] *= shrink[r];
     }

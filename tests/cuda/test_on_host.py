@@ -10,7 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.cases import READY, assert_close, assert_right, make
+from tests.cases import (
+    READY,
+    TWO_SCORES,
+    assert_close,
+    assert_right,
+    assert_two_keys_have_their_weights,
+    make,
+)
 from tests.cuda import on_host
 from tests.cuda.simt_memory import torch_guarded
 
@@ -115,6 +122,12 @@ def test_float32_sums_over_many_keys_are_not_truncated():
     out, _ = problem.run(on_host.NAME, "cpu")
     mean = problem.leaves["value"].double().mean(2, keepdim=True)
     assert ((out / mean - 1).abs() < 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scores", TWO_SCORES, ids=str)
+def test_weights_whatever_tile_has_the_larger_score(scores, dtype):
+    assert_two_keys_have_their_weights(scores, on_host.NAME, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,7 +16,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
 import xlnet_kernels as xk  # noqa: E402
-from tests.cases import assert_right, make  # noqa: E402
+from tests.cases import TWO_SCORES, assert_right, assert_two_keys_have_their_weights, make  # noqa: E402
 from tests.machine import cuda_driver  # noqa: E402
 from tests.machine.features import Features, pairwise  # noqa: E402
 from tests.machine.machine import Fault  # noqa: E402
@@ -129,6 +129,14 @@ def test_one_visible_key_of_a_large_score_has_probability_one(dtype, segments):
         (grad,) = torch.autograd.grad(out, value, grad_out)
     assert "warpgroup_forward_kernel" in record.launches[1].name
     assert torch.equal(out, value) and torch.equal(grad, grad_out)
+
+
+@NEEDS_NVCC
+@pytest.mark.parametrize("scores", TWO_SCORES, ids=str)
+def test_weights_whatever_tile_has_the_larger_score(scores):
+    with serving(90) as record:
+        assert_two_keys_have_their_weights(scores, "cuda", torch.bfloat16)
+    assert "warpgroup_forward_kernel" in record.launches[1].name
 
 
 @NEEDS_NVCC

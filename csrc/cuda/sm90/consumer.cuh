@@ -23,7 +23,6 @@ struct Consumer {
   const QuadShift shift;
   RingPlace<S::STAGES> stage;
   RingPlace<S::SLOTS> slot;
-  bool has_tile = false;  // there was one
   Fragment q[STEPS];
   RowLabels labels[2];
   float different[2] = {};  // what segments add for keys of another one
@@ -38,6 +37,9 @@ struct Consumer {
         shift(consecutive_shift(tile.lane.id)) {}
 
   DEVICE float* lse() const { return static_cast<float*>(call.p.lse) + int64_t(tile.head) * call.p.length; }
+
+  // Whether there was one: its window comes before it.
+  DEVICE bool had_tile() const { return slot.passed > 0; }
 
   // Leaves in lse what segments give to every key, until the end.
   DEVICE void load_rows() {
@@ -56,6 +58,7 @@ struct Consumer {
     segment_scores<T>(p, q, tile.h, t, scale, same, different);
     for (int r = 0; r < 2; ++r) {
       labels[r] = row[r];
+      if (!row[r].inside) softmax.row_max[0][r] = 0;  // it would look for its first key in every tile
       if (row[r].inside && t == 0) lse()[row[r].index] = same[r];
     }
   }
@@ -81,7 +84,6 @@ struct Consumer {
   }
 
   DEVICE void attend(const Band& lower, const Band& upper, const TileInfo& info) {
-    has_tile = true;
     float score[TILES][4];
     start_scores(score, memory.labels(stage.index()).bias);
 
@@ -94,7 +96,7 @@ struct Consumer {
 
     Fragment weights[TILES / 2];
     weigh(score, info, weights);
-    if constexpr (S::DROPOUT) drop(weights, info.first_key);
+    if constexpr (S::DROPOUT) drop<T>(weights, draw_dropout(info.first_key));
 
     // values
     add_product<1>(
@@ -114,11 +116,12 @@ struct Consumer {
     softmax.template step<T>(0, score, out[0], weights);
   }
 
-  // Scales the scores, adds the segment term: one multiply-add where all keys are of one segment.
+  // Scales the scores, adds the segment term: one multiply-add where all keys are of one segment, unless registers are
+  // too few for two ways.
   DEVICE void add_segment_term(float (&score)[TILES][4], const int32_t* key_segment) {
     const int32_t segment = key_segment[0], lane = tile.lane.id;
     const bool is_other = key_segment[lane] != segment || key_segment[lane + WARP] != segment;
-    if (ballot(is_other)) {
+    if ((S::DROPOUT && D > 64) || ballot(is_other)) {
       add_segments(score, scale, key_segment, labels, different, tile.lane.t);
       return;
     }
@@ -152,21 +155,16 @@ struct Consumer {
     }
   }
 
-  // Zeros for the weights that dropout drops.
-  DEVICE void drop(Fragment (&weights)[TILES / 2], int j0) {
+  // Which of 64 keys from j0 on dropout keeps: 16 bits for each row.
+  DEVICE uint32_t draw_dropout(int j0) const {
     const Philox philox = load_philox(call.p.dropout, tile.b, tile.head);
+    uint32_t bits = 0;
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {
       const int index = smaller(tile.sorted_row(0) + 8 * r, int(call.p.length) - 1);
-      const uint32_t kept = kept_columns<S::BLOCK_N>(philox, index, j0, tile.lane.t);
-#pragma unroll
-      for (int n = 0; n < TILES; ++n) {
-        const uint32_t low = kept >> (2 * n) & 1, high = kept >> (2 * n + 1) & 1;
-        const uint32_t keep = (low ? 0xffffu : 0) | (high ? 0xffff0000u : 0);
-        weights[n / 2].word[n % 2 * 2] &= r == 0 ? keep : ~0u;
-        weights[n / 2].word[n % 2 * 2 + 1] &= r == 1 ? keep : ~0u;
-      }
+      bits |= kept_columns<S::BLOCK_N>(philox, index, j0, tile.lane.t) << (16 * r);
     }
+    return bits;
   }
 
   // u.k, which content and position are added to.
@@ -179,7 +177,7 @@ struct Consumer {
 
   // The first slot of a window is the lower rows' alone, the last one of the window before as well.
   DEVICE void skip_slot() {
-    if (tile.lane.warp >= 4 && !has_tile) return;
+    if (tile.lane.warp >= 4 && !had_tile()) return;
     memory.full_slot(slot.index()).wait(slot.parity());
     release(memory.empty_slot(slot.index()));
     slot.advance();

@@ -18,7 +18,7 @@ DEVICE void consume(const Call& call, const WarpgroupMemory<S>& memory, int row_
   consumer.load_rows();
   consumer.run();
   forward_epilogue(p, tile, consumer.softmax, consumer.out, consumer.lse());
-  store_nan_rows(p, tile, consumer.softmax, [&] { return consumer.has_tile; });
+  store_nan_rows(p, tile, consumer.softmax, [&] { return consumer.had_tile(); });
 }
 
 template <typename S>
@@ -33,7 +33,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) warpgroup_forward_kernel(const __grid_co
   memory.init();
   if (thread_index() < WARPGROUP) {
     shrink_registers<S::PRODUCER_REGISTERS>();
-    Producer<S>(call, memory, b, block_index().y, row_tile * S::BLOCK_M).run();
+    if (thread_index() < WARP) Producer<S>(call, memory, b, block_index().y, row_tile * S::BLOCK_M).run();
   } else {
     grow_registers<S::CONSUMER_REGISTERS>();
     consume(call, memory, row_tile, b);

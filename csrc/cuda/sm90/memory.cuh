@@ -83,8 +83,8 @@ struct WarpgroupMemory {
     constexpr int WARPS = 4 * S::CONSUMERS;
     if (shared_address(data) % 1024) trap();  // the swizzle's pattern would begin elsewhere
     if (thread_index() == 0) {
-      for (int i = 0; i < S::STAGES; ++i) full_stage(i).init(WARPGROUP + 1), empty_stage(i).init(WARPS);
-      for (int i = 0; i < S::SLOTS; ++i) full_slot(i).init(WARPGROUP), empty_slot(i).init(WARPS);
+      for (int i = 0; i < S::STAGES; ++i) full_stage(i).init(WARP + 1), empty_stage(i).init(WARPS);
+      for (int i = 0; i < S::SLOTS; ++i) full_slot(i).init(WARP), empty_slot(i).init(WARPS);
     }
     for (int i = 0; i < S::STAGES; ++i) clear_key_labels<S::THREADS>(labels(i), S::BLOCK_N);
     sync_block();

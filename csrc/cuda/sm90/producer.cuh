@@ -1,7 +1,8 @@
-// The producer warpgroup: finds the tiles that some row sees, brings their keys, values, labels and rows of rel_key.
+// The producer, a warp: finds the tiles that some row sees, brings their keys, values, labels and rows of rel_key. Its
+// warpgroup has three warps more, since registers change hands by warpgroups; they leave at once.
 //
 // It copies by cp.async, not by TMA: keys of memory and segment, any strides, the table's ends and the labels then take
-// one way, and the swizzle is an address. A thread arrives at a barrier when its copies have.
+// one way, and the swizzle is an address. A lane arrives at a barrier when its copies have.
 //
 // rel_key comes in slots of 64 rows. For the first 64 rows of the block a tile's window is the second and the third
 // slot that it begins with, for the last 64 the first and the second; from tile to tile one slot more.
@@ -23,7 +24,7 @@ struct Producer {
   using T = typename S::T;
   const Call& call;
   const WarpgroupMemory<S> memory;
-  const int b, h, first_row, keys;
+  const int b, h, first_row, keys, lane;
   const KeyRows<const T> key_rows, value_rows;
   const HeadRows<const T> rel_rows;
   const float* const rel_bias;
@@ -37,6 +38,7 @@ struct Producer {
         h(h),
         first_row(first_row),
         keys(int(call.p.mem_len + call.p.key_len)),
+        lane(thread_index() % WARP),
         key_rows(key_rows_of<const T>(call.p, call.p.memory.key, call.p.keys.key, b, h)),
         value_rows(key_rows_of<const T>(call.p, call.p.memory.value, call.p.keys.value, b, h)),
         rel_rows(rows_of<const T>(call.p.rel_key.rows, b, h)),
@@ -45,7 +47,7 @@ struct Producer {
   DEVICE void run() {
     const RelAttention& p = call.p;
     const RowTile rows = load_row_tile(call, b, first_row, S::BLOCK_M);
-    const int mem_len = int(p.mem_len), lane = thread_index() % WARP;
+    const int mem_len = int(p.mem_len);
     TileScheduler scheduler(keys_within_reach(p, rows.first_position + mem_len, rows.last_position + mem_len),
                             S::BLOCK_N);
     int before = NO_KEY - 1;  // the tile before
@@ -54,7 +56,7 @@ struct Producer {
       const int tile = scheduler.next(
           visibility, lane, [&](int i) { return tile_visibility(call, rows, b, i * S::BLOCK_N, S::BLOCK_N); });
       if (tile >= scheduler.tiles) break;
-      const int rel_row = first_rel_row<S>(p, first_row) + tile * S::BLOCK_N;
+      const int rel_row = first_rel_row<S>(call.p, first_row) + tile * S::BLOCK_N;
       if (tile != before + 1) {
         announce({tile * S::BLOCK_N, visibility, true});
         publish();
@@ -69,17 +71,17 @@ struct Producer {
     announce({NO_KEY, Visibility::none, false});
     const RingPlace<S::STAGES> last = stage;
     publish();
-    memory.full_stage(last.index()).wait(last.parity());  // no thread ends with copies or arrivals under way
+    memory.full_stage(last.index()).wait(last.parity());  // no lane ends with copies or arrivals under way
   }
 
   DEVICE void announce(TileInfo info) {
     memory.empty_stage(stage.index()).wait(stage.parity() ^ 1);
-    if (thread_index() > 0) return;
+    if (lane > 0) return;
     memory.info(stage.index()) = info;
     memory.full_stage(stage.index()).arrive();
   }
 
-  // The stage is full when this thread's copies have arrived.
+  // The stage is full when this lane's copies, and all others', have arrived.
   DEVICE void publish() {
     memory.full_stage(stage.index()).arrive_after_copies();
     stage.advance();
@@ -87,23 +89,27 @@ struct Producer {
 
   template <typename Source>
   DEVICE void copy_rows(const Panels<T, S::HEAD_DIM>& to, Source source, int from, int count) {
-    constexpr int CHUNKS = S::HEAD_DIM / CHUNK<T>, STEP = WARPGROUP / CHUNKS;  // rows that are copied at a time
-    static_assert(STEP % 8 == 0);
-    const int column = thread_index() % CHUNKS * CHUNK<T>, start = thread_index() / CHUNKS;
-    char* into = reinterpret_cast<char*>(to.at(start, column));
-    const T* at = source(from + start) + column;
+    constexpr int CHUNKS = S::HEAD_DIM / CHUNK<T>, STEP = WARP / CHUNKS;  // rows that are copied at a time
+    const int column = lane % CHUNKS * CHUNK<T>, start = lane / CHUNKS;
+    // Every eighth row has the same swizzle; start < STEP, so that row start + i exchanges chunks by start and by i.
+    const uintptr_t first = reinterpret_cast<uintptr_t>(to.at(start, column));
+    const auto into = [&](int i) { return reinterpret_cast<char*>((first ^ i * 16) + i * to.ROW); };
     if constexpr (std::is_same_v<Source, HeadRows<const T>>) {
       if (from >= 0 && from + S::BLOCK_N <= count) {  // as mostly: nothing to ask
-        const int64_t step = int64_t(STEP) * source.stride;
+        const int64_t eight = int64_t(8) * source.stride;
+#pragma unroll 1
+        for (int way = 0; way < 8; way += STEP) {
+          const T* at = source(from + start + way) + column;
 #pragma unroll
-        for (int i = 0; i < S::BLOCK_N; i += STEP, at += step) copy_async<16>(into + i * to.ROW, at, true);
+          for (int i = 0; i < S::BLOCK_N; i += 8, at += eight) copy_async<16>(into(way) + i * to.ROW, at, true);
+        }
         return;
       }
     }
 #pragma unroll 1
     for (int i = 0; i < S::BLOCK_N; i += STEP) {
       const int row = from + start + i;
-      copy_async<16>(into + i * to.ROW, source(row) + column, uint32_t(row) < uint32_t(count));
+      copy_async<16>(to.at(start + i, column), source(row) + column, uint32_t(row) < uint32_t(count));
     }
   }
 
@@ -116,14 +122,14 @@ struct Producer {
       copy_rows(memory.keys(stage.index()), key_rows, j0, keys);
       copy_rows(memory.values(stage.index()), value_rows, j0, keys);
     }
-    copy_key_labels<WARPGROUP, S::BLOCK_N>(call, memory.labels(stage.index()), b, h, j0);
+    copy_key_labels<WARP, S::BLOCK_N>(call, memory.labels(stage.index()), b, h, j0, lane);
   }
 
   DEVICE void copy_rel_key(int begin) {
     memory.empty_slot(slot.index()).wait(slot.parity() ^ 1);
-    const int rel_len = int(call.p.rel_len), i = thread_index();
+    const int rel_len = int(call.p.rel_len);
     copy_rows(memory.rel_key(slot.index()), rel_rows, begin, rel_len);
-    if (i < S::BLOCK_N)
+    for (int i = lane; i < S::BLOCK_N; i += WARP)
       copy_async<4>(memory.rel_bias(slot.index()) + i, rel_bias + begin + i, uint32_t(begin + i) < uint32_t(rel_len));
     memory.full_slot(slot.index()).arrive_after_copies();
     slot.advance();

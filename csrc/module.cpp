@@ -55,13 +55,15 @@ pybind11::list cuda_kernels() {
   return found;
 }
 
-// Which CUDA kernels run forward: for each kind the calls that it serves, the first that does being chosen.
-pybind11::list cuda_forward_choices() {
+// Which CUDA kernels run: for each kind the calls that it serves, the first that does being chosen.
+template <typename Choices>
+pybind11::list cuda_choices(const Choices& choices) {
   pybind11::list found;
-  for (const auto& choice : xlnet_kernels::cuda::FORWARD_CHOICES)
-    found.append(pybind11::make_tuple(choice.kernels, choice.calls));
+  for (const auto& choice : choices) found.append(pybind11::make_tuple(choice.kernels, choice.calls));
   return found;
 }
+pybind11::list cuda_forward_choices() { return cuda_choices(xlnet_kernels::cuda::FORWARD_CHOICES); }
+pybind11::list cuda_backward_choices() { return cuda_choices(xlnet_kernels::cuda::BACKWARD_CHOICES); }
 
 }  // namespace
 
@@ -76,6 +78,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("cuda_architectures") = cuda_architectures;  // e.g. "8.0;9.0+PTX"
   module.def("cuda_kernels", cuda_kernels);
   module.def("cuda_forward_choices", cuda_forward_choices);
+  module.def("cuda_backward_choices", cuda_backward_choices);
   module.def("register_autograd", xlnet_kernels::register_autograd, pybind11::arg("name"),
              "Gives the operator of that name and its backward their gradients (csrc/autograd.h).");
   xlnet_kernels::add_plain_call(module.ptr());

@@ -68,7 +68,8 @@ def compiled() -> dict | None:
     if module is None:
         return None
     facts = {name: getattr(module, name) for name in names} | {"file": module.__file__}
-    return facts | {"cuda_forward": [f"{kernels}: {calls}" for kernels, calls in module.cuda_forward_choices()]}
+    choices = {"cuda_forward": module.cuda_forward_choices(), "cuda_backward": module.cuda_backward_choices()}
+    return facts | {name: [f"{kernels}: {calls}" for kernels, calls in of] for name, of in choices.items()}
 
 
 def collect() -> dict:
@@ -123,12 +124,13 @@ def render(facts: dict) -> str:
         rows.append(("  on this CPU", both if chosen else UNKNOWN_SET))
         if built["cuda_version"]:
             rows += [("  CUDA forward", line) for line in built["cuda_forward"]]
+            rows += [("  CUDA backward", line) for line in built["cuda_backward"]]
     else:
         rows.append(("extension", facts["not_compiled_because"]))
     for name, label in (("extension", "  built"), ("cuda", "  CUDA"), ("bfloat16", "  bfloat16")):
         rows.append((label, facts["build_decisions"][name] or "no record of a build"))
     rows += [("backends", "")] + [(f"  {name}", state) for name, state in facts["backends"].items()]
-    return "\n".join(f"{label:<14} {text}".rstrip() for label, text in rows)
+    return "\n".join(f"{label:<15} {text}".rstrip() for label, text in rows)
 
 
 def check() -> bool:

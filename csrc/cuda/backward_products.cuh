@@ -144,6 +144,7 @@ DEVICE void backward_epilogue(const Backward& a, const KeyTile<S>& tile, const W
   const Gradients& grad = a.gradients;
   const int keys = int(p.mem_len + p.key_len), head_dim = int(p.head_dim);
   const float scale = float(p.scale);
+#pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int j = tile.j0 + 16 * of.m_tile + of.lane.g + 8 * r;
     if (j >= keys) continue;

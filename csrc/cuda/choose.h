@@ -1,4 +1,4 @@
-// Which kernels a forward call runs on: the one table, which `python -m xlnet_kernels.info` prints. No CUDA, no torch.
+// Which kernels a call runs on: the tables, which `python -m xlnet_kernels.info` prints. No CUDA, no torch.
 #pragma once
 
 #include <string_view>
@@ -18,26 +18,44 @@ inline constexpr bool compiled_for_sm90a() {
 #endif
 }
 
+// Whether the warpgroup kernels can serve anything of this call.
+inline constexpr bool warpgroups_serve(const Call& call, int capability) {
+  const RelAttention& p = call.p;
+  return compiled_for_sm90a() && capability == 90 && (p.dtype == DType::float16 || p.dtype == DType::bfloat16) &&
+         (p.head_dim == 64 || p.head_dim == 128) && p.rows.position == nullptr;
+}
+
 struct ForwardChoice {
   const char *kernels, *calls;
   bool (*serves)(const Call& call, int capability);  // of the device: 90 is sm_90
 };
+struct BackwardChoice {
+  const char *kernels, *calls;
+  bool (*serves)(const Call& call, bool deterministic, int capability);
+};
 
 // The first that serves the call.
 inline constexpr ForwardChoice FORWARD_CHOICES[] = {
-    {"sm_90a", "float16 and bfloat16, head_dim 64 and 128, without query_positions, on sm_90",
-     [](const Call& call, int capability) {
-       const RelAttention& p = call.p;
-       return compiled_for_sm90a() && capability == 90 && (p.dtype == DType::float16 || p.dtype == DType::bfloat16) &&
-              (p.head_dim == 64 || p.head_dim == 128) && p.rows.position == nullptr;
-     }},
+    {"sm_90a", "float16 and bfloat16, head_dim 64 and 128, without query_positions, on sm_90", warpgroups_serve},
     {"sm_80", "all others", [](const Call&, int) { return true; }},
 };
-constexpr int WARPGROUPS = 0;  // the table's first row
+inline constexpr BackwardChoice BACKWARD_CHOICES[] = {
+    {"sm_90a", "float16 and bfloat16, head_dim 64 and 128, without query_positions, not deterministic, on sm_90",
+     [](const Call& call, bool deterministic, int capability) {
+       return warpgroups_serve(call, capability) && !deterministic;
+     }},
+    {"sm_80", "all others", [](const Call&, bool, int) { return true; }},
+};
+constexpr int WARPGROUPS = 0;  // the tables' first row
 
 inline int choose_forward(const Call& call, int capability) {
   int choice = 0;
   while (!FORWARD_CHOICES[choice].serves(call, capability)) ++choice;
+  return choice;
+}
+inline int choose_backward(const Call& call, bool deterministic, int capability) {
+  int choice = 0;
+  while (!BACKWARD_CHOICES[choice].serves(call, deterministic, capability)) ++choice;
   return choice;
 }
 

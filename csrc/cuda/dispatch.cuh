@@ -34,6 +34,8 @@ template <typename T>
 std::string warpgroup_forward_of(const Call& call, Stream stream);  // those of sm90/
 template <typename T>
 std::string backward_of(const Backward& a, Stream stream);
+template <typename T>
+std::string warpgroup_backward_of(const Backward& a, Stream stream);  // those of sm90/
 
 // run(integral_constant of that head_dim)
 template <typename Run, int... HEAD_DIM>

@@ -78,9 +78,10 @@ def test_wide_heads_need_much_shared_memory(monkeypatch, kilobytes, widths):
 
 
 @pytest.mark.skipif(_extension.module is None, reason=str(_extension.reason))
-def test_info_prints_which_kernels_run_forward():
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_info_prints_which_kernels_run(direction):
     facts = info.collect()
-    table = facts["compiled"]["cuda_forward"]
+    table = facts["compiled"][f"cuda_{direction}"]
     assert [line.split(":")[0] for line in table] == ["sm_90a", "sm_80"] and "head_dim 64 and 128" in table[0]
     built = facts["compiled"] | {"cuda_version": "13.0", "cuda_architectures": ARCHITECTURES}
     text = info.render(facts | {"compiled": built})

@@ -26,20 +26,23 @@ KERNELS = {
 }
 
 
+@pytest.mark.parametrize(("direction", "spills"), [("forward", 0), ("backward", 320)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_warpgroup_kernels_keep_to_their_registers(dtype, tmp_path):
-    """No spills in any of them, no wgmma that waits for the one before or for what ptxas puts in: it says so."""
+def test_warpgroup_kernels_keep_to_their_registers(direction, spills, dtype, tmp_path):
+    """No spills but of wide heads in backward, no wgmma that waits for the one before or for what ptxas puts in."""
     command = ["nvcc", "-std=c++20", "-O3", "-arch=sm_90a", f"-I{CUDA}", f"-I{CUDA.parent}", "-Xptxas", "-v", "-cubin"]
-    source = CUDA / "sm90" / f"warpgroup_{dtype}.cu"
+    source = CUDA / "sm90" / f"warpgroup_{'backward_' * (direction == 'backward')}{dtype}.cu"
     done = subprocess.run([*command, source, "-o", tmp_path / "cubin"], capture_output=True, text=True)
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
     assert "Potential Performance Loss" not in text
     assert "C7519" not in text and "warpgroup.arrive is injected" not in text
-    found = r"Compiling entry function '(\w*warpgroup_forward\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
-    kernels = re.findall(found, text, re.S)
+    name = rf"Compiling entry function '(\w*warpgroup_{direction}\w+)'"
+    spilled = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
+    kernels = re.findall(rf"{name}.*?{spilled}.*?Used (\d+) registers", text, re.S)
     assert len(kernels) == 4, kernels  # two widths, with dropout and without
-    assert all(int(spilled) == 0 for _, spilled, _ in kernels), kernels
+    for kernel, stores, loads, _ in kernels:
+        assert int(stores) + int(loads) <= (0 if "Li64E" in kernel else spills), kernels
     # START_REGISTERS of sm90/shapes.h. With more a block would not fit, with fewer the consumers would wait for ever.
     assert all(int(registers) == 65536 // 384 // 8 * 8 for *_, registers in kernels), kernels
 

@@ -90,6 +90,31 @@ def test_forward_by_warpgroups(features, seed):
 
 
 @NEEDS_NVCC
+@pytest.mark.parametrize("features", SERVED_BY_WARPGROUPS.values(), ids=SERVED_BY_WARPGROUPS.keys())
+def test_gradients_by_warpgroups(features):
+    """Up to two blocks of keys and four tiles of rows, with every barrier, copy and wgmma checked."""
+    features = replace(features, grad_lse=features.memory)
+    with serving(90, seed=3) as record:
+        features.check("cuda", features.problem(3, rows=230, most_batch=1))
+    assert any("warpgroup_backward_kernel" in launch.name for launch in record.launches)
+
+
+@NEEDS_NVCC
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_of_tiles_that_do_not_follow_each_other(head_dim):
+    """Rows that see nothing between others: the window of rel_key begins anew, and for one of a block's two consumers
+    only, where keys are hidden as well. Infinities of rows that see nothing stay there."""
+    key_rank = (torch.arange(448) // 64 == 1).int()[None]
+    query_rank = (torch.arange(448) // 64 % 3 != 1).int()[None]
+    problem = make(1, 1, 448, width=head_dim, dtype=torch.bfloat16)
+    problem = problem.with_options(mask=xk.RankMask(query_rank, key_rank), deterministic=False)
+    problem.leaves["query"][:, :, 64:128] = torch.inf
+    with serving(90) as record:
+        assert_right(problem, "cuda")
+    assert any("warpgroup_backward_kernel" in launch.name for launch in record.launches)
+
+
+@NEEDS_NVCC
 def test_tiles_that_do_not_follow_each_other():
     """Empty tiles between others: rel_key's window begins anew, one slot of it still being there."""
     rank = torch.zeros(1, 640, dtype=torch.int32)
@@ -109,7 +134,7 @@ def test_tiles_that_do_not_follow_each_other():
     ("dtype", "segments"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)]
 )
 def test_one_visible_key_of_a_large_score_has_probability_one(dtype, segments):
-    """Backward computes scores again, by other instructions: the same numbers, or P would not be 1.
+    """Backward computes scores again: the same numbers, or P would not be 1.
 
     But for what segments add, summed in another order: float16 would show it.
     """
@@ -124,10 +149,12 @@ def test_one_visible_key_of_a_large_score_has_probability_one(dtype, segments):
     with serving(90) as record:
         out = xk.rel_attention(
             query, key, value, rel_key, content_bias=content_bias, position_bias=position_bias, scale=2.0,
-            segments=kinds if segments else None, mask=torch.eye(rows).bool(), backend="cuda",
+            segments=kinds if segments else None, mask=torch.eye(rows).bool(), deterministic=False,
+            backend="cuda",
         )  # fmt: skip
         (grad,) = torch.autograd.grad(out, value, grad_out)
     assert "warpgroup_forward_kernel" in record.launches[1].name
+    assert "warpgroup_backward_kernel" in record.launches[3].name
     assert torch.equal(out, value) and torch.equal(grad, grad_out)
 
 
@@ -141,24 +168,26 @@ def test_weights_whatever_tile_has_the_larger_score(scores):
 
 @NEEDS_NVCC
 @pytest.mark.parametrize(
-    ("architecture", "change", "warpgroups"),
+    ("architecture", "change", "forward", "backward"),
     [
-        (90, {}, True),
-        (90, {"dtype": torch.float16, "head_dim": 128}, True),
-        (90, {"memory": True, "mask": "dense", "dropout": True, "rel_rows": "window", "rel_batch": True}, True),
-        (80, {}, False),
-        (90, {"positions": True}, False),
-        (90, {"head_dim": 80}, False),
-        (90, {"dtype": torch.float32}, False),
+        (90, {}, True, True),
+        (90, {"dtype": torch.float16, "head_dim": 128}, True, True),
+        (90, {"memory": True, "mask": "dense", "dropout": True, "rel_rows": "window", "rel_batch": True}, True, True),
+        (90, {"deterministic": True}, True, False),
+        (80, {}, False, False),
+        (90, {"positions": True}, False, False),
+        (90, {"head_dim": 80}, False, False),
+        (90, {"dtype": torch.float32}, False, False),
     ],
 )
-def test_forward_is_chosen_by_the_table(architecture, change, warpgroups, monkeypatch):
+def test_kernels_are_chosen_by_the_tables(architecture, change, forward, backward, monkeypatch):
     names: list[str] = []
     monkeypatch.setattr(cuda_driver.Device, "names", names)
     with serving(architecture):
-        replace(WARPGROUPS, **change).problem(1, rows=40).call("cuda")
-    assert "prepare_kernel" in names[0]
-    assert ("warpgroup_forward_kernel" in names[1]) == warpgroups, names
+        replace(WARPGROUPS, **change).problem(1, rows=40).results("cuda")
+    assert "prepare_kernel" in names[0] and "prepare_kernel" in names[2] and "finish_kernel" in names[4]
+    assert ("warpgroup_forward_kernel" in names[1]) == forward, names
+    assert ("warpgroup_backward_kernel" in names[3]) == backward, names
 
 
 @NEEDS_NVCC

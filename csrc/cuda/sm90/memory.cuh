@@ -30,8 +30,16 @@ struct Panels {
   DEVICE uint64_t columns_from(int column) const {
     return matrix_descriptor(data, PANEL, EIGHT_ROWS) + (column / 64 * PANEL + column % 64 * 2) / 16;
   }
-  // b(k, n) = (row + k, column n)
-  DEVICE uint64_t rows_from(int row) const { return matrix_descriptor(data, PANEL, EIGHT_ROWS) + row * ROW / 16; }
+  // a(m, k) = (row + m, column + k): 16 x 16 of it as a warp's fragment
+  DEVICE Fragment load(int row, int column, int lane) const {
+    Fragment a;
+    ldmatrix(a.word, at(row + lane % 16, column + lane / 16 * 8));
+    return a;
+  }
+  // b(k, n) = (row + k, column + n); column: a multiple of 64
+  DEVICE uint64_t rows_from(int row, int column = 0) const {
+    return matrix_descriptor(data, PANEL, EIGHT_ROWS) + (column / 64 * PANEL + row * ROW) / 16;
+  }
 };
 
 // A place in a ring of COUNT.

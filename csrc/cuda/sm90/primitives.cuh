@@ -28,6 +28,13 @@ DEVICE uint64_t matrix_descriptor(const void* data, int leading, int eight_rows)
   return uint64_t(high) << 32 | low;
 }
 
+// The same without swizzle: 8 rows of 16 bytes lie together, and chunks of eight columns and groups of eight rows are
+// as far apart as the caller says.
+DEVICE uint64_t plain_descriptor(const void* data, int leading, int stride) {
+  const uint32_t low = shared_address(data) / 16 + leading / 16 * 65536;
+  return uint64_t(uint32_t(stride / 16)) << 32 | low;
+}
+
 #define SUMS_1(s, n) "+f"(s[n][0]), "+f"(s[n][1]), "+f"(s[n][2]), "+f"(s[n][3])
 #define SUMS_4(s, n) SUMS_1(s, n), SUMS_1(s, n + 1), SUMS_1(s, n + 2), SUMS_1(s, n + 3)
 #define REGISTERS_32                                                                                               \
@@ -65,6 +72,43 @@ DEVICE void wgmma(float (&sum)[16][4], const uint32_t (&a)[4], uint64_t b) {
     WGMMA_128("f16");
 }
 
+#define BEGUN_1(s, n) "=f"(s[n][0]), "=f"(s[n][1]), "=f"(s[n][2]), "=f"(s[n][3])
+#define BEGUN_4(s, n) BEGUN_1(s, n), BEGUN_1(s, n + 1), BEGUN_1(s, n + 2), BEGUN_1(s, n + 3)
+#define WGMMA_SHARED_64(type, adds, SUMS)                                                                           \
+  asm volatile("{ .reg .pred adds; setp.ne.b32 adds, " adds ", 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type \
+               "." type " {" REGISTERS_32 "}, %32, %33, adds, 1, 1, %34, %35; }"                                    \
+               : SUMS(sum, 0), SUMS(sum, 4)                                                                         \
+               : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B))
+#define WGMMA_SHARED_128(type, adds, SUMS)                                                                           \
+  asm volatile("{ .reg .pred adds; setp.ne.b32 adds, " adds ", 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." type \
+               "." type " {" REGISTERS_64 "}, %64, %65, adds, 1, 1, %66, %67; }"                                     \
+               : SUMS(sum, 0), SUMS(sum, 4), SUMS(sum, 8), SUMS(sum, 12)                                             \
+               : "l"(a), "l"(b), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B))
+#define WGMMA_SHARED(type, adds, SUMS) \
+  if constexpr (N == 8)                \
+    WGMMA_SHARED_64(type, adds, SUMS); \
+  else                                 \
+    WGMMA_SHARED_128(type, adds, SUMS)
+
+// Warpgroup: sum (64 x 8 N) += a b with both in shared memory; TRANSPOSED_A: a's columns are rows there.
+template <typename T, int TRANSPOSED_A, int TRANSPOSED_B, int N>
+DEVICE void wgmma(float (&sum)[N][4], uint64_t a, uint64_t b) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    WGMMA_SHARED("bf16", "1", SUMS_4);
+  } else {
+    WGMMA_SHARED("f16", "1", SUMS_4);
+  }
+}
+// The same, the sum beginning here.
+template <typename T, int TRANSPOSED_A, int TRANSPOSED_B, int N>
+DEVICE void begin_wgmma(float (&sum)[N][4], uint64_t a, uint64_t b) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    WGMMA_SHARED("bf16", "0", BEGUN_4);
+  } else {
+    WGMMA_SHARED("f16", "0", BEGUN_4);
+  }
+}
+
 // No instruction: what computes these numbers stays before it, and what uses them after it. The compiler does not see
 // that a fence or a wait has to do with registers.
 template <int N>
@@ -84,8 +128,22 @@ DEVICE void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "mem
 DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Warpgroup: until no group is under way.
 DEVICE void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Until at most PENDING groups are under way.
+template <int PENDING>
+DEVICE void wait_for_older_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+// The threads of one warpgroup wait for each other; `barrier` from 1 on, sync_block has 0.
+DEVICE void sync_warpgroup(int barrier) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(WARPGROUP) : "memory"); }
 // wgmma then sees what this thread knows to be in shared memory.
 DEVICE void fence_shared_memory() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// As add_atomically of two neighbours, OFFSET elements further on.
+template <int OFFSET>
+DEVICE void add_atomically_at(float* to, float first, float second) {
+  asm volatile("red.global.add.v2.f32 [%0+%3], {%1, %2};" ::"l"(to), "f"(first), "f"(second), "n"(4 * OFFSET)
+               : "memory");
+}
 
 // A barrier in shared memory, which counts arrivals; phases have parities 0, 1, 0, .. The one before the first is over.
 struct Barrier {

@@ -55,4 +55,45 @@ DEVICE void add_shifted_band(float (&score)[8][4], const float (&lower)[8][4], c
   }
 }
 
+// The same, one half of the window's columns after the other. From the lower half to the upper one `carried` keeps what
+// each row has offered last.
+template <int W, bool UPPER>
+DEVICE void add_shifted_half(float (&score)[8][4], const float (&half)[8][4], float (&carried)[2][2], QuadShift shift) {
+  const bool odd = shift.has(QuadShift::ODD);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float low[2], high[2] = {carried[r][0], carried[r][1]};
+#pragma unroll
+    for (int n = 0; n < 9; ++n) {
+      const int tile = 2 * (3 - W) + 1 - r + n;
+      if (tile / 8 != UPPER) continue;
+      for (int parity = 0; parity < 2; ++parity) {
+        low[parity] = high[parity];
+        high[parity] = odd ? half[tile % 8][2 * r + 1 - parity] : half[tile % 8][2 * r + parity];
+      }
+      if (n == 0) continue;
+      for (int parity = 0; parity < 2; ++parity) {
+        const float given = shift.has(QuadShift::LATTER << parity) ? high[parity] : low[parity];
+        score[n - 1][2 * r + parity] += shuffle(given, int(shift.word >> (8 + 8 * parity)));
+      }
+    }
+    for (int parity = 0; parity < 2; ++parity) carried[r][parity] = high[parity];
+  }
+}
+
+template <bool UPPER>
+DEVICE void add_shifted_half(float (&score)[8][4], const float (&half)[8][4], float (&carried)[2][2], QuadShift shift,
+                             int warp) {
+  switch (warp % 4) {
+    case 0:
+      return add_shifted_half<0, UPPER>(score, half, carried, shift);
+    case 1:
+      return add_shifted_half<1, UPPER>(score, half, carried, shift);
+    case 2:
+      return add_shifted_half<2, UPPER>(score, half, carried, shift);
+    default:
+      return add_shifted_half<3, UPPER>(score, half, carried, shift);
+  }
+}
+
 }  // namespace xlnet_kernels::cuda

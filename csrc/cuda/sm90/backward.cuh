@@ -1,0 +1,66 @@
+// Backward on sm_90a: a block has 128 keys, 64 of each of two consumer warpgroups, and a producer that brings the rows.
+// Compiled for other architectures it is an error, and `serves` (choose.h) does not choose it.
+#pragma once
+
+#include "../dispatch.cuh"
+#include "../finish.cuh"
+#include "../prepare.cuh"
+#include "backward_consumer.cuh"
+#include "backward_producer.cuh"
+
+namespace xlnet_kernels::cuda {
+
+template <typename S>
+KERNEL THREADS_PER_BLOCK(S::THREADS, 1) warpgroup_backward_kernel(const __grid_constant__ Backward a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  const RelAttention& p = a.call.p;
+  const int key_tiles = tiles_of(p.mem_len + p.key_len, S::KEYS);
+  int key_tile = block_index().x, b = block_index().z;
+  for (; key_tile >= key_tiles; key_tile -= key_tiles) b += grid_size().z;  // a batch beyond the grid
+  if (b >= p.batch) return;
+  const BackwardWarpgroupMemory<S> memory{swizzled_memory()};
+  memory.init();
+  if (thread_index() < WARPGROUP) {
+    shrink_registers<S::PRODUCER_REGISTERS>();
+    BackwardProducer<S>{a, memory, b, block_index().y, key_tile * S::KEYS, {}, {}}.run();
+  } else {
+    grow_registers<S::CONSUMER_REGISTERS>();
+    Lane lane = this_lane();
+    const int consumer = lane.warp / 4 - 1;
+    lane.warp %= 4;
+    const KeyTile<S> tile(a, S::CONSUMERS * key_tile + consumer, b, block_index().y, 0);
+    BackwardConsumer<S> work(a, tile, memory, consumer, lane);
+    work.run();
+    backward_epilogue(a, tile, WarpPart{lane, lane.warp, 0}, work.dV, work.dK, work.key_sum);
+  }
+#else
+  trap();
+#endif
+}
+
+template <typename S>
+std::string launch_warpgroup_backward(const Backward& a, Stream stream) {
+  using T = typename S::T;
+  const RelAttention& p = a.call.p;
+  const char* error = prepare<T>(a, stream);
+  if (error) return failure("prepare", a.call, 0, error);
+  const Index grid = grid_of((p.mem_len + p.key_len + S::KEYS - 1) / S::KEYS, p);
+  error = launch(warpgroup_backward_kernel<S>, grid, S::THREADS, S::SHARED, stream, a);
+  if (error) return failure("backward on sm_90a", a.call, S::SHARED, error);
+  error = finish<T>(a, stream);
+  return error ? failure("finish", a.call, 0, error) : "";
+}
+
+template <typename T>
+std::string warpgroup_backward_of(const Backward& a, Stream stream) {
+  return dispatch_head_dim(
+      a.call.p.head_dim,
+      [&](auto head_dim) {
+        return a.call.p.dropout.threshold
+                   ? launch_warpgroup_backward<WarpgroupBackwardShape<T, head_dim, true>>(a, stream)
+                   : launch_warpgroup_backward<WarpgroupBackwardShape<T, head_dim, false>>(a, stream);
+      },
+      WarpgroupHeadDims());
+}
+
+}  // namespace xlnet_kernels::cuda

@@ -1,0 +1,101 @@
+// Shared memory of backward by warpgroups.
+#pragma once
+
+#include "memory.cuh"
+
+namespace xlnet_kernels::cuda {
+
+template <typename Element, int HEAD_DIM_, bool DROPOUT_>
+struct WarpgroupBackwardShape : WarpgroupBackwardSizes<HEAD_DIM_> {
+  using T = Element;
+  static constexpr bool DROPOUT = DROPOUT_;
+};
+
+// 64 rows of 16-bit numbers that threads store from registers and wgmma reads without swizzle: chunks of eight columns,
+// of all rows each, so that eight columns further on is a constant away.
+template <typename T>
+struct Chunks {
+  static constexpr int ROW = 16, EIGHT_ROWS = 8 * ROW, EIGHT_COLUMNS = 64 * ROW;
+  static constexpr int STEP = EIGHT_COLUMNS / int(sizeof(T));  // elements
+  char* data;
+
+  DEVICE T* at(int row, int column) const {
+    return reinterpret_cast<T*>(data + column / 8 * EIGHT_COLUMNS + row * ROW) + column % 8;
+  }
+  // a(m, k) = (row m, column + k)
+  DEVICE uint64_t columns_from(int column) const {
+    return plain_descriptor(data, EIGHT_COLUMNS, EIGHT_ROWS) + column / 8 * EIGHT_COLUMNS / 16;
+  }
+  // a(m, k) = (row + k, column + m)
+  DEVICE uint64_t rows_from(int row, int column) const {
+    return plain_descriptor(data, EIGHT_ROWS, EIGHT_COLUMNS) + (column / 8 * EIGHT_COLUMNS + row * ROW) / 16;
+  }
+  // The same 16 x 16 as a warp's fragment
+  DEVICE Fragment load_transposed(int row, int column, int lane) const {
+    Fragment a;
+    ldmatrix_transposed(a.word, at(row + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 8));
+    return a;
+  }
+};
+
+// What the producer announces with a tile of rows: what of it each consumer's keys are visible to; whether its window
+// of rel_key does not go on from that of the tile before.
+struct alignas(16) RowTileInfo {
+  int first_row;  // or NO_ROW: there are no more tiles
+  Visibility visibility[2];
+  int begins_run;
+};
+constexpr int NO_ROW = -1;
+
+template <typename S>
+struct BackwardWarpgroupMemory {
+  using T = typename S::T;
+  using Rows = Panels<T, S::HEAD_DIM>;
+  char* data;
+
+  DEVICE Rows matrix(int index) const { return {data + index * S::MATRIX}; }
+  DEVICE Rows keys(int consumer) const { return matrix(2 * consumer); }
+  DEVICE Rows values(int consumer) const { return matrix(2 * consumer + 1); }
+  DEVICE Rows rel_key(int slot) const { return matrix(2 * S::CONSUMERS + slot); }
+  DEVICE Rows queries(int stage) const { return matrix(2 * S::CONSUMERS + S::SLOTS + 2 * stage); }
+  DEVICE Rows grad_out(int stage) const { return matrix(2 * S::CONSUMERS + S::SLOTS + 2 * stage + 1); }
+
+  // Of a consumer
+  DEVICE char* scores(int consumer) const {
+    return data + S::MATRICES * S::MATRIX + consumer * (2 * S::SCORES + S::BAND);
+  }
+  DEVICE Chunks<T> probability(int consumer) const { return {scores(consumer)}; }
+  DEVICE Chunks<T> dS(int consumer) const { return {scores(consumer) + S::SCORES}; }
+  DEVICE Chunks<T> band(int consumer) const { return {scores(consumer) + 2 * S::SCORES}; }
+
+  DEVICE KeyLabels labels() const { return key_labels_at(scores(S::CONSUMERS), S::KEYS); }
+  DEVICE float* rel_bias(int slot) const { return labels().bias + S::KEYS + slot * 64; }  // v.r of the slot's rows
+  DEVICE RowTileInfo& info(int stage) const { return reinterpret_cast<RowTileInfo*>(rel_bias(S::SLOTS))[stage]; }
+  DEVICE Barrier barrier(int index) const { return {reinterpret_cast<uint64_t*>(&info(S::STAGES)) + index}; }
+
+  // Filled and emptied: of stages, of slots; the keys are filled once
+  DEVICE Barrier full_stage(int stage) const { return barrier(stage); }
+  DEVICE Barrier empty_stage(int stage) const { return barrier(S::STAGES + stage); }
+  DEVICE Barrier full_slot(int slot) const { return barrier(2 * S::STAGES + slot); }
+  DEVICE Barrier empty_slot(int slot) const { return barrier(2 * S::STAGES + S::SLOTS + slot); }
+  DEVICE Barrier full_keys() const { return barrier(2 * (S::STAGES + S::SLOTS)); }
+
+  // The whole block calls it.
+  DEVICE void init() const {
+    constexpr int WARPS = 4 * S::CONSUMERS;
+    if (shared_address(data) % 1024) trap();  // the swizzle's pattern would begin elsewhere
+    if (thread_index() == 0) {
+      for (int i = 0; i < S::STAGES; ++i) full_stage(i).init(WARPGROUP + 1), empty_stage(i).init(WARPS);
+      for (int i = 0; i < S::SLOTS; ++i) full_slot(i).init(WARPGROUP), empty_slot(i).init(WARPS);
+      full_keys().init(WARPGROUP);
+    }
+    clear_key_labels<S::THREADS>(labels(), S::KEYS);
+    // what no dS is stored to stays zero: rows come one after the other, so that each has its place in every tile
+    for (int consumer = 0; consumer < S::CONSUMERS; ++consumer)
+      for (int i = thread_index(); i < S::BAND / 16; i += S::THREADS)
+        reinterpret_cast<Bytes16*>(band(consumer).data)[i] = {};
+    sync_block();
+  }
+};
+
+}  // namespace xlnet_kernels::cuda

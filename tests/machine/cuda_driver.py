@@ -69,7 +69,7 @@ def _nvcc(source: Path, *options: str) -> None:
 def _folder() -> Path:
     """For what is compiled of these very sources."""
     found = hashlib.sha256(repr((FLAGS, subprocess.check_output([NVCC, "--version"]))).encode())
-    for path in sorted(CSRC.glob("**/*")):
+    for path in sorted([*CSRC.glob("*.h"), *CSRC.glob("cuda/**/*")]):
         if path.suffix in (".h", ".cuh", ".cu"):
             found.update(path.read_bytes())
     folder = Path(tempfile.gettempdir()) / f"xlnet-kernels-machine-nvcc-{found.hexdigest()[:16]}"

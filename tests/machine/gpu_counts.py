@@ -235,12 +235,19 @@ def best_plain(direction: str, architecture: int, head_dim: int, say: Callable) 
     return found
 
 
-def table(architectures: list[int], kernels: list[str], check: bool, say: Callable) -> list[dict]:
+def table(
+    architectures: list[int], kernels: list[str], check: bool, say: Callable, earlier: list[dict] | None = None
+) -> list[dict]:
+    """The rows of these kernels, and of the plain one, which is not counted again where rows of `earlier` have it."""
     rows = []
     for architecture in architectures:
         for head_dim in HEAD_DIMS:
             floor = {}
-            for direction in PRODUCTS:
+            for r in earlier or []:
+                if (r["kernel"], r["architecture"], r["head_dim"]) == ("plain", architecture, head_dim):
+                    rows.append(r)
+                    floor[r["direction"], r["length"]] = r["bound_cycles"]
+            for direction in PRODUCTS if earlier is None else ():
                 runs = best_plain(direction, architecture, head_dim, say)
                 for length in REPORTED:
                     rows.append(row("plain", direction, head_dim, architecture, "none", runs, length) | {"ratio": 1.0})
@@ -258,6 +265,16 @@ def table(architectures: list[int], kernels: list[str], check: bool, say: Callab
                             rows.append(found)
                             say(json.dumps(found))
     return rows
+
+
+def with_the_rest(rows: list[dict], earlier: list[dict]) -> list[dict]:
+    """These rows and those of `earlier` for other kernels and architectures, in its order."""
+
+    def of(r: dict) -> tuple:
+        return tuple(r[key] for key in ("kernel", "direction", "head_dim", "architecture", "length", "case"))
+
+    found = {of(r): r for r in earlier} | {of(r): r for r in rows}
+    return list(found.values())
 
 
 def calibrate(rows: list[dict]) -> list[dict]:
@@ -306,6 +323,7 @@ def main() -> None:
     parser.add_argument("--kernels", nargs="*", default=["triton", "cuda"])
     parser.add_argument("--check", action="store_true", help=f"compare with what is counted at length {CHECKED}")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--update", type=Path, help="write into this results file, whose other rows stay")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -315,18 +333,21 @@ def main() -> None:
         if options.verbose:
             print(line, file=sys.stderr, flush=True)
 
-    rows = table(options.architectures, kernels, options.check, say)
+    earlier = json.loads(options.update.read_text())["rows"] if options.update else None
+    rows = table(options.architectures, kernels, options.check, say, earlier)
     show(rows)
+    rows = with_the_rest(rows, earlier or [])
     calibration = calibrate(rows)
     for r in calibration:
         print(
             f"plain {r['direction']} D{r['head_dim']} L{r['length']} on {bounds.GPUS[r['architecture']].name}: at most "
             f"{r['bound_teraflops']} TFLOP/s by its bound, {r['published_teraflops']} measured ({r['source']})"
         )
-    if options.output:
+    output = options.output or options.update
+    if output:
         parts = [",\n".join(json.dumps(r) for r in part) for part in (calibration, rows)]
         head = f'"triton": "{triton.__version__}", "calibration": [\n{parts[0]}\n], "rows": [\n{parts[1]}\n]'
-        options.output.write_text(f"{{{head}}}\n")
+        output.write_text(f"{{{head}}}\n")
 
 
 if __name__ == "__main__":

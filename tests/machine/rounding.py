@@ -42,7 +42,7 @@ class Format:
 
     given: of an operand of the caller's; computed: of one that the kernel makes (P, dS, a query row with its bias);
     kept: of the output that delta is taken from; shrinking: of a sum whose operands are cut; result: at most, of what
-    is returned. The others are deviations.
+    is returned. The others are deviations. normal: the smallest number that has all of its bits as an operand.
     """
 
     given: float
@@ -50,14 +50,16 @@ class Format:
     kept: float
     shrinking: float
     result: float
+    normal: float
 
     @classmethod
     def of(cls, dtype: torch.dtype, tf32: bool) -> Format:
         if dtype == torch.float32:
             operand = CUT_TO_TF32 if tf32 else SPLIT
-            return cls(operand, operand, STEP, 2 * operand if tf32 else STEP, STEP / 2)
+            return cls(operand, operand, STEP, 2 * operand if tf32 else STEP, STEP / 2, 0.0)
         rounding = torch.finfo(dtype).eps / 2
-        return cls(0.0, rounding / 3**0.5, rounding**2 + STEP, STEP, rounding)  # out_residual: twice the bits
+        normal = torch.finfo(dtype).smallest_normal
+        return cls(0.0, rounding / 3**0.5, rounding**2 + STEP, STEP, rounding, normal)  # out_residual: twice the bits
 
 
 def assert_right(problem: Problem, backend: str, with_lse: bool, tf32: bool = False) -> None:
@@ -166,6 +168,10 @@ class Deviations:
         steps = terms * STEP**2
         return (rounding + steps) * (squares @ factor.square()) + (self.how.shrinking**2 + steps) * total.square()
 
+    def operand(self, x: Tensor) -> Tensor:
+        """The squares of P or dS, for their roundings as operands: below the smallest normal number, that of it."""
+        return torch.where(x == 0, 0.0, x.abs().clamp_min(self.how.normal)).square()
+
     def by_row(self, of_pairs: Tensor) -> Tensor:
         """Sums of (B, H, L, M + K) by the row of rel_key that a pair uses: (B, H, L, P)."""
         shape = *of_pairs.shape[:3], self.rel_key.shape[-2]
@@ -212,20 +218,24 @@ class Deviations:
         self.of_dS = P.square() * (of_dP + STEP**2 * delta.square()) + self.dS.square() * of_score
         of_out = (how.given**2 + self.keys * STEP**2) * (Z.square() @ self.value.square())
         of_out = of_out + how.shrinking**2 * out.square() + (how.kept**2 + steps) * out.square()
-        each = how.computed**2 * (P * dP).square() + self.dS.square() * of_score  # P as an operand, and its score
+        each = (
+            how.computed**2 * self.operand(P) * dP.square() + self.dS.square() * of_score
+        )  # P as an operand, and its score
         self.of_delta = each.sum(-1, keepdim=True) + (of_out * grad_out.square()).sum(-1, keepdim=True)
         self.of_delta = self.of_delta + STEP**2 * delta.square()
 
     def sums_of_rows(self, factor: Tensor, by=lambda of_pairs: of_pairs) -> Tensor:
         """The deviation of by(dS) @ factor: a part of dQ."""
         dS, operands = by(self.dS), self.how.computed**2 + self.how.given**2
-        found = self.product(dS.square(), factor, dS @ factor, operands, self.keys) + by(self.of_dS) @ factor.square()
+        found = (
+            self.product(self.operand(dS), factor, dS @ factor, operands, self.keys) + by(self.of_dS) @ factor.square()
+        )
         return (found + self.of_delta * (by(self.P) @ factor).square()).sqrt() * self.scale
 
     def sums_of_columns(self, of_pairs: Tensor, pairs: Tensor, parts: Tensor, rows: Tensor) -> Tensor:
         """The deviation of pairs.mT @ rows: dK, dV or dR."""
         steps = self.rows * STEP**2
-        found = of_pairs.mT @ parts + (2 * self.how.computed**2 + steps) * (pairs.square().mT @ parts)
+        found = of_pairs.mT @ parts + (2 * self.how.computed**2 + steps) * (self.operand(pairs).mT @ parts)
         return (found + (self.how.shrinking**2 + steps) * (pairs.mT @ rows).square()).sqrt()
 
     def sum_over_rows(self, of_rows: Tensor, total: Tensor) -> Tensor:
@@ -238,7 +248,7 @@ class Deviations:
         e = (self.dS * seen).sum(-1, keepdim=True)
         found = (self.of_dS * seen).sum(-1, keepdim=True) + self.of_delta * (self.P * seen).sum(-1, keepdim=True) ** 2
         steps = self.keys * STEP**2
-        found = found + (how.computed**2 + steps) * (self.dS * seen).square().sum(-1, keepdim=True)
+        found = found + (how.computed**2 + steps) * (self.operand(self.dS) * seen).sum(-1, keepdim=True)
         later = 2 * how.given**2 + how.computed**2 + how.shrinking**2 + (self.keys + self.rows) * STEP**2
         return found + later * (e.square() + self.grad_lse.square())
 
@@ -249,7 +259,7 @@ class Deviations:
         lse = self.lse.nan_to_num(neginf=0)
         found = {"lse": (of_lse[..., 0] + STEP**2 * (1 + lse.square())).sqrt()}
         of_score = of_score + of_lse
-        of_out = self.product(Z.square(), self.value, exact["out"], how.computed**2 + how.given**2, self.keys)
+        of_out = self.product(self.operand(Z), self.value, exact["out"], how.computed**2 + how.given**2, self.keys)
         found["out"] = ((Z.square() * of_score) @ self.value.square() + of_out).sqrt()
         self.gradients_of_scores(of_score)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -66,3 +68,15 @@ def test_every_gradient_is_held_to_a_bound(dtype):
     for name, value in exact.items():
         finite = value.isfinite()
         assert (share * value.abs() > allowed[name])[finite].any(), name
+
+
+def test_probabilities_below_the_smallest_normal_number():
+    """Of float16 they have a step of 2^-24, no relative one: half of it, times gradients of size 1, is missed."""
+    problem = make(1, 1, 2, width=8, segments=False, biases=False, dtype=torch.float16)
+    mask = torch.tensor([[True, True], [False, True]])
+    leaves = {name: torch.zeros_like(leaf) for name, leaf in problem.leaves.items()}
+    leaves["query"][..., 0, 0], leaves["key"][..., 0, 0] = 8.0, -5.0  # of key 0 the first row has P = 7e-7
+    problem = replace(problem, leaves=leaves).with_options(mask=mask)
+    exact, allowed = rounding.allowances(problem, with_lse=False, tf32=False)
+    found, allowed = exact["grad value"][0, 0, 0].abs().max(), allowed["grad value"][0, 0, 0].max()
+    assert found < 3e-6 and allowed > 7 * 2**-24 / 12**0.5 * found / 7.2e-7 > 0

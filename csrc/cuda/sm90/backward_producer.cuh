@@ -116,16 +116,18 @@ struct BackwardProducer {
   DEVICE void copy_rel_key(int begin) {
     memory.empty_slot(slot.index()).wait(slot.parity() ^ 1);
     const RelAttention& p = a.call.p;
-    const int rel_len = int(p.rel_len), i = thread_index();
+    // Rows that no pair reads count as outside: the tile's rows beyond the last would read them, and NaN stays NaN.
+    const int first = max(0, int(p.rel_key.max_distance - p.mem_len - p.length + 1)),
+              read = min(int(p.rel_len), int(p.rel_key.max_distance + p.key_len)) - first, i = thread_index();
     const auto rel_rows = rows_of<const T>(p.rel_key.rows, b, h);
     const auto rel_key = memory.rel_key(slot.index());
     for_each_chunk([&](int row, int column) {
       copy_async<16>(rel_key.at(row, column), rel_rows(begin + row) + column,
-                     uint32_t(begin + row) < uint32_t(rel_len));
+                     uint32_t(begin + row - first) < uint32_t(max(read, 0)));
     });
     if (i < 64)
       copy_async<4>(memory.rel_bias(slot.index()) + i, rel_bias_of(a.call, b, h) + begin + i,
-                    uint32_t(begin + i) < uint32_t(rel_len));
+                    uint32_t(begin + i - first) < uint32_t(max(read, 0)));
     memory.full_slot(slot.index()).arrive_after_copies();
     slot.advance();
   }

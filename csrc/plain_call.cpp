@@ -10,6 +10,7 @@
 #include <torch/csrc/jit/frontend/tracer.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <tuple>
 
 #include "call.h"
@@ -66,7 +67,7 @@ struct Arguments {
     if (given == Py_None) return missing;
     int overflows = 0;
     const int64_t found = PyLong_CheckExact(given) ? PyLong_AsLongLongAndOverflow(given, &overflows) : 0;
-    fit = fit && PyLong_CheckExact(given) && overflows == 0;
+    fit = fit && PyLong_CheckExact(given) && overflows == 0 && std::abs(found) < int64_t{1} << 30;  // as call.cpp asks
     return found;
   }
 

@@ -137,6 +137,7 @@ BAD = {
     "key of another shape": dict(key=x[..., :4]),
     "value of another dtype": dict(value=x.double()),
     "rel_key of too few rows": dict(rel_key=torch.randn(2, 11, 8)),
+    "max_distance beyond any table": dict(max_distance=2**63 - 1),
     "max_distance as a flag": dict(max_distance=True, rel_key=torch.randn(2, 13, 8)),
     "scale": dict(scale=float("nan")),
     "deterministic": dict(deterministic=1),

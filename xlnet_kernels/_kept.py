@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ._checks import readable
-from ._torch import has_hooks
+from ._torch import has_hooks, in_dispatch_mode, transformed
 
 _LARGEST = 2**22  # numbers in a table that is kept, of one layer
 
@@ -20,8 +21,8 @@ class _Kept(NamedTuple):
     position_version: int | None
     weight: weakref.ref[Tensor]
     weight_version: int | None
-    probed: int  # the row that is computed again
-    row: Tensor  # what it was
+    probe: Tensor  # a row of no position, which is projected again
+    projected: Tensor  # what it was projected to
     table: Tensor
 
 
@@ -30,7 +31,8 @@ class KeptTable:
 
     It serves the same positions again, and any that are the middle rows of them: a Conformer's for a shorter audio.
     The weight must be the same tensor of the same version; it may change in ways that leave no trace (x.data), and
-    so may adapters around it: one row, computed again, tells. Threads may share a table. A call that wants gradients
+    so may biases and adapters around it: one row, projected again, tells. Positions that are written through another
+    library's view of their memory (numpy's) are not noticed. Threads may share a table. A call that wants gradients
     empties it; copies and pickles are empty.
     """
 
@@ -42,7 +44,7 @@ class KeptTable:
 
     def __call__(self, positions: Tensor, weight: Tensor, project: Callable[[Tensor], Tensor]) -> Tensor:
         """project(positions): positions (..., P, d_model) times `weight`, to (..., H, P, D)."""
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or in_dispatch_mode() or transformed():
             return project(positions)
         usable = positions.device.type == "cpu" and readable(positions) and readable(weight)
         if not usable or weight.is_inference() or torch.is_grad_enabled():
@@ -51,24 +53,26 @@ class KeptTable:
         kept = self._kept  # read once: another thread may write it
         first = None if kept is None else _find(kept, positions, weight)
         if kept is not None and first is not None:
-            again = project(kept.positions.narrow(-2, kept.probed, 1))
-            if again.dtype == kept.row.dtype and torch.equal(again, kept.row):
+            again = project(kept.probe)
+            if again.dtype == kept.projected.dtype and torch.equal(again, kept.projected):
                 return kept.table.narrow(-2, first, positions.shape[-2])
         versions = _version(positions), _version(weight)
         # No one counts what is written into an inference tensor, so its values are kept and compared.
         own = positions.clone() if positions.is_inference() else positions
         table = project(own)
         if 0 < table.numel() <= _LARGEST:
-            # The largest row, as one of zeros would be projected to zeros by any weight.
-            probed = int(own.abs().amax(-1).reshape(-1, own.shape[-2]).amax(0).argmax())
-            row = project(own.narrow(-2, probed, 1))
-            self._kept = _Kept(own, versions[0], weakref.ref(weight), versions[1], probed, row, table)
+            # Without zeros, which hide columns of the weight: rows of positions may have some.
+            probe = torch.linspace(1, 2, own.shape[-1]).to(own.dtype).expand_as(own.narrow(-2, 0, 1))
+            self._kept = _Kept(own, versions[0], weakref.ref(weight), versions[1], probe, project(probe), table)
         return table
 
     def of_module(self, positions: Tensor, projection: nn.Module, project: Callable[[Tensor], Tensor]) -> Tensor:
-        """The same where `project` calls `projection`; its hooks see every call, with all positions."""
+        """The same where `project` calls `projection`; hooks of it and its parts see every call, with all positions."""
+        if torch.is_grad_enabled() or is_parametrized(projection) or any(map(has_hooks, projection.modules())):
+            self._kept = None
+            return project(positions)
         weight = getattr(projection, "weight", None)
-        if not isinstance(weight, Tensor) or has_hooks(projection):
+        if not isinstance(weight, Tensor):
             return project(positions)
         return self(positions, weight, project)
 

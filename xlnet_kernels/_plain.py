@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _extension
-from ._torch import transformed
+from ._torch import in_dispatch_mode, transformed
 from .backends import choose, cpu
 from .masks import RankMask
 from .ops import rank_vectors
@@ -40,9 +40,9 @@ def attend_plainly(
     None for whatever is not plainly right, for other backends than the CPU's, and for what torch has a say in
     (compilers, transforms, modes, subclasses, autocast): `functional` serves the call or says what is wrong.
     """
-    if _plain_call is None or torch.compiler.is_compiling() or transformed() or type(query) not in _PLAIN:
+    if _plain_call is None or torch.compiler.is_compiling() or transformed() or in_dispatch_mode():
         return None
-    if query.device.type != "cpu" or query.dim() != 4:
+    if type(query) not in _PLAIN or query.device.type != "cpu" or query.dim() != 4:
         return None
     if choose(None, "cpu", query.dtype, query.shape[-1], query.device) is not cpu:
         return None
@@ -60,6 +60,8 @@ def attend_plainly(
     memory_key = memory_value = None
     if type(memory) is tuple and len(memory) == 2:
         memory_key, memory_value = memory
+        if memory_key is None or memory_value is None:
+            return None
     elif memory is not None:
         return None
     return _plain_call(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import xlnet_kernels as xk
 from tests.cases import COMPILED, MASKS, MODULES, make
@@ -79,6 +80,11 @@ class Watching(TorchFunctionMode):
         return function(*arguments, **(options or {}))
 
 
+class Catching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        return function(*arguments, **(options or {}))
+
+
 x = torch.randn(2, 2, 6, 8)
 LONG_WAYS = {
     "dropout": dict(dropout_p=0.1),
@@ -105,6 +111,7 @@ MODES = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "torch function mode": Watching,
     "forward-mode gradients": forward_ad.dual_level,
+    "dispatch mode": Catching,
     "self check": lambda: mock.patch.dict(self_check._refusals, {("cpu", "cpu", torch.float32): "wrong"}),
     "a better backend": lambda: mock.patch.dict(BACKENDS, {"cpu": MODULES["reference"]}),
 }
@@ -146,6 +153,7 @@ BAD = {
     "integers": dict(query=x.long()),
     "no width": dict(query=x[..., :0], key=x[..., :0], value=x[..., :0], rel_key=torch.randn(2, 12, 0)),
     "ranks of other keys": dict(mask=xk.RankMask.causal(2, 7)),
+    "memory of nothing": dict(memory=(None, None)),
     "nothing": dict(query=None),
 }
 

@@ -6,6 +6,9 @@ import pickle
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import XLNetConfig, XLNetModel
 
 from xlnet_kernels import _kept, relative_positions
@@ -94,10 +97,20 @@ def test_a_kept_table_serves_what_it_may():
         assert served(rows)
 
 
+CHANGES = [
+    lambda weight, other: None,
+    lambda weight, other: weight.mul_(2),
+    lambda weight, other: weight.data.mul_(2),
+    lambda weight, other: weight.data[:, 0].mul_(2),
+    lambda weight, other: weight.copy_(other),
+]
+
+
 def test_a_kept_table_is_of_its_weight():
-    """Also where the first row is zero, which any weight projects to zero."""
+    """Also where only the smallest of all positions looks at a column of it."""
     kept, rows = _kept.KeptTable(), torch.randn(5, 3)
-    rows[0] = 0
+    rows[:4, 0] = 0
+    rows[4] /= 10
     weights = [torch.randn(4, 3), torch.randn(4, 3)]
 
     def check(weight):
@@ -105,9 +118,9 @@ def test_a_kept_table_is_of_its_weight():
 
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            for change in (lambda x: x, lambda x: x.mul_(2), lambda x: x.data.mul_(2), lambda x: x.copy_(weights[1])):
+            for change in CHANGES:
                 check(weights[0])
-                change(weights[0])
+                change(*weights)
                 check(weights[0])
             check(weights[1])
             weights[1].add_(1)
@@ -145,14 +158,45 @@ def test_threads_share_a_kept_table():
             assert torch.allclose(kept(rows, weight, project), project(rows))
 
 
-def test_hooks_of_a_projection_see_all_positions():
+@pytest.mark.parametrize("part", [0, 1])
+def test_hooks_of_a_projection_see_all_positions(part):
     kept, linear, seen = _kept.KeptTable(), torch.nn.Linear(3, 4), []
-    rows = torch.randn(5, 3)
-    linear.register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
+    rows, projection = torch.randn(5, 3), torch.nn.Sequential(linear)
+    projection.weight = linear.weight
+    (projection, linear)[part].register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
     with torch.no_grad():
         for _ in range(2):
-            kept.of_module(rows, linear, linear)
+            kept.of_module(rows, projection, projection)
     assert seen == [5, 5]
+
+
+def test_a_parametrized_weight_is_computed_once():
+    class Counted(torch.nn.Module):
+        count = 0
+
+        def forward(self, weight):
+            Counted.count += 1
+            return 2 * weight
+
+    kept, linear, rows = _kept.KeptTable(), torch.nn.Linear(3, 4), torch.randn(5, 3)
+    register_parametrization(linear, "weight", Counted())
+    for context in (torch.enable_grad, torch.no_grad):
+        with context():
+            Counted.count = 0
+            kept.of_module(rows, linear, linear)
+            assert Counted.count == 1
+
+
+def test_modes_that_compute_nothing_find_no_table():
+    """What a fake mode or a tracer computes is no table, and tables are not theirs."""
+    kept, linear, rows = _kept.KeptTable(), torch.nn.Linear(3, 4), torch.randn(5, 3)
+    with torch.no_grad():
+        table = kept.of_module(rows, linear, linear)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert type(kept.of_module(rows, linear, linear)) is FakeTensor
+        graph = make_fx(lambda rows: kept.of_module(rows, linear, linear))(rows)
+        torch.func.vmap(lambda row: kept.of_module(row[None], linear, linear))(rows)
+        assert kept._kept.table is table and graph.code.count("aten.addmm") == 1
 
 
 def test_a_large_table_is_not_kept(monkeypatch):

@@ -189,9 +189,7 @@ PreparedCall prepare(const Inputs& in) {
     p.rows.order = ints(order);
   }
   if (in.dropout_p > 0) {
-    const double threshold = in.dropout_p * 4294967296.0;
-    p.dropout = {in.dropout_p, threshold >= 4294967295.0 ? 4294967295u : static_cast<uint32_t>(threshold),
-                 static_cast<const int64_t*>(small(in.dropout_state))};
+    p.dropout = {in.dropout_p, dropout_threshold(in.dropout_p), static_cast<const int64_t*>(small(in.dropout_state))};
   }
   return call;
 }

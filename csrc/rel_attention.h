@@ -47,6 +47,11 @@ struct Dropout {
   const int64_t* state;  // seed and offset, where the tensors are
 };
 
+inline uint32_t dropout_threshold(double p) {
+  const double words = p * 4294967296.0;
+  return words >= 4294967295.0 ? 4294967295u : static_cast<uint32_t>(words);
+}
+
 struct RelAttention {
   DType dtype;  // of the tensors marked "storage"; float32 work for 16-bit storage
   int64_t batch, heads, length, key_len, mem_len, rel_len, head_dim;  // B, H, L, K, M, P, D

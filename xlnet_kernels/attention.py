@@ -12,6 +12,7 @@ from ._checks import check_range
 from ._distributed import alike, is_distributed, whole
 from ._unused import with_unused
 from .backends import check_name, reference
+from .dropout import Dropout
 from .functional import autocasts, rel_attention
 from .linear import linear
 from .masks import RankMask
@@ -100,7 +101,7 @@ class TwoStreamAttention(nn.Module):
         self.seg_embed = parameter(2, n_head, d_head)
         if norm is not None:
             self.layer_norm = nn.LayerNorm(d_model, eps=layer_norm_eps, device=device, dtype=dtype)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:

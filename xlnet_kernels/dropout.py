@@ -5,18 +5,26 @@ The state is two int64: a seed, and an offset whose upper half says which heads 
 (b, h, i, j) takes word ``(j % 64) // 16`` of Philox-4x32-10 (Salmon et al. 2011) with key ``(seed_low, seed_high)`` and
 counter ``((j // 64) * 16 + j % 16, i, b * (H + others) + h + first, offset_low)``; it is kept iff the word is at least
 ``p * 2**32``. Sixteen columns share a word index so that vector code and tensor-core fragments use all four words of
-each call.
+each call. `drop_out` has the same of any tensor's elements: element n is (0, 0, n // 2**34, n % 2**34).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from . import _extension
+from ._checks import readable
 from ._distributed import is_distributed
+from ._ops import add_op_namespace_prefix, ops
+from ._torch import in_dispatch_mode, is_batch_of_gradients, transformed
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -51,14 +59,55 @@ def of_shard(first: int, others: int) -> Iterator[None]:
         _shard = before
 
 
-def drop_out(dropout: nn.Dropout, x: Tensor) -> Tensor:
-    """dropout(x); of a DTensor the elements that one process would drop, which torch itself knows on GPUs only."""
-    if not is_distributed(x) or not dropout.training or dropout.p == 0:
-        return dropout(x)
-    from .sharding import replicated
+_SMALLEST = 2**13  # elements; below, what a call costs beside the numbers is more than they are
 
-    kept = dropout(torch.ones(x.shape, dtype=x.dtype, device=x.device))
-    return x * replicated(kept, x).redistribute(placements=x.placements)
+_NAME = add_op_namespace_prefix("drop_out")
+torch.library.define(_NAME, "(Tensor input, Tensor state, float p) -> Tensor")
+
+
+class Dropout(nn.Dropout):
+    """torch.nn.Dropout, on CPUs at a fraction of its time and without its mask in memory: backward draws it again.
+
+    float32 and bfloat16; torch's own for everything else, inside torch.func transforms and where torch traces or
+    compiles. Numbers are drawn from torch's generator, so torch.manual_seed repeats them; others than torch's.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if is_distributed(input) and self.training and self.p > 0:
+            return self._of_shards(input)
+        if self.training and 0 < self.p < 1 and not self.inplace and _serves(input):
+            return _DropOut.apply(input, torch.randint(0, 2**63 - 1, (2,)), self.p)
+        return super().forward(input)
+
+    def _of_shards(self, x: DTensor) -> Tensor:
+        """Of a DTensor the elements that one process would drop, which torch itself knows on GPUs only."""
+        from .sharding import replicated
+
+        kept = self(torch.ones(x.shape, dtype=x.dtype, device=x.device))
+        return x * replicated(kept, x).redistribute(placements=x.placements)
+
+
+class _DropOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input: Tensor, state: Tensor, p: float) -> Tensor:
+        ctx.save_for_backward(state)
+        ctx.p = p
+        return ops.drop_out(input, state, p)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (state,) = ctx.saved_tensors
+        if is_batch_of_gradients(grad):
+            return grad * ops.drop_out(torch.ones(grad.shape, dtype=grad.dtype), state, ctx.p), None, None
+        return _DropOut.apply(grad, state, ctx.p), None, None
+
+
+def _serves(input: Tensor) -> bool:
+    if _extension.module is None or torch.jit.is_tracing() or not readable(input):
+        return False
+    if input.device.type != "cpu" or input.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    return input.numel() >= _SMALLEST and not transformed() and not in_dispatch_mode()
 
 
 def threshold(dropout_p: float) -> int:

@@ -5,43 +5,54 @@ constexpr int64_t DROPOUT_GROUP = 64;
 // Numbers that the factors of `keys` columns need
 constexpr int64_t dropout_elements(int64_t keys) { return keys + 2 * DROPOUT_GROUP; }
 
+// For each of a group's columns `kept` where its word is not below the threshold, else 0. Words are the lower halves of
+// 64-bit lanes; what stands above them is not read.
+template <typename T>
+static void group_factors(const Dropout& dropout, uint64_t group, uint32_t row, uint32_t head, T kept, T* factors) {
+  constexpr int64_t WIDTH = VECTOR_BYTES / sizeof(uint64_t), VECTORS = 16 / WIDTH;
+  const uint64_t seed = dropout.state[0], offset = dropout.state[1];
+  WideVec words[4][VECTORS];
+#pragma GCC unroll 8
+  for (int64_t v = 0; v < VECTORS; ++v) {
+    for (int64_t l = 0; l < WIDTH; ++l) words[0][v][l] = group * 16 + v * WIDTH + l;
+    words[1][v] = WideVec{} + row;
+    words[2][v] = WideVec{} + head;
+    words[3][v] = WideVec{} + offset;
+  }
+  uint32_t key0 = static_cast<uint32_t>(seed);
+  uint32_t key1 = static_cast<uint32_t>(seed >> 32);
+#pragma GCC unroll 10
+  for (int round = 0; round < 10; ++round, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) {
+#pragma GCC unroll 8
+    for (int64_t v = 0; v < VECTORS; ++v) {
+      const WideVec a = multiply_halves(words[0][v], 0xD2511F53u), b = multiply_halves(words[2][v], 0xCD9E8D57u);
+      words[0][v] = (b >> 32) ^ words[1][v] ^ key0;
+      words[1][v] = b;
+      words[2][v] = (a >> 32) ^ words[3][v] ^ key1;
+      words[3][v] = a;
+    }
+  }
+  uint32_t drawn[DROPOUT_GROUP];
+#pragma GCC unroll 4
+  for (int64_t word = 0; word < 4; ++word)
+#pragma GCC unroll 8
+    for (int64_t v = 0; v < VECTORS; ++v) store_halves(drawn + word * 16 + v * WIDTH, words[word][v]);
+  for (int64_t j = 0; j < DROPOUT_GROUP; ++j) factors[j] = drawn[j] >= dropout.threshold ? kept : T(0);
+}
+
 // 1 / (1 - p) where columns first .. first+count-1 of row i are kept, 0 where they are dropped.
 // `factors` has room for dropout_elements(count); returns where column `first` lies in it.
 template <typename T>
 static const T* dropout_factors(const RelAttention& p, int64_t b, int64_t h, int64_t i, int64_t first, int64_t count,
                                 T* factors) {
   const T kept = static_cast<T>(1.0 / (1.0 - p.dropout.p));
-  const uint64_t seed = p.dropout.state[0], offset = p.dropout.state[1];
+  const uint64_t offset = p.dropout.state[1];
   const int64_t first_head = offset >> 32 & 0xFFFFF, other_heads = offset >> 52;
   const int64_t head = b * (p.heads + other_heads) + h + first_head;
   const int64_t group0 = first / DROPOUT_GROUP, groups = (first + count - 1) / DROPOUT_GROUP - group0 + 1;
-  for (int64_t group = group0; group < group0 + groups; ++group) {
-    uint32_t c0[16], c1[16], c2[16], c3[16];
-    for (int l = 0; l < 16; ++l) {
-      c0[l] = static_cast<uint32_t>(group * 16 + l);
-      c1[l] = static_cast<uint32_t>(i);
-      c2[l] = static_cast<uint32_t>(head);
-      c3[l] = static_cast<uint32_t>(offset);
-    }
-    uint32_t key0 = static_cast<uint32_t>(seed);
-    uint32_t key1 = static_cast<uint32_t>(seed >> 32);
-    for (int round = 0; round < 10; ++round, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) {
-      for (int l = 0; l < 16; ++l) {
-        const uint64_t a = static_cast<uint64_t>(c0[l]) * 0xD2511F53u, b = static_cast<uint64_t>(c2[l]) * 0xCD9E8D57u;
-        c0[l] = static_cast<uint32_t>(b >> 32) ^ c1[l] ^ key0;
-        c1[l] = static_cast<uint32_t>(b);
-        c2[l] = static_cast<uint32_t>(a >> 32) ^ c3[l] ^ key1;
-        c3[l] = static_cast<uint32_t>(a);
-      }
-    }
-    T* to = factors + (group - group0) * DROPOUT_GROUP;
-    for (int l = 0; l < 16; ++l) {
-      to[l] = c0[l] >= p.dropout.threshold ? kept : T(0);
-      to[16 + l] = c1[l] >= p.dropout.threshold ? kept : T(0);
-      to[32 + l] = c2[l] >= p.dropout.threshold ? kept : T(0);
-      to[48 + l] = c3[l] >= p.dropout.threshold ? kept : T(0);
-    }
-  }
+  for (int64_t group = group0; group < group0 + groups; ++group)
+    group_factors(p.dropout, group, static_cast<uint32_t>(i), static_cast<uint32_t>(head), kept,
+                  factors + (group - group0) * DROPOUT_GROUP);
   return factors + (first - group0 * DROPOUT_GROUP);
 }
 
@@ -52,4 +63,24 @@ static void apply_dropout(const RelAttention& p, int64_t b, int64_t h, int64_t i
   if (p.dropout.p == 0 || count == 0) return;
   const T* kept = dropout_factors(p, b, h, i, first, count, factors);
   for (int64_t j = 0; j < count; ++j) P[j] *= kept[j];
+}
+
+// Each element is a column of head 0, in rows of as many as a counter has numbers for: 2^34.
+template <typename S>
+static void drop_out_as(const Elements& elements, const Dropout& dropout, int64_t begin, int64_t end) {
+  const float kept = static_cast<float>(1.0 / (1.0 - dropout.p));
+  const S* from = static_cast<const S*>(elements.from);
+  S* to = static_cast<S*>(elements.to);
+  for (int64_t first = begin; first < end; first += DROPOUT_GROUP) {
+    float factors[DROPOUT_GROUP];
+    const uint64_t group = first / DROPOUT_GROUP;
+    group_factors(dropout, group, static_cast<uint32_t>(group >> 28), 0, kept, factors);
+    const int64_t count = smaller(end - first, DROPOUT_GROUP);
+    for (int64_t i = 0; i < count; ++i) from_work(to_work(from[first + i]) * factors[i], to + first + i);
+  }
+}
+
+static void drop_out(const Elements& elements, const Dropout& dropout, int64_t begin, int64_t end) {
+  if (elements.dtype == DType::bfloat16) return drop_out_as<BFloat16>(elements, dropout, begin, end);
+  drop_out_as<float>(elements, dropout, begin, end);
 }

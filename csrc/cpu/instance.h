@@ -71,6 +71,7 @@ static bool backward(const RelAttention& p, const RelAttentionGradients& g, cons
 }  // namespace
 }  // namespace NAMESPACE
 
-extern const Kernels KERNELS = {INSTANCE_NAME, NAMESPACE::forward, NAMESPACE::backward, &NAMESPACE::emulated_products};
+extern const Kernels KERNELS = {INSTANCE_NAME, NAMESPACE::forward, NAMESPACE::backward, NAMESPACE::drop_out,
+                                &NAMESPACE::emulated_products};
 
 }  // namespace xlnet_kernels::cpu

@@ -11,12 +11,21 @@ using Parallel = void (*)(int64_t slots, void (*task)(void* context, int64_t slo
 
 struct Products;  // bfloat16/products.h
 
+// Contiguous, float32 or bfloat16
+struct Elements {
+  DType dtype;
+  const void* from;
+  void* to;
+};
+
 struct Kernels {
   const char* name;
   // Both return false when memory runs out, before anything is written. Without `products` bfloat16 is converted to
   // float32, as float16 always is.
   bool (*forward)(const RelAttention&, const Products*, int64_t threads, Parallel);
   bool (*backward)(const RelAttention&, const RelAttentionGradients&, const Products*, int64_t threads, Parallel);
+  // Elements begin to end-1, after dropout; `begin` is a multiple of 64.
+  void (*drop_out)(const Elements&, const Dropout&, int64_t begin, int64_t end);
   const Products* emulated;
 };
 

@@ -1,5 +1,6 @@
 #if defined(__aarch64__)
 
+#include <arm_neon.h>
 #include <math.h>
 #include <sched.h>
 #include <stdint.h>
@@ -16,6 +17,7 @@
 #define PANEL_TILE_COLUMNS 2
 #define ROW_TILE_ROWS 12
 #define ROW_TILE_COLUMNS 2
+#define HAS_NEON 1
 #define MULTIPLIES_BY_LANE 1
 #include "instance.h"
 

@@ -97,6 +97,38 @@ std::vector<Tensor> backward(const Tensor& grad_out, const OptionalTensor& grad_
   return grad.list(inputs, needs);
 }
 
+constexpr int64_t SMALL_SHARE = 1 << 14;  // elements for which no other thread is worth waking
+
+struct DropOutTask {
+  cpu::Elements elements;
+  Dropout dropout;
+  int64_t count, share;
+
+  static void run(void* context, int64_t slot) {
+    const auto& task = *static_cast<const DropOutTask*>(context);
+    const int64_t begin = slot * task.share, end = std::min(begin + task.share, task.count);
+    chosen().kernels->drop_out(task.elements, task.dropout, begin, end);
+  }
+};
+
+// xlnet_kernels/dropout.py
+Tensor drop_out(const Tensor& input, const Tensor& state, double p) {
+  const auto dtype = input.scalar_type();
+  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16, "drop_out takes float32 or bfloat16, got ", dtype);
+  TORCH_CHECK_VALUE(p > 0 && p < 1, "drop_out: p must be in (0, 1), got ", p);
+  TORCH_CHECK_VALUE(state.scalar_type() == at::kLong && state.sizes() == at::IntArrayRef{2} && state.is_contiguous(),
+                    "drop_out: state must be two int64");
+  const Tensor from = input.contiguous(), to = at::empty_like(from, at::MemoryFormat::Contiguous);
+  const int64_t count = from.numel();
+  const int64_t slots = std::min<int64_t>(at::get_num_threads(), (count + SMALL_SHARE - 1) / SMALL_SHARE);
+  DropOutTask task{{dtype == at::kFloat ? DType::float32 : DType::bfloat16, from.const_data_ptr(), to.data_ptr()},
+                   {p, dropout_threshold(p), state.const_data_ptr<int64_t>()},
+                   count,
+                   slots == 0 ? 0 : (count / slots / 64 + 1) * 64};
+  if (slots > 0) parallel_slots(slots, DropOutTask::run, &task);
+  return to;
+}
+
 }  // namespace
 
 }  // namespace xlnet_kernels
@@ -104,4 +136,5 @@ std::vector<Tensor> backward(const Tensor& grad_out, const OptionalTensor& grad_
 TORCH_LIBRARY_IMPL(XLNET_KERNELS_NAMESPACE, CPU, m) {
   m.impl("rel_attention", xlnet_kernels::forward);
   m.impl("rel_attention_backward", xlnet_kernels::backward);
+  m.impl("drop_out", xlnet_kernels::drop_out);
 }

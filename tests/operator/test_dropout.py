@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import xlnet_kernels as xk
-from tests.cases import READY, make
+from tests.cases import COMPILED, READY, make
 from xlnet_kernels import dropout
+from xlnet_kernels._ops import ops
 
 ONES = 0xFFFFFFFF
+needs_kernels = pytest.mark.skipif("cpu" not in COMPILED, reason="the CPU kernels are not compiled")
 
 
 @pytest.mark.parametrize(
@@ -124,3 +131,127 @@ def test_module_drops_in_training_only():
     assert not torch.equal(attn(x)[0], attn(x)[0])
     attn.eval()
     assert torch.equal(attn(x)[0], attn(x)[0])
+
+
+def dropped(x, p=0.3, seed=7):
+    torch.manual_seed(seed)
+    return dropout.Dropout(p)(x)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2**13, 3 * 2**14 + 77])  # one thread, and shares of which the last one is odd
+def test_elements_are_those_of_the_documented_mask(dtype, size):
+    x = torch.randn(size).to(dtype).requires_grad_()
+    out = dropped(x)
+    torch.manual_seed(7)
+    seed, offset = torch.randint(0, 2**63 - 1, (2,))
+    keep = dropout.keep_mask(torch.stack((seed, offset & ONES)), 1, 1, 1, size, 0.3).view(size)
+    kept = torch.tensor(1 / (1 - 0.3), dtype=torch.float32)
+    assert torch.equal(out, (keep * kept * x.float()).to(dtype))
+    grad = torch.randn(size).to(dtype)
+    (found,) = torch.autograd.grad(out, x, grad)
+    assert torch.equal(found, (keep * kept * grad.float()).to(dtype))
+
+
+@needs_kernels
+def test_shapes_strides_and_second_derivatives():
+    x = torch.randn(64, 3, 80, requires_grad=True)
+    out = dropped(x.transpose(0, 2))
+    assert out.shape == (80, 3, 64) and out.is_contiguous()
+    assert torch.equal(out, dropped(x.transpose(0, 2).contiguous()))
+    (grad,) = torch.autograd.grad(out, x, torch.ones_like(out), create_graph=True)
+    assert torch.equal(grad.transpose(0, 2), (out != 0) / 0.7)
+    y = torch.randn(2**13, requires_grad=True)
+    (grad,) = torch.autograd.grad((dropped(y) ** 2).sum(), y, create_graph=True)
+    (second,) = torch.autograd.grad(grad.sum(), y)
+    assert torch.allclose(second, 2 * (dropped(torch.ones(2**13))) ** 2)
+
+
+@needs_kernels
+def test_batches_of_gradients_meet_the_same_elements():
+    x = torch.randn(2**13, requires_grad=True)
+    out, grads = dropped(x), torch.randn(3, 2**13)
+    (found,) = torch.autograd.grad(out, x, grads, is_grads_batched=True)
+    assert torch.allclose(found, grads * dropped(torch.ones(2**13)))
+
+
+@contextlib.contextmanager
+def kernel_calls():
+    """Yields a list that grows with each call of the kernel."""
+    found, apply = [], dropout._DropOut.apply
+    with mock.patch.object(dropout._DropOut, "apply", lambda *given: found.append(given) or apply(*given)):
+        yield found
+
+
+class Catching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        return function(*arguments, **(options or {}))
+
+
+@needs_kernels
+@pytest.mark.parametrize("where", [
+    dict(p=0.0), dict(p=1.0), dict(inplace=True), dict(size=2**13 - 1), dict(dtype=torch.float64), dict(train=False),
+    dict(context=Catching), dict(context=forward_ad.dual_level),
+])  # fmt: skip
+def test_torch_serves_the_rest(where):
+    where = (
+        dict(p=0.3, inplace=False, size=2**13, dtype=torch.float32, train=True, context=contextlib.nullcontext) | where
+    )
+    x = torch.randn(where["size"], dtype=where["dtype"])
+    ours, torchs = (kind(where["p"], where["inplace"]) for kind in (dropout.Dropout, torch.nn.Dropout))
+    results = []
+    with kernel_calls() as calls:
+        for module in (ours, torchs):
+            torch.manual_seed(3)
+            with where["context"]():
+                results.append(module.train(where["train"])(x.clone()))
+    assert not calls and torch.equal(*results)
+
+
+@needs_kernels
+def test_compilers_and_transforms_have_torchs_dropout():
+    module, x = dropout.Dropout(0.3), torch.randn(2, 2**13)
+    with kernel_calls() as calls:
+        module(x)
+        assert len(calls) == 1
+        torch.func.vmap(module, randomness="different")(x)
+        torch.func.grad(lambda x: module(x).sum())(x)
+        torch.jit.trace(module, x, check_trace=False)
+        graph = torch.export.export(module, (x,)).graph
+        assert len(calls) == 1
+    assert any("dropout" in str(node.target) for node in graph.nodes)
+    assert not any("drop_out" in str(node.target) for node in graph.nodes)
+
+
+@needs_kernels
+def test_checkpointing_and_threads_keep_the_elements():
+    x = torch.randn(2**16, requires_grad=True)
+    plain = torch.autograd.grad(dropped(x).sum(), x)
+    torch.manual_seed(7)
+    kept = checkpoint(dropout.Dropout(0.3), x, use_reentrant=False).sum()
+    assert torch.equal(*plain, *torch.autograd.grad(kept, x))
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(*plain, *torch.autograd.grad(dropped(x).sum(), x))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_kernels
+@pytest.mark.parametrize("given, text", [
+    (dict(x=torch.ones(3, dtype=torch.float64)), "float32 or bfloat16, got Double"),
+    (dict(p=0.0), "p must be in"), (dict(p=1.0), "p must be in"), (dict(p=float("nan")), "p must be in"),
+    (dict(state=torch.zeros(3, dtype=torch.int64)), "two int64"), (dict(state=torch.zeros(2)), "two int64"),
+])  # fmt: skip
+def test_bad_calls_of_the_operator(given, text):
+    given = dict(x=torch.ones(3), state=torch.zeros(2, dtype=torch.int64), p=0.1) | given
+    with pytest.raises(ValueError, match=text):
+        ops.drop_out(*given.values())
+
+
+@needs_kernels
+def test_nothing_has_no_elements():
+    assert ops.drop_out(torch.ones(0, 3), torch.zeros(2, dtype=torch.int64), 0.1).shape == (0, 3)

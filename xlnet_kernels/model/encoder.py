@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from .._kept import KeptTable
 from .._unused import with_unused
 from ..attention import TwoStreamAttention
-from ..dropout import drop_out
+from ..dropout import Dropout
 from ..linear import Linear
 from ..masks import RankMask
 from ..positions import kept_positions
@@ -43,11 +43,11 @@ class XLNetFeedForward(nn.Module):
         self.layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_eps)
         self.layer_1 = Linear(config.d_model, config.d_inner)
         self.layer_2 = Linear(config.d_inner, config.d_model)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.activation = ACTIVATIONS[config.ff_activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = drop_out(self.dropout, self.activation(self.layer_1(x)))
+        inner = self.dropout(self.activation(self.layer_1(x)))
         return self.layer_norm(self.dropout(self.layer_2(inner)) + x)
 
 
@@ -152,7 +152,7 @@ class XLNetModel(PretrainedModel):
         self.word_embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.mask_emb = nn.Parameter(torch.empty(1, 1, config.d_model))
         self.layer = nn.ModuleList([XLNetLayer(config, backend) for _ in range(config.n_layer)])
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.gradient_checkpointing = False
         self.apply(self.init_weights)
         nn.init.normal_(self.mask_emb, std=config.initializer_range)

@@ -7,8 +7,8 @@
 
 Pre-training: both streams, one target for six tokens (85 of 512), language-model loss. Fine-tuning: the content stream
 alone, classification loss. A training step is forward, backward and AdamW's update (fused, learning rate 0 so that
-every step is the same). Outputs and gradients are checked against transformers' model in float64 before they are timed,
-at lengths where its maps fit into memory.
+every step is the same), or forward and backward alone (--optimizer none). Outputs and gradients are checked against
+transformers' model in float64 before they are timed, at lengths where its maps fit into memory.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ SIZES = {
     "large": dict(layers=24, d_model=1024, heads=16, d_inner=4096),
 }
 QUICK = dict(layers=2, d_model=64, heads=4, d_inner=96, vocab=CLS + 1, lengths=[48], mem_lens=[0, 24], seconds=0.01)
+OPTIMIZERS = {"adamw": "AdamW, fused", "none": "none: forward and backward alone"}
 # (L, M + K) maps per layer that transformers' training step keeps at its peak, as measured
 MAPS = 14
 
@@ -60,6 +61,7 @@ class ModelCase:
     d_inner: int
     vocab: int
     dropout: float
+    optimizer: str
     dtype: torch.dtype
     device: str
 
@@ -84,16 +86,18 @@ class ModelCase:
 class ModelRun(Run):
     """`forward` gives the logits; step("backward") is a training step of the loss, and gives its gradients."""
 
-    def __init__(self, call: Callable[[], tuple[Tensor, Tensor]], model: nn.Module) -> None:
-        """`call` gives loss and logits; the optimizer is the model's own, shared by all of its runs."""
+    def __init__(self, call: Callable[[], tuple[Tensor, Tensor]], model: nn.Module, optimizer: str) -> None:
+        """`call` gives loss and logits; the optimizer, one of OPTIMIZERS, is shared by all runs of the model."""
         super().__init__(lambda: call()[1], dict(model.named_parameters()), ())
-        self.call, self.model = call, model
+        self.call, self.model, self.optimizer = call, model, optimizer
 
     def step(self, direction: str) -> tuple[Tensor, ...]:
         if direction == "forward":
             self.model.eval()
             return super().step(direction)
         gradients = self.gradients()
+        if self.optimizer == "none":
+            return gradients
         optimizer = _optimizer(self.model)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -231,7 +235,7 @@ def _run(case: ModelCase, model: nn.Module, arguments: dict, compiled: bool, pro
             output = module(**given)
         return output.loss.float(), output.logits.float()
 
-    return ModelRun(call, model)
+    return ModelRun(call, model, case.optimizer)
 
 
 def reference(case: ModelCase, direction: str) -> dict[str, Tensor]:
@@ -271,7 +275,8 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
 
 def case_of(options: argparse.Namespace, **problem: object) -> ModelCase:
     """The model that `size_options` describe, on a problem of `task`, `length`, `batch` and `mem_len`."""
-    sizes = {name: getattr(options, name) for name in ("layers", "d_model", "heads", "d_inner", "vocab", "dropout")}
+    names = ("layers", "d_model", "heads", "d_inner", "vocab", "dropout", "optimizer")
+    sizes = {name: getattr(options, name) for name in names}
     return ModelCase(**problem, **sizes, dtype=getattr(torch, options.dtype), device=options.device)
 
 
@@ -319,6 +324,7 @@ def size_options(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}", type=positive, help="default: that of --size")
     add("--vocab", type=positive, default=32000)
     add("--dropout", type=float, default=0.0, help="with dropout nothing can be checked")
+    add("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="of training steps")
 
 
 def check_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -339,7 +345,8 @@ def main(arguments: list[str] | None = None) -> int:
     return session.run(
         "model",
         options,
-        {name: value for name, value in vars(options).items() if name not in left_out} | {"optimizer": "AdamW, fused"},
+        {name: value for name, value in vars(options).items() if name not in left_out}
+        | {"optimizer": OPTIMIZERS[options.optimizer]},
         functools.partial(measure, options),
         directions=DIRECTIONS if options.direction == "both" else (options.direction,),
         rounds=(3, 5) if options.quick else (5, 50),

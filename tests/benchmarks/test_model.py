@@ -106,6 +106,16 @@ def test_a_wrong_model_is_found(tmp_path, monkeypatch, capsys):
     assert "WRONG xlnet_kernels, forward, 8 targets" in shown and "✗" in shown
 
 
+def test_a_step_without_optimizer_is_gradients_alone(monkeypatch):
+    import model
+
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(model, "_optimizer", None)
+    options = model.parse(["--device", "cpu", "--quick", "--optimizer", "none"])
+    run = model.our_run(model.case_of(options, task="fine-tuning", length=48, batch=2, mem_len=0))
+    assert len(run.step("backward")) == len(run.leaves)
+
+
 def test_a_training_step_changes_no_weights(tmp_path):
     import model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 import numpy as np
+import pytest
 
 from tests.machine import machine
 
@@ -46,6 +47,18 @@ def run(
     regions = [(array.ctypes.data, array.nbytes, i not in read_only, f"p{i}") for i, array in enumerate(arrays)]
     params = b"".join(struct.pack("<Q", array.ctypes.data) for array in arrays)
     return machine.Module(text, architecture).launch("k", (grid,), (block,), params, dynamic, regions, **options)
+
+
+def fault(body: str, *arrays: np.ndarray, kind: str, **options: object) -> machine.Fault:
+    """What `run` raises: of one of the kinds, "one or another"."""
+    with pytest.raises(machine.Fault) as error:
+        run(body, *arrays, **options)
+    assert error.value.kind in kind.split(" or "), error.value
+    return error.value
+
+
+def zeros(count: int = 64, dtype: type = np.uint32) -> np.ndarray:
+    return np.zeros(count, dtype)
 
 
 def at(array: int, element_bytes: int, into: str = "%d100") -> str:

@@ -1,0 +1,66 @@
+"""`make gpu-counts`: what is counted again, and what a results file keeps."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+import triton  # noqa: E402
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("Triton interprets in this process", allow_module_level=True)
+
+from tests.machine import gpu_counts  # noqa: E402
+
+KERNELS, WIDTHS = ("plain", "triton", "cuda"), (64, 128)
+
+
+def row(kernel, head_dim, bound):
+    return {
+        "kernel": kernel, "direction": "forward", "dtype": "bfloat16", "head_dim": head_dim, "architecture": 80,
+        "length": 2048, "case": "none", "bound_cycles": bound, "bound_by": "issue", "ratio": 2.0,
+        "ratio_to_limit": 1.0, "spilled_bytes": 0,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def counted(monkeypatch, tmp_path):
+    """A results file with rows of three kernels, and how to run main on it: every count is 300 cycles."""
+    file, ran = tmp_path / "counts.json", []
+    monkeypatch.setattr(gpu_counts, "PRODUCTS", {"forward": 2})
+    monkeypatch.setattr(gpu_counts, "CASES", ("none",))
+    monkeypatch.setattr(gpu_counts, "REPORTED", (2048,))
+    monkeypatch.setattr(gpu_counts, "ours", lambda *of: ran.append(of[:3]) or {"forward": []})
+    monkeypatch.setattr(gpu_counts, "best_plain", lambda *of: ran.append(("plain", *of[1:3])) or [])
+
+    monkeypatch.setattr(gpu_counts, "row", lambda kernel, _, head_dim, *rest: row(kernel, head_dim, 300.0))
+    before = [row(kernel, width, 100.0) for width in WIDTHS for kernel in KERNELS]
+
+    def run(*arguments):
+        file.write_text(json.dumps({"rows": before}))
+        monkeypatch.setattr(sys, "argv", ["gpu_counts.py", *map(str, arguments), "--architectures", "80"])
+        gpu_counts.main()
+        return {(r["kernel"], r["head_dim"]): r for r in json.loads(file.read_text())["rows"]}, ran
+
+    return file, run
+
+
+def test_an_update_counts_some_kernels_and_keeps_the_rest(counted, capsys):
+    file, run = counted
+    rows, ran = run("--update", file, "--kernels", "triton")
+    assert set(ran) == {("triton", 80, 64), ("triton", 80, 128)}
+    assert list(rows) == [(kernel, width) for width in WIDTHS for kernel in KERNELS]
+    for (kernel, _), found in rows.items():
+        assert found["bound_cycles"] == (300 if kernel == "triton" else 100)
+    assert rows["triton", 64]["ratio"] == 3  # to the plain kernel's of the file
+    assert "cuda" not in capsys.readouterr().out  # what is printed was counted now
+
+
+def test_without_an_update_plain_attention_is_counted_too(counted):
+    file, run = counted
+    rows, ran = run("--output", file, "--kernels", "triton")
+    assert ("plain", 80, 64) in ran and {kernel for kernel, _ in rows} == {"plain", "triton"}
+    assert rows["triton", 64]["ratio"] == 1

@@ -217,19 +217,45 @@ def test_dropout_mask_does_not_depend_on_tiles(monkeypatch, tiles):
 
 
 @triton.jit
-def _rotate(x, amount, out, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _rotate(x, amount, out, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, QUADS: tl.constexpr):
     index = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    tl.store(out + index, shift.rotate(tl.load(x + index), tl.load(amount + tl.arange(0, BLOCK_M))))
+    tl.store(out + index, shift.rotate(tl.load(x + index), tl.load(amount + tl.arange(0, BLOCK_M)), QUADS))
 
 
+@pytest.mark.parametrize("quads", [False, True])
 @pytest.mark.parametrize("columns", [16, 32, 64, 128])
-def test_rotate_rotates_each_row_by_its_own_amount(columns):
+def test_rotate_rotates_each_row_by_its_own_amount(columns, quads):
     x = torch.randn(16, columns, device=DEVICE)
     amount = torch.randint(-2 * columns, 2 * columns, (16,), dtype=torch.int32, device=DEVICE)
     out = torch.empty_like(x)
-    _rotate[(1,)](x, amount, out, 16, columns)
+    _rotate[(1,)](x, amount, out, 16, columns, quads)
     column = (torch.arange(columns, device=DEVICE) + amount[:, None]) % columns
     assert torch.equal(out, x.gather(1, column))
+
+
+def test_fragments_are_taken_apart_where_they_are_known(monkeypatch):
+    config = tuning.Config(64, 64, 64, True, num_warps=4, num_stages=1)
+    for capability in ((8, 0), (8, 9), (9, 0), (12, 0)):
+        assert tuning.in_quads(config, torch.float16, capability), capability
+    assert not tuning.in_quads(config, torch.bfloat16, (10, 0))  # tcgen05
+    assert not tuning.in_quads(config, torch.bfloat16, None)  # interpreted
+    assert not tuning.in_quads(config, torch.float32, (8, 0))
+    assert not tuning.in_quads(config._replace(num_warps=8), torch.bfloat16, (9, 0))
+
+    class Kernel:
+        arg_names = ("META",)
+
+        def __getitem__(self, grid):
+            return lambda META, **_: found.append(META.QUADS.value)
+
+    found = []
+    x, rel_key = torch.zeros(1, 1, 3, 16, dtype=torch.bfloat16), torch.zeros(1, 6, 16, dtype=torch.bfloat16)
+    call = launch.Call((x, x, x, rel_key, *[None] * 15, 3, 0.0, 1.0, False))
+    monkeypatch.setattr(launch.Call, "capability", (9, 0))
+    for keeps_fragments in (False, True):  # Triton before 3.9, and since
+        monkeypatch.setattr(launch, "_KEEPS_FRAGMENTS", keeps_fragments)
+        call.launch(Kernel(), 1, config)
+    assert found == [False, True]
 
 
 def test_memory_is_linear_in_length(monkeypatch):

@@ -29,6 +29,9 @@ SPILLS = {"forward": 320, "rows": 1200, "keys": 1700}
 # Instructions of a warp for 1024 scores, at most, in 16 bits at head_dim 64 where all keys of a tile are seen and of
 # one segment: a few per cent more than there are.
 INSTRUCTIONS = {"forward": 1000, "rows": 2800, "keys": 1700}
+# Shuffles of a warp for 1024 scores, at most, where a tile is a fragment: 32 for each rotation, of which the kernel of
+# rows has two, and a few for sums. A butterfly would have twice as many.
+SHUFFLES = {"forward": 48, "rows": 80, "keys": 40}
 DTYPE = {"16-bit": torch.bfloat16, "float32": torch.float32}
 MATRIX_INSTRUCTION = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 
@@ -41,6 +44,8 @@ def check(row: dict) -> None:
         scores = row["BLOCK_M"] * row["BLOCK_N"] / row["num_warps"]
         assert ways["shortest"]["all"] * 1024 / scores <= INSTRUCTIONS[row["kernel"]], row
         assert ways["shortest"]["all"] < ways["longest"]["all"], row
+        if row["architecture"] < 100:
+            assert ways["shortest"]["shuffles"] * 1024 / scores <= SHUFFLES[row["kernel"]], row
     assert row["spills"] <= SPILLS[row["kernel"]], row
     if row["kernel"] == "forward" and row["kind"] == "16-bit" and not row["stacked"] and row["architecture"] < 100:
         assert row["spills"] <= (100 if row["head_dim"] == 128 else 8), row

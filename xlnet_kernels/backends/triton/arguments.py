@@ -183,6 +183,7 @@ class Meta(NamedTuple):
     BOUNDED_BEHIND: Any  # rel_key has no row for some key before its query,
     BOUNDED_AHEAD: Any  # for some key after it
     PRECISION: Any  # of float32 products: "ieee" or "tf32"
+    QUADS: Any  # see shift.py's `rotate`
     IN_REGISTERS: Any  # see chunks.py's `row_operand`
     NEEDS_REL: Any = None  # the gradient of rel_key is asked for
     ATOMIC: Any = None  # and added atomically: not in a fixed order

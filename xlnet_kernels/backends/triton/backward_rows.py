@@ -148,7 +148,7 @@ def _main_loop(
             band, first_dS, middle_dS = shift_out(dS, first_dS, middle_dS, shift, META)
             acc = _add_band(grad_rel, acc, rel_key, start, size.rel_len, band, position_query, j0, size, META, MASKED)
         else:
-            dS = rotate(dS, -tile.shift)
+            dS = rotate(dS, -tile.shift, META.QUADS)
             block = block_of(tile.shift, META)
             blocks = tl.cdiv(size.rel_len - start, META.BLOCK_N)  # beyond them dS is 0, and grad_rel may have ended
             before = 0

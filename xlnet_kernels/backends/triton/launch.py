@@ -28,9 +28,11 @@ from .prepare import prepare_kernel
 
 _LINEAR = ("query", "content_bias", "position_bias", "segment_bias")  # every score is linear in all of these together
 _TINY = torch.finfo(torch.float32).tiny  # instead of a scale of 0, as 0 times minus infinity is NaN
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # Before 3.8 Triton leaves out half of a TF32 product over 16 rows one factor of which dropout has made: see
 # docs/validation.md. Without TF32 there are no tensor cores.
-_LOSES_TF32 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
+_LOSES_TF32 = _VERSION < (3, 8)
+_KEEPS_FRAGMENTS = _VERSION >= (3, 9)  # where shift.py's `rotate` takes them apart; what older ones do was not tried
 _SLOT_BYTES = 2**30  # what the deterministic gradient of rel_key may take
 
 
@@ -275,10 +277,13 @@ class Call:
         """`count` programs of a kernel."""
         device = self.tensors["query"].device
         given = self.arguments | arguments
+        quads = _KEEPS_FRAGMENTS and tuning.in_quads(config, self.tensors["query"].dtype, self.capability)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             kernel[(count,)](
                 **{name: given[name] for name in kernel.arg_names if name != "META"},
-                META=_meta(config, self.head_dim, *self.bounded, self.precision, in_registers, needs_rel, atomic),
+                META=_meta(
+                    config, self.head_dim, *self.bounded, self.precision, quads, in_registers, needs_rel, atomic
+                ),
                 num_warps=config.num_warps,
                 num_stages=config.num_stages,
                 enable_fp_fusion=True,  # the default until Triton 3.10

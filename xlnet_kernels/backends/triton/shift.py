@@ -89,6 +89,58 @@ def _swap(x, BIT: tl.constexpr):
 
 
 @triton.jit
+def _halves(parts):
+    """Each of some (ROWS, 4, COUNT) as two of (ROWS, 4, COUNT / 2)."""
+    found = ()
+    for i in tl.static_range(len(parts)):
+        x = parts[i]
+        even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
+        found = found + (even, odd)
+    return found
+
+
+@triton.jit
+def _wholes(halves):
+    """The inverse of `_halves`."""
+    found = ()
+    for i in tl.static_range(len(halves) // 2):
+        x = tl.join(halves[2 * i], halves[2 * i + 1])
+        found = found + (tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] * 2)),)
+    return found
+
+
+@triton.jit
+def _pairs_from(x, lane):
+    """out[i, g, c] = x[i, g, 2 lane[i, c] + c % 2] for x (BLOCK_M, GROUPS, 8) and lane (BLOCK_M, 1, 8): one shuffle an
+    element where a thread has the pairs of columns of one quarter of each group, as in a fragment.
+
+    By itself the compiler would put all of x elsewhere for a gather. So each register of a fragment, a column of two in
+    a group and every second row of 16, becomes a tensor of its own, which can only lie as it does already. As a gather
+    of tensors it is right wherever they lie.
+    """
+    ROWS: tl.constexpr = x.shape[0] // 2
+    GROUPS: tl.constexpr = x.shape[1]
+    x = tl.permute(tl.reshape(x, (ROWS // 8, 2, 8, GROUPS, 4, 2)), (0, 2, 4, 3, 1, 5))
+    lane = tl.permute(tl.reshape(lane, (ROWS // 8, 2, 8, 4, 2)), (0, 2, 3, 1, 4))
+    parts = _halves(_halves((tl.reshape(x, (ROWS, 4, GROUPS * 4)),)))  # by the two last dimensions
+    lanes = _halves(_halves((tl.reshape(lane, (ROWS, 4, 4)),)))
+    for k in tl.static_range(5):
+        if (1 << k) < GROUPS:
+            parts = _halves(parts)
+    found = ()
+    for i in tl.static_range(GROUPS * 4):
+        part = tl.reshape(parts[i], (ROWS, 4))
+        found = found + (tl.reshape(tl.gather(part, tl.reshape(lanes[i // GROUPS], (ROWS, 4)), 1), (ROWS, 4, 1)),)
+    found = _wholes(_wholes(found))
+    for k in tl.static_range(5):
+        if (1 << k) < GROUPS:
+            found = _wholes(found)
+    x = tl.permute(tl.reshape(found[0], (ROWS // 8, 8, 4, GROUPS, 2, 2)), (0, 4, 1, 3, 2, 5))
+    # A sum of one number each: products with what comes from tl.join would be laid out for operands of 8 bits.
+    return tl.sum(tl.reshape(x, (ROWS * 2, GROUPS, 8, 1)), 3)
+
+
+@triton.jit
 def _roll(x, BIT: tl.constexpr):
     """out[i, c] = x[i, (c + 2^BIT) % (8 GROUPS)] for x (BLOCK_M, GROUPS, 8). Groups are in registers, which only get
     other names."""
@@ -102,23 +154,29 @@ def _roll(x, BIT: tl.constexpr):
 
 
 @triton.jit
-def rotate(x, shift):
+def rotate(x, shift, QUADS: tl.constexpr):
     """out[i, c] = x[i, (c + shift[i]) % BLOCK_N] for float32 x (BLOCK_M, BLOCK_N).
 
-    Two halves. Within groups of 8 columns a butterfly: step k puts bit k of the column right, by exchanging columns
-    that differ in just that bit wherever adding `shift` to the bits below carries into it. Then whole groups, by the
-    bits of what is left. Groups live in registers; of the bits within a group one does too and two are lanes of a
-    tensor-core fragment: no shared memory and no barrier, two warp shuffles and log2(BLOCK_N) selections an element.
-    Conditions have the shape (BLOCK_M, 1, 8): four in a thread for each step, however many groups there are.
+    First within groups of 8 columns, then whole groups, by the bits of what is left: log2(BLOCK_N / 8) selections an
+    element. Groups live in registers; of the bits within a group one does too and two are lanes of a tensor-core
+    fragment. With QUADS, where the tile is such a fragment (see tuning.py's `in_quads`): columns exchanged in pairs,
+    then pairs taken from their lanes, one selection and one shuffle. Else a butterfly: step k puts bit k of the column
+    right, by exchanging columns that differ in just that bit wherever adding `shift` to the bits below carries into it;
+    three selections, and in a fragment two shuffles. No shared memory and no barrier. Conditions have the shape
+    (BLOCK_M, 1, 8): four in a thread for each step, however many groups there are.
     """
     BLOCK_M: tl.constexpr = x.shape[0]
     BLOCK_N: tl.constexpr = x.shape[1]
     x = tl.reshape(x, (BLOCK_M, BLOCK_N // 8, 8))
     column = tl.arange(0, 8)[None, None, :]
     shift = shift[:, None, None]
-    for k in tl.static_range(3):
-        carried = (column & ((1 << k) - 1)) + shift
-        x = tl.where((carried & (1 << k)) != 0, _swap(x, k), x)
+    if QUADS:
+        x = tl.where((shift & 1) != 0, _swap(x, 0), x)
+        x = _pairs_from(x, (column + shift >> 1) & 3)
+    else:
+        for k in tl.static_range(3):
+            carried = (column & ((1 << k) - 1)) + shift
+            x = tl.where((carried & (1 << k)) != 0, _swap(x, k), x)
     left = column + shift
     for k in tl.static_range(3, 8):
         if (1 << k) < BLOCK_N:
@@ -138,14 +196,14 @@ def shift_in(first, middle, new, shift, META):
     else:
         second = new
     near = tl.arange(0, META.BLOCK_N)[None, :] >= (shift % META.BLOCK_N)[:, None]
-    return rotate(tl.where(near, first, second), shift), second, new
+    return rotate(tl.where(near, first, second), shift, META.QUADS), second, new
 
 
 @triton.jit
 def shift_out(dS, first, middle, shift, META):
     """The transposed map: adds dS (BLOCK_M, BLOCK_N) to the band; returns the block that is complete, and the open
     ones."""
-    dS = rotate(dS, -shift)
+    dS = rotate(dS, -shift, META.QUADS)
     near = tl.arange(0, META.BLOCK_N)[None, :] >= (shift % META.BLOCK_N)[:, None]
     if META.BLOCK_M > META.BLOCK_N:
         far = (shift >= META.BLOCK_N)[:, None]
@@ -221,5 +279,5 @@ def shift_blocks(
         for index in range(0, blocks_of(tile, META)):
             new = rel_product(position_query, rel_key, start + index * META.BLOCK_N, step, size, META, KEEP)
             score = tl.where(block == index, new, score)
-        score = rotate(score, tile.shift)
+        score = rotate(score, tile.shift, META.QUADS)
     return score

@@ -58,6 +58,15 @@ def in_registers(capability: tuple[int, int] | None) -> bool:
     return capability is not None and family(capability) == 80
 
 
+def in_quads(config: Config, dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
+    """Whether four neighbouring threads have the columns of a row of a tile, each two of every eight: a fragment of
+    mma.sync or wgmma, of 16 rows a warp. Tiles of tcgen05 lie otherwise, and float32 has no tensor cores without TF32.
+    This decides about speed only."""
+    if capability is None or capability[0] in (10, 11) or dtype == torch.float32:
+        return False
+    return config.BLOCK_M == 16 * config.num_warps
+
+
 def choose(kernel: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None) -> Config:
     """The configuration of `kernel`, one of KERNELS. `capability` None: for Triton's interpreter.
 

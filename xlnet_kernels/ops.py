@@ -137,7 +137,7 @@ def rank_vectors(mask: RankMask) -> tuple[Tensor, Tensor, Tensor | None, Tensor 
 def rows_first(tensor: Tensor) -> Tensor:
     """An empty (B, H, L, D) tensor like `tensor` whose memory is laid out (B, L, H, D), as projections want it."""
     batch, heads, length, width = tensor.shape
-    return tensor.new_empty(batch, length, heads, width).transpose(1, 2)
+    return tensor.new_empty_strided(tensor.shape, (length * heads * width, width, heads * width, 1))
 
 
 def _fake_forward(query, *inputs):

@@ -26,7 +26,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from xlnet_kernels.backends.triton import launch, tuning
+from xlnet_kernels.backends.triton import launch, plan, tuning
 
 in_quads = tuning.in_quads
 DTYPES = {"16-bit": torch.bfloat16, "float32": torch.float32}
@@ -117,6 +117,7 @@ def pretend(architecture: int | str) -> Driver:
     """From here on Triton, and the choice of tiles, take this machine for one with such a GPU."""
     driver = Driver(architecture)
     triton.runtime.driver.set_active(driver)
+    plan.plans.clear()
     tiles_of = 80 if isinstance(architecture, str) else architecture
     torch.cuda.get_device_capability = lambda device=None: divmod(tiles_of, 10)
     tuning.in_quads = (lambda *_: False) if architecture in AMD else in_quads  # fragments lie otherwise there

@@ -31,6 +31,8 @@ def serving(architecture: int, **how) -> Iterator[Record]:
 
     `how`: see on_machine.
     """
+    from xlnet_kernels.backends.triton import plan
+
     _register()
     changes = {
         (triton_backend, "DEVICE"): "cpu",
@@ -40,6 +42,7 @@ def serving(architecture: int, **how) -> Iterator[Record]:
         (cuda_backend, "_unavailable"): cuda_driver.unavailable,
         (cuda_backend, "max_head_dim"): lambda dtype: 128,
         (cuda_backend, "rel_attention"): cuda_driver.rel_attention,
+        (plan, "plans"): {},  # kernels are compiled for this architecture
         (torch.cuda, "get_device_capability"): lambda device=None: divmod(architecture, 10),
     }
     before = {place: getattr(*place) for place in changes}

@@ -22,7 +22,7 @@ if "triton" not in READY:
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from xlnet_kernels.backends.triton import launch, shift, tuning  # noqa: E402
+from xlnet_kernels.backends.triton import launch, plan, shift, tuning  # noqa: E402
 
 DEVICE = MODULES["triton"].DEVICE
 interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="asks what Triton's interpreter does; this is a GPU")
@@ -47,6 +47,7 @@ PROBLEMS = {
 
 def use_tiles(monkeypatch, BLOCK_M: int, BLOCK_N: int, BLOCK_D: int = 16, KEEP: bool = True) -> None:
     monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Config(BLOCK_M, BLOCK_N, BLOCK_D, KEEP, 4, 1))
+    monkeypatch.setattr(plan, "plans", {})  # others were made with other tiles
 
 
 def test_tiles_are_those_of_the_table():
@@ -104,7 +105,7 @@ def test_float32_precision_is_what_the_user_said_in_the_new_way_or_the_old(monke
 
     def precision(dtype: torch.dtype, dropout_p: float = 0.0) -> str:
         x, rel_key = torch.zeros(1, 1, 3, 16, dtype=dtype), torch.zeros(1, 6, 16, dtype=dtype)
-        return launch.Call((x, x, x, rel_key, *[None] * 15, 3, dropout_p, 1.0, False)).precision
+        return plan.find((x, x, x, rel_key, *[None] * 15, 3, dropout_p, 1.0, False)).precision
 
     before = matmul.fp32_precision
     try:
@@ -114,7 +115,8 @@ def test_float32_precision_is_what_the_user_said_in_the_new_way_or_the_old(monke
             assert precision(torch.float16) == "ieee"
         matmul.fp32_precision = "tf32"
         for loses, found in ((False, "tf32"), (True, "ieee")):  # Triton 3.6 and 3.7 do, of a call with dropout
-            monkeypatch.setattr(launch, "_LOSES_TF32", loses)
+            monkeypatch.setattr(plan, "_LOSES_TF32", loses)
+            monkeypatch.setattr(plan, "plans", {})
             assert (precision(torch.float32), precision(torch.float32, 0.1)) == ("tf32", found)
     finally:
         matmul.fp32_precision = before
@@ -153,7 +155,7 @@ def test_any_number_of_heads_fits_into_a_grid(monkeypatch):
     grids = []
 
     class Kernel:
-        arg_names = ()
+        __name__, arg_names = "kernel", ()
 
         def __getitem__(self, grid):
             grids.append(grid)
@@ -243,17 +245,18 @@ def test_fragments_are_taken_apart_where_they_are_known(monkeypatch):
     assert not tuning.in_quads(config._replace(num_warps=8), torch.bfloat16, (9, 0))
 
     class Kernel:
-        arg_names = ("META",)
+        arg_names, pre_run_hooks, __name__ = ("META",), (), "kernel"
 
         def __getitem__(self, grid):
             return lambda META, **_: found.append(META.QUADS.value)
 
     found = []
     x, rel_key = torch.zeros(1, 1, 3, 16, dtype=torch.bfloat16), torch.zeros(1, 6, 16, dtype=torch.bfloat16)
+    monkeypatch.setattr(plan, "plans", {})
     call = launch.Call((x, x, x, rel_key, *[None] * 15, 3, 0.0, 1.0, False))
-    monkeypatch.setattr(launch.Call, "capability", (9, 0))
+    monkeypatch.setattr(plan.Plan, "capability", (9, 0))
     for keeps_fragments in (False, True):  # Triton before 3.9, and since
-        monkeypatch.setattr(launch, "_KEEPS_FRAGMENTS", keeps_fragments)
+        monkeypatch.setattr(plan, "_KEEPS_FRAGMENTS", keeps_fragments)
         call.launch(Kernel(), 1, config)
     assert found == [False, True]
 

@@ -1,0 +1,167 @@
+"""Host time of a Triton call: what Python and C++ do around the launches, with the launches themselves left out.
+
+    python benchmarks/host_time.py --output benchmarks/results/host-time.json
+
+Runs without a GPU. Tensors are on the CPU and small; Triton compiles for one with compute capability 8.0, and a launch
+ends where CUDA's driver would be called. *Operator* is the implementation of xlnet_kernels::rel_attention_triton and of
+its backward, *call* is xk.rel_attention with autograd around it. Beside them torch's scaled_dot_product_attention on
+the same query, key and value, which computes. Time is that of the calling thread, the only one: other processes do not
+count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+import xlnet_kernels as xk
+from compiled.triton_report import Driver
+from lib.harness import environment, write_json
+from xlnet_kernels import ops
+from xlnet_kernels.backends import triton as backend
+from xlnet_kernels.backends.triton import launch
+
+BATCH, HEADS, LENGTH, HEAD_DIM = 2, 4, 32, 64
+OPERATOR = "xlnet_kernels::rel_attention_triton"
+
+
+def pretend() -> None:
+    """Triton compiles for a GPU, launches nothing, and serves tensors of the CPU."""
+    driver = Driver(80)
+    driver.launcher_cls = lambda source, metadata: lambda *arguments: None
+    triton.runtime.driver.set_active(driver)
+    torch.cuda.get_device_capability = lambda device=None: (8, 0)
+    torch.library.impl(OPERATOR, "cpu", lambda *inputs: launch.forward(*inputs))
+    torch.library.impl(f"{OPERATOR}_backward", "cpu", lambda *inputs: launch.backward(*inputs))
+    backend.DEVICE, backend.DTYPES = "cpu", (torch.float16, torch.bfloat16, torch.float32)
+    backend._unavailable = lambda: None
+
+
+def problem(full: bool) -> tuple[list[Tensor], dict]:
+    """What xk.rel_attention is called with; `full`: with biases, segments and a factorisation order."""
+
+    def rows(count: int) -> Tensor:
+        return torch.randn(BATCH, count, HEADS, HEAD_DIM, dtype=torch.bfloat16).transpose(1, 2)
+
+    options: dict = {}
+    tensors = [rows(LENGTH), rows(LENGTH), rows(LENGTH), rows(2 * LENGTH)[0].contiguous()]
+    if full:
+        content, position, bias = torch.randn(3, HEADS, HEAD_DIM, dtype=torch.bfloat16).requires_grad_()
+        embed = torch.randn(2, HEADS, HEAD_DIM, dtype=torch.bfloat16).requires_grad_()
+        ids = torch.arange(LENGTH).expand(BATCH, LENGTH).contiguous() // 20
+        order = torch.stack([torch.randperm(LENGTH) for _ in range(BATCH)])
+        mask = xk.RankMask.from_order(order, torch.zeros(BATCH, LENGTH, dtype=torch.bool))
+        options = dict(content_bias=content, position_bias=position, mask=mask)
+        options |= dict(segments=xk.Segments(ids, ids, embed, bias))
+    return [tensor.requires_grad_() for tensor in tensors], options
+
+
+def operator_inputs(tensors: list[Tensor], options: dict) -> tuple:
+    """The same as the operator's inputs."""
+    captured = []
+    original = backend.rel_attention
+
+    def capture(*args, **kwargs):
+        captured.append(ops._flatten(*args, **kwargs))
+        return original(*args, **kwargs)
+
+    backend.rel_attention = capture
+    try:
+        xk.rel_attention(*tensors, backend="triton", **options)
+    finally:
+        backend.rel_attention = original
+    return tuple(x.detach() if isinstance(x, Tensor) else x for x in captured[0])
+
+
+def ways(full: bool) -> dict[tuple[str, str], Callable[[], object]]:
+    """(what, direction) -> what is timed."""
+    tensors, options = problem(full)
+    inputs = operator_inputs(tensors, options)
+    out, lse, row_max, row_sum, residual = launch.forward(*inputs, True)
+    grad = torch.ones_like(out)
+    needs = [tensor is not None for tensor in inputs[: ops.DIFFERENTIABLE]]
+    saved = (grad, None, out, residual, row_max, row_sum, needs)
+    leaves = [*tensors, *(x for x in _leaves(options) if x.requires_grad)]
+
+    def call() -> Tensor:
+        return xk.rel_attention(*tensors, backend="triton", **options)
+
+    def sdpa() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*tensors[:3])
+
+    def without_gradients(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return torch.no_grad()(function)
+
+    return {
+        ("operator", "forward"): lambda: launch.forward(*inputs, True),
+        ("operator", "backward"): lambda: launch.backward(*saved, *inputs),
+        ("call", "forward"): without_gradients(call),
+        ("call", "forward and backward"): lambda: torch.autograd.grad(call(), leaves, grad),
+        ("sdpa", "forward"): without_gradients(sdpa),
+        ("sdpa", "forward and backward"): lambda: torch.autograd.grad(sdpa(), tensors[:3], grad),
+    }
+
+
+def _leaves(options: dict) -> list[Tensor]:
+    segments = options.get("segments")
+    found = [options.get("content_bias"), options.get("position_bias")]
+    found += [] if segments is None else [segments.embed, segments.bias]
+    return [tensor for tensor in found if tensor is not None]
+
+
+def measure(functions: dict[tuple[str, str], Callable[[], object]], seconds: float) -> list[dict]:
+    """Interleaved samples, each of 100 calls after 20 that are not timed: median and quartiles in microseconds."""
+    samples: dict[tuple[str, str], list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        for _ in range(50):
+            function()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for name, function in functions.items():
+            for _ in range(20):
+                function()
+            start = time.thread_time()
+            for _ in range(100):
+                function()
+            samples[name].append((time.thread_time() - start) / 100 * 1e6)
+    rows = []
+    for (what, direction), taken in samples.items():
+        low, median, high = statistics.quantiles(taken, n=4)
+        rows.append(
+            {"what": what, "direction": direction, "median_us": round(median, 1), "low_us": round(low, 1),
+             "high_us": round(high, 1), "samples": len(taken)}
+        )  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20, help="of measuring, for each problem")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    facts = environment("cpu") | {"triton": triton.__version__}
+    facts.pop("peak_memory")
+    pretend()
+    rows = []
+    for name, full in (("plain", False), ("full", True)):
+        functions = ways(full)
+        for function in functions.values():  # compiles
+            function()
+        for row in measure(functions, options.seconds):
+            rows.append({"problem": name, **row})
+            print(f"{name:6}", *(f"{value}" for value in row.values()), sep="\t", flush=True)
+    if options.output is not None:
+        shape = {"batch": BATCH, "heads": HEADS, "length": LENGTH, "head_dim": HEAD_DIM, "dtype": "bfloat16"}
+        write_json(options.output, {"environment": facts, "shape": shape, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

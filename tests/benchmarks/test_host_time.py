@@ -1,0 +1,37 @@
+"""benchmarks/host_time.py: how it samples, and what the committed file says. The script itself compiles kernels."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tests import ROOT
+
+pytest.importorskip("triton")
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import host_time  # noqa: E402
+
+# Microseconds of the operator, as docs/performance.md promises.
+MOST = {"forward": 60, "backward": 120}
+
+
+def test_a_row_holds_the_median_and_quartiles_of_a_call(monkeypatch):
+    ticks, used = itertools.count(), itertools.count()  # used by the thread: a second for 100 calls
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks), thread_time=lambda: next(used))
+    monkeypatch.setattr(host_time, "time", clock)
+    calls = []
+    (row,) = host_time.measure({("call", "forward"): lambda: calls.append(None)}, 5)
+    assert row["median_us"] == row["low_us"] == row["high_us"] == 10_000
+    assert (row["what"], row["direction"]) == ("call", "forward")
+    assert len(calls) == 50 + 120 * row["samples"] and row["samples"] > 2
+
+
+def test_the_operator_takes_no_longer_than_it_should():
+    rows = json.loads((ROOT / "benchmarks/results/host-time.json").read_text())["rows"]
+    found = {(row["problem"], row["direction"]): row["median_us"] for row in rows if row["what"] == "operator"}
+    assert set(found) == {(problem, direction) for problem in ("plain", "full") for direction in MOST}
+    assert all(time <= MOST[direction] for (_, direction), time in found.items()), found

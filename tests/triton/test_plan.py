@@ -1,0 +1,116 @@
+"""What is kept from call to call, and what it is kept by. tests/machine/test_triton_plan.py has compiled kernels."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton  # noqa: E402
+
+from xlnet_kernels.backends.triton import plan  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def no_plans(monkeypatch):
+    monkeypatch.setattr(plan, "plans", {})
+
+
+def inputs(length: int = 3, dtype: torch.dtype = torch.float16, scale: float = 1.0, bias: bool = False) -> list:
+    x, rel_key = torch.zeros(2, 2, length, 16, dtype=dtype), torch.zeros(2, 2 * length, 16, dtype=dtype)
+    biases = torch.zeros(2, 16, dtype=dtype) if bias else None
+    return [x, x, x, rel_key, biases, *[None] * 14, length, 0.0, scale, False]
+
+
+def test_a_plan_serves_calls_of_one_signature():
+    known = plan.find(inputs(), (True,))
+    assert plan.find(inputs(), (True,)) is known  # other tensors
+    strided = inputs()
+    strided[1] = strided[1].transpose(0, 1)
+    others = [inputs(4), inputs(dtype=torch.bfloat16), inputs(scale=2.0), inputs(bias=True), strided]
+    found = [
+        known,
+        plan.find(inputs(), (False,)),
+        plan.find(inputs()),
+        *(plan.find(other, (True,)) for other in others),
+    ]
+    assert len({id(one) for one in found}) == len(found) == len(plan.plans)
+
+
+def test_float32_has_a_plan_for_each_precision(monkeypatch):
+    found = []
+    for allowed in (False, True):
+        monkeypatch.setattr(plan, "allows_tf32", lambda allowed=allowed: allowed)
+        monkeypatch.setattr(plan, "_LOSES_TF32", False)
+        found.append(plan.find(inputs(dtype=torch.float32)).precision)
+    assert found == ["ieee", "tf32"]
+
+
+def test_plans_are_few(monkeypatch):
+    monkeypatch.setattr(plan, "_MOST", 2)
+    first, second, third = (inputs(length) for length in (1, 2, 3))
+    known = [plan.find(one) for one in (first, second, third)]
+    assert len(plan.plans) == 2 and plan.find(third) is known[2] and plan.find(second) is known[1]
+    assert plan.find(first) is not known[0]  # the oldest went
+
+
+def test_alignment_tells_tensors_apart():
+    whole = torch.zeros(64, dtype=torch.float16)
+    assert whole.data_ptr() % 16 == 0
+    near, far = whole[4:], whole[8:]
+    found = [plan.alignment((a, None, 7, b)) for a in (far, near) for b in (far, near)]
+    assert len(set(found)) == 4 and found[0] == plan.alignment((whole, whole))
+
+
+class Kernel:
+    """Stands in for a JITFunction; `compiled` is what its run returns."""
+
+    __name__ = "kernel"
+    arg_names = ("x", "META", "y")
+
+    def __init__(self, compiled) -> None:
+        self.compiled, self.bound, self.pre_run_hooks = compiled, [], []
+
+    def __getitem__(self, grid):
+        def launch(**named):
+            self.bound.append((grid, named))
+            return self.compiled
+
+        return launch
+
+
+class Compiled:
+    """Stands in for a CompiledKernel."""
+
+    def __init__(self) -> None:
+        self.launched = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.launched.append((grid, arguments))
+
+
+def run(known, kernel, aligned: int, x) -> None:
+    plan.run(known, kernel, aligned, 5, {"y": 2, "x": x, "other": 3}, lambda: {"META": "meta", "num_warps": 4})
+
+
+def test_the_binder_is_asked_once_for_each_alignment(monkeypatch):
+    monkeypatch.setattr(triton.compiler, "CompiledKernel", Compiled)
+    kernel, known = Kernel(Compiled()), SimpleNamespace(kernels={})
+    for aligned, x in ((1, "a"), (1, "b"), (2, "c"), (1, "d")):
+        run(known, kernel, aligned, x)
+    assert kernel.bound == [((5,), {"x": x, "y": 2, "META": "meta", "num_warps": 4}) for x in "ac"]
+    assert kernel.compiled.launched == [((5, 1, 1), (x, "meta", 2)) for x in "bd"]
+    kernel.pre_run_hooks.append(print)  # which the binder calls
+    run(known, kernel, 1, "e")
+    assert len(kernel.bound) == 3
+
+
+def test_what_triton_does_not_promise_falls_back_to_its_binder():
+    """Interpreted nothing comes back; a Triton to come may return something else."""
+    for compiled in (None, Compiled()):
+        kernel, known = Kernel(compiled), SimpleNamespace(kernels={})
+        for x in "ab":
+            run(known, kernel, 1, x)
+        assert [named["x"] for _, named in kernel.bound] == ["a", "b"] and not known.kernels

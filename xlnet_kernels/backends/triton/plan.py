@@ -1,0 +1,161 @@
+"""What a call of the operator needs that follows from its signature: made by the first such call and kept.
+
+A signature is the shapes, strides and dtypes of all tensors, which of them there are, and every number: all that
+kernels are compiled for, but for the alignment of pointers. Nothing of a plan depends on what a tensor holds. Whoever
+changes the table of tiles while Python runs clears `plans`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..._checks import allows_tf32
+from ...dropout import threshold
+from ...ops import INPUT_NAMES
+from . import INTERPRETED, tuning
+from .arguments import PADDING
+
+_LINEAR = ("query", "content_bias", "position_bias", "segment_bias")  # every score is linear in all of these together
+_MATRICES = ("query", "key", "value", "rel_key", "memory_key", "memory_value")
+_TINY = torch.finfo(torch.float32).tiny  # instead of a scale of 0, as 0 times minus infinity is NaN
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+# Before 3.8 Triton leaves out half of a TF32 product over 16 rows one factor of which dropout has made: see
+# docs/validation.md. Without TF32 there are no tensor cores.
+_LOSES_TF32 = _VERSION < (3, 8)
+_KEEPS_FRAGMENTS = _VERSION >= (3, 9)  # where shift.py's `rotate` takes them apart; what older ones do was not tried
+_SLOT_BYTES = 2**30  # what the deterministic gradient of rel_key may take
+_MOST = 256  # plans that are kept
+
+plans: dict[tuple, Plan] = {}
+
+
+class Plan:
+    """Of calls with one signature."""
+
+    def __init__(self, tensors: dict[str, Tensor], max_distance: int, dropout_p: float, scale: float) -> None:
+        query, key, rel_key, memory_key = (tensors[name] for name in ("query", "key", "rel_key", "memory_key"))
+        self.device, self.dtype = query.device, query.dtype
+        self.negated = _LINEAR if scale < 0 else ()  # the kernels want a positive scale
+        self.scale = abs(scale) or _TINY
+        self.batch, self.heads, self.length, self.head_dim = query.shape
+        self.mem_len = 0 if memory_key is None else memory_key.shape[2]
+        self.keys = self.mem_len + key.shape[2]
+        self.rel_len = rel_key.shape[-2]
+        self.groups = self.heads if rel_key.dim() == 3 else self.batch * self.heads
+        self.is_empty = query.numel() == 0 or self.keys == 0
+        self.bounded = (max_distance < self.keys - 1, self.rel_len < max_distance + key.shape[2])  # behind, ahead
+        tf32 = query.dtype == torch.float32 and allows_tf32() and not (dropout_p and _LOSES_TF32)
+        self.precision = "tf32" if tf32 else "ieee"
+        self.kept_scale = 1 / (1 - dropout_p)
+        bits = threshold(dropout_p)
+        self.numbers = {
+            "heads": self.heads, "length": self.length, "mem_len": self.mem_len, "key_len": key.shape[2],
+            "rel_len": self.rel_len, "max_distance": max_distance,
+            "threshold": bits - 2**32 if bits >= 2**31 else bits,  # kernels take int32
+        }  # fmt: skip
+        self.rows = (self.batch, self.heads, self.length)
+        self.prepared_rows = (self.batch, self.heads, -(-self.length // PADDING.value) * PADDING.value)
+        self.strides = {  # of what kernels read as it is
+            name: matrix_strides(tensors[name]) if name not in self.negated and is_addressable(tensors[name]) else None
+            for name in _MATRICES
+            if tensors[name] is not None
+        }
+        self._configs: dict[str, tuning.Config] = {}
+        self.kernels: dict[tuple[str, int], tuple[Any, Any]] = {}  # (name, alignment) -> compiled, META
+
+    @functools.cached_property
+    def capability(self) -> tuple[int, int] | None:
+        return None if INTERPRETED else torch.cuda.get_device_capability(self.device)
+
+    def config(self, kernel: str) -> tuning.Config:
+        """`kernel`: one of tuning.KERNELS, or "prepare", whose tiles those of prepare.py and finish.py are."""
+        if kernel not in self._configs:
+            of = "forward" if kernel == "prepare" else kernel
+            config = tuning.choose(of, self.dtype, self.head_dim, self.capability)
+            self._configs[kernel] = tuning.PREPARE._replace(BLOCK_D=config.BLOCK_D) if kernel == "prepare" else config
+        return self._configs[kernel]
+
+    def takes_quads(self, config: tuning.Config) -> bool:
+        """See shift.py's `rotate`."""
+        return _KEEPS_FRAGMENTS and tuning.in_quads(config, self.dtype, self.capability)
+
+    @functools.cached_property
+    def most_slots(self) -> int:
+        """Copies of rel_key's gradient in deterministic mode: programs that can run at once, within _SLOT_BYTES."""
+        cuda = self.device.type == "cuda"
+        processors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
+        numbers = self.groups * self.rel_len * self.head_dim
+        return min(-(-2 * processors // max(self.groups, 1)), _SLOT_BYTES // max(4 * numbers, 1))
+
+
+def is_addressable(tensor: Tensor) -> bool:
+    """Whether kernels can read rows (..., D) as they are: dense in D, offsets inside a head in int32."""
+    return tensor.stride(-1) == 1 and tensor.shape[-2] * abs(tensor.stride(-2)) < 2**31
+
+
+def matrix_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Of batches, heads and rows; (H, rows, D) is the same for every batch."""
+    return tensor.stride()[:3] if tensor.dim() == 4 else (0, *tensor.stride()[:2])
+
+
+def find(inputs: Sequence, others: Sequence = ()) -> Plan:
+    """The plan of a call with the operator's `inputs`; `others`: whatever else an operator was given."""
+    signature = _signature(inputs, others)
+    plan = plans.get(signature)
+    if plan is None:
+        max_distance, dropout_p, scale = inputs[len(INPUT_NAMES) : -1]
+        plan = Plan(dict(zip(INPUT_NAMES, inputs, strict=False)), max_distance, dropout_p, scale)
+        while len(plans) >= _MOST:
+            plans.pop(next(iter(plans)), None)  # another thread may have been here
+        plans[signature] = plan
+    return plan
+
+
+def _signature(inputs: Sequence, others: Sequence) -> tuple:
+    query = inputs[0]
+    signature: list = [query.device, query.dtype == torch.float32 and allows_tf32(), len(others)]
+    for of in (inputs, others):
+        for value in of:
+            if value is not None and isinstance(value, Tensor):
+                signature += (value.dtype, value.shape, value.stride())
+            else:
+                signature.append(value)
+    return tuple(signature)
+
+
+def alignment(given: Sequence) -> int:
+    """Which of the tensors among `given` begin at a multiple of 16 bytes, as bits."""
+    bits = 1
+    for value in given:
+        if isinstance(value, Tensor):
+            bits = 2 * bits + (value.data_ptr() % 16 == 0)
+    return bits
+
+
+def run(plan: Plan, kernel, aligned: int, count: int, given: dict[str, Any], describe: Callable[[], dict]) -> None:
+    """`count` programs of a kernel, `describe` making META and Triton's options; its second launch of one plan and
+    alignment goes past Triton's binder, which looks at every argument again.
+
+    Memory that a call allocates is aligned as torch's allocators do it, to 64 bytes or more.
+    """
+    key = kernel.__name__, aligned
+    kept = plan.kernels.get(key)
+    if kept is None or kernel.pre_run_hooks:
+        named = {name: given[name] for name in kernel.arg_names if name != "META"} | describe()
+        compiled = kernel[(count,)](**named)
+        if _can_be_launched(compiled):
+            plan.kernels[key] = compiled, named["META"]
+    else:
+        compiled, given["META"] = kept
+        compiled[count, 1, 1](*[given[name] for name in kernel.arg_names])
+
+
+def _can_be_launched(compiled) -> bool:
+    """Whether this is Triton's CompiledKernel as it is from 3.6 to 3.9; the interpreter has none."""
+    return isinstance(compiled, triton.compiler.CompiledKernel) and hasattr(compiled, "__getitem__")

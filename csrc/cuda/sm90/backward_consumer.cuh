@@ -4,6 +4,7 @@
 #include "../backward_products.cuh"
 #include "../dropout.cuh"
 #include "../softmax.cuh"
+#include "accumulators.cuh"
 #include "backward_memory.cuh"
 #include "shift.cuh"
 
@@ -65,9 +66,9 @@ struct BackwardConsumer {
     memory.full_slot(lower().index()).wait(lower().parity());
     const Visibility visibility = consumer ? info.visibility[1] : info.visibility[0];
     if (visibility != Visibility::none) add_gradients(info.first_row, visibility);
-    release(memory.empty_slot(upper.index()));
+    release(memory.empty_slot(upper.index()), lane.id);
     upper.advance();
-    release(memory.empty_stage(stage.index()));
+    release(memory.empty_stage(stage.index()), lane.id);
     stage.advance();
     return true;
   }
@@ -76,7 +77,7 @@ struct BackwardConsumer {
   DEVICE void begin_run() {
     for (int i = has_run ? 0 : 1 + consumer; i < 2; ++i) {
       memory.full_slot(upper.index()).wait(upper.parity());
-      release(memory.empty_slot(upper.index()));
+      release(memory.empty_slot(upper.index()), lane.id);
       upper.advance();
     }
     has_run = true;
@@ -140,8 +141,8 @@ struct BackwardConsumer {
     };
     Scores half;
     float carried[2][2] = {};
-    start_scores(score, labels().bias);
-    start_scores(half, memory.rel_bias(window_half(false)));
+    start_scores(score, labels().bias, lane.t);
+    start_scores(half, memory.rel_bias(window_half(false)), lane.t);
     pin(score), pin(half);
     fence_products();
     multiply_query(score, memory.keys(consumer));
@@ -149,7 +150,7 @@ struct BackwardConsumer {
     finish_products();
     pin(score), pin(half);
     add_shifted_half<false>(score, half, carried, shift, lane.warp);
-    start_scores(half, memory.rel_bias(window_half(true)));
+    start_scores(half, memory.rel_bias(window_half(true)), lane.t);
     pin(half);
     fence_products();
     multiply_query(half, memory.rel_key(window_half(true)));
@@ -385,34 +386,6 @@ struct BackwardConsumer {
           add_atomically(a.gradients.sums.rel + tile.first_rel + rel, sum[2 * r]);
       }
     }
-  }
-
-  // A bias that products are added to.
-  DEVICE void start_scores(Scores& score, const float* bias) {
-#pragma unroll
-    for (int n = 0; n < TILES; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) score[n][i] = bias[8 * n + 2 * lane.t + i % 2];
-  }
-
-  DEVICE static void finish_products() {
-    commit_products();
-    wait_for_products();
-  }
-
-  // Adds row r of a product's two to global memory; `to`: this lane's first column.
-  template <int... N>
-  DEVICE static void add_row(float* to, const Scores& product, int r, std::integer_sequence<int, N...>) {
-    (add_atomically_at<8 * N>(to, product[N][2 * r], product[N][2 * r + 1]), ...);
-  }
-  DEVICE static void add_row(float* to, const Scores& product, int r) {
-    add_row(to, product, r, std::make_integer_sequence<int, TILES>());
-  }
-
-  // The warp has no more to read there.
-  DEVICE void release(const Barrier& barrier) {
-    sync_warp();
-    if (lane.id == 0) barrier.arrive();
   }
 };
 

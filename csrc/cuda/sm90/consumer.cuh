@@ -5,6 +5,7 @@
 #include "../forward_load.cuh"
 #include "../segments.cuh"
 #include "../softmax.cuh"
+#include "accumulators.cuh"
 #include "memory.cuh"
 #include "shift.cuh"
 
@@ -78,14 +79,15 @@ struct Consumer {
     if (info.begins_window) skip_slot();
     multiply_slot(upper);
     if (!info.begins_window) attend(lower, upper, info);
-    release(memory.empty_stage(stage.index()));
+    release(memory.empty_stage(stage.index()), tile.lane.id);
     stage.advance();
     return true;
   }
 
   DEVICE void attend(const Band& lower, const Band& upper, const TileInfo& info) {
     float score[TILES][4];
-    start_scores(score, memory.labels(stage.index()).bias);
+    // u.k, which content and position are added to
+    start_scores(score, memory.labels(stage.index()).bias, tile.lane.t);
 
     // content, position: in backward's order
     fence_shared_memory();
@@ -167,30 +169,22 @@ struct Consumer {
     return bits;
   }
 
-  // u.k, which content and position are added to.
-  DEVICE void start_scores(float (&score)[TILES][4], const float* key_bias) {
-#pragma unroll
-    for (int n = 0; n < TILES; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) score[n][i] = key_bias[8 * n + 2 * tile.lane.t + i % 2];
-  }
-
   // The first slot of a window is the lower rows' alone, the last one of the window before as well.
   DEVICE void skip_slot() {
     if (tile.lane.warp >= 4 && !had_tile()) return;
     memory.full_slot(slot.index()).wait(slot.parity());
-    release(memory.empty_slot(slot.index()));
+    release(memory.empty_slot(slot.index()), tile.lane.id);
     slot.advance();
   }
   // (q + v).r of the slot's rows
   DEVICE void multiply_slot(Band& band) {
     memory.full_slot(slot.index()).wait(slot.parity());
     fence_shared_memory();
-    start_scores(band, memory.rel_bias(slot.index()));
+    start_scores(band, memory.rel_bias(slot.index()), tile.lane.t);
     add_product<0>(
         band, [&](int k) { return q[k]; },
         [&](int k) { return memory.rel_key(slot.index()).columns_from(k * DEPTH<T>); });
-    release(memory.empty_slot(slot.index()));
+    release(memory.empty_slot(slot.index()), tile.lane.id);
     slot.advance();
   }
 
@@ -205,15 +199,8 @@ struct Consumer {
     fence_products();
 #pragma unroll
     for (int k = 0; k < DEPTHS; ++k) wgmma<T, TRANSPOSED>(sum, left[k].word, b(k));
-    commit_products();
-    wait_for_products();
+    finish_products();
     pin(sum);
-  }
-
-  // The warp has no more to read there.
-  DEVICE void release(const Barrier& barrier) {
-    sync_warp();
-    if (tile.lane.id == 0) barrier.arrive();
   }
 };
 

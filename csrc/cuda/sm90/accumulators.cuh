@@ -1,0 +1,39 @@
+// What both passes do with the sums of a wgmma, 64 rows of 64 columns: how they begin, and how they reach global memory.
+#pragma once
+
+#include <utility>
+
+#include "primitives.cuh"
+
+namespace xlnet_kernels::cuda {
+
+// A bias of each column, which products are added to.
+DEVICE void start_scores(float (&score)[8][4], const float* bias, int t) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) score[n][i] = bias[8 * n + 2 * t + i % 2];
+}
+
+// Warpgroup: until the products that were begun are there.
+DEVICE void finish_products() {
+  commit_products();
+  wait_for_products();
+}
+
+// Adds row r of a lane's two to global memory; `to`: the lane's first column.
+template <int... N>
+DEVICE void add_row(float* to, const float (&product)[8][4], int r, std::integer_sequence<int, N...>) {
+  (add_atomically_at<8 * N>(to, product[N][2 * r], product[N][2 * r + 1]), ...);
+}
+DEVICE void add_row(float* to, const float (&product)[8][4], int r) {
+  add_row(to, product, r, std::make_integer_sequence<int, 8>());
+}
+
+// The warp has no more to read there.
+DEVICE void release(const Barrier& barrier, int lane) {
+  sync_warp();
+  if (lane == 0) barrier.arrive();
+}
+
+}  // namespace xlnet_kernels::cuda

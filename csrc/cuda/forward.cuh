@@ -4,6 +4,8 @@
 //   score = u.k + q.k + shifted band of (q + v).r, then scale, segment term and mask;  online softmax;  out += P v
 #pragma once
 
+#include <type_traits>
+
 #include "dispatch.cuh"
 #include "dropout.cuh"
 #include "forward_load.cuh"
@@ -77,6 +79,15 @@ DEVICE void hide_other_windows(const RelAttention& p, const ForwardTile<S>& tile
 #pragma unroll
     for (int n = 0; n < N; ++n) score[n][2 * r] = score[n][2 * r + 1] = -INFINITY;
   }
+}
+
+// Whatever else decides about pairs. Labels are loaded again: floors would take registers from the ordinary tile.
+template <typename S, int N>
+DEVICE void hide_pair_by_pair(const RelAttention& p, const ForwardTile<S>& tile, int m, Visibility visibility, int j0,
+                              const int32_t* key_rank, float (&score)[N][4]) {
+  const int sorted_row = tile.sorted_row(m);
+  const RowLabels labels[2] = {load_query_row(p, tile.b, sorted_row), load_query_row(p, tile.b, sorted_row + 8)};
+  apply_mask(score, visibility, p, labels, tile.b, tile.h, sorted_row, j0, key_rank, tile.lane.t);
 }
 
 // Whether a row, of which a quad's exponentials sum to `sum`, sees keys and gives none of them any weight. All lanes of
@@ -185,6 +196,8 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
       float score[M_TILES][BLOCK_N / 8][4];
       Fragment weights[M_TILES][WEIGHTS<T, BLOCK_N / 8>];
 
+      const bool one_segment = is_one_segment<BLOCK_N>(keys.segment, lane.id);
+
       // content; the window of rel_key may still be under way
       start_scores(score, keys.bias, lane.t);
       add_product<T, D>(
@@ -198,18 +211,27 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
         rows.slices[m].for_each(
             [&](int r) { return tile.shift(p, tile.sorted_row(m) + 8 * r) - window_shift; }, window_shift == 0, lane.id,
             [&](const BandSlice& slice) {
-              add_position<T, D>(score[m], memory.ring(), tile.origin + j0 + window_shift, rel_bias, int(p.rel_len),
-                                 slice, call.tf32, lane.id, [&](int k) { return query(k, m); });
+              const auto add = [&](auto consecutive) {
+                add_position<T, D, consecutive>(score[m], memory.ring(), tile.origin + j0 + window_shift, rel_bias,
+                                                int(p.rel_len), slice, call.tf32, lane.id,
+                                                [&](int k) { return query(k, m); });
+              };
+              slice.is_consecutive() ? add(std::true_type()) : add(std::false_type());
             });
 
       if (p.dropout.threshold && (j0 % 64 == 0 || !pipeline.has_window)) draw_dropout(p, tile, j0, memory.kept());
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m) {
         // segments, mask
-        add_segments(score[m], scale, keys.segment, rows.labels[m], rows.different[m], lane.t);
+        if (one_segment)
+          add_segment(score[m], scale, keys.segment[0], rows.labels[m], rows.different[m]);
+        else
+          add_segments(score[m], scale, keys.segment, rows.labels[m], rows.different[m], lane.t);
         hide_other_windows(p, tile, m, window_shift, score[m]);
-        apply_mask(score[m], pipeline.visibility, p, rows.labels[m], tile.b, tile.h, tile.sorted_row(m), j0, keys.rank,
-                   lane.t);
+        if (pipeline.visibility == Visibility::by_rank && p.rank_mask.query_floor == nullptr)
+          hide_by_rank(score[m], rows.labels[m], keys.rank, lane.t);
+        else if (pipeline.visibility != Visibility::all)
+          hide_pair_by_pair(p, tile, m, pipeline.visibility, j0, keys.rank, score[m]);
 
         // softmax, dropout
         softmax.template step<T>(m, score[m], out[m], weights[m]);

@@ -145,6 +145,16 @@ DEVICE bool sees_any_key(const RelAttention& p, const QueryRow& row, int b, int 
   return false;
 }
 
+// -inf for those scores of 8 N keys that ranks hide from this lane's rows, where there are no floors.
+template <int N>
+DEVICE void hide_by_rank(float (&score)[N][4], const RowLabels (&labels)[2], const int32_t* key_rank, int t) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (key_rank[8 * n + 2 * t + i % 2] >= labels[i / 2].rank) score[n][i] = -INFINITY;
+}
+
 // -inf for those scores of 8 N keys from j0 on, whose ranks are `key_rank`, that this lane's rows, sorted_row and
 // sorted_row + 8, do not see.
 template <int N>

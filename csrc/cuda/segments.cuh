@@ -66,4 +66,25 @@ DEVICE void add_segments(float (&score)[N][4], float scale, const int32_t* key_s
       score[n][i] = score[n][i] * scale + (is_different(key_segment, row, n, i, t) ? different[i / 2] : 0.f);
 }
 
+// Whether the labels of COUNT keys are of one segment. All lanes of a warp ask.
+template <int COUNT>
+DEVICE bool is_one_segment(const int32_t* key_segment, int lane) {
+  bool is_other = false;
+#pragma unroll
+  for (int k = 0; k < COUNT; k += WARP) is_other |= key_segment[(k + lane) % COUNT] != key_segment[0];
+  return !ballot(is_other);
+}
+
+// The same for keys that are all of this segment: one multiply-add.
+template <int N>
+DEVICE void add_segment(float (&score)[N][4], float scale, int32_t segment, const RowLabels (&row)[2],
+                        const float (&different)[2]) {
+  float added[2];
+  for (int r = 0; r < 2; ++r) added[r] = row[r].segment != segment ? different[r] : 0.f;
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) score[n][i] = score[n][i] * scale + added[i / 2];
+}
+
 }  // namespace xlnet_kernels::cuda

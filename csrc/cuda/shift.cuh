@@ -16,8 +16,9 @@ namespace xlnet_kernels::cuda {
 // What a lane has to do for one of its rows, in one word: column j of the row is column j + amount of the band.
 struct QuadShift {
   // tile n takes tiles n + 1 and n + 2 of the band, not n and n + 1; odd amount; what this lane gives away is of the
-  // latter tile, for each parity of columns; the row is not part of this slice
-  enum : uint32_t { NEXT = 1, ODD = 2, LATTER = 4, IDLE = 16 };
+  // latter tile, for each parity of columns; the row is not part of this slice; all 16 rows of the slice are, row g
+  // shifted by 15 - g, as where positions come one after the other
+  enum : uint32_t { NEXT = 1, ODD = 2, LATTER = 4, IDLE = 16, CONSECUTIVE = 32 };
   uint32_t word;  // these bits; in bits 8 and 16 on, which lane gives this one its even and odd columns
 
   DEVICE bool has(uint32_t bit) const { return word & bit; }
@@ -32,18 +33,23 @@ DEVICE QuadShift shift_by(uint32_t amount, bool mine, int lane) {
           (quad + (t + even_step) % 4) << 8 | (quad + (t + odd_step) % 4) << 16};
 }
 
+// A row's part, of one parity of columns, of two neighbouring tiles of the band.
+DEVICE float shifted(const float* low, const float* high, int parity, QuadShift shift) {
+  const bool odd = shift.has(QuadShift::ODD), latter = shift.has(QuadShift::LATTER << parity);
+  const float from_low = odd ? low[1 - parity] : low[parity], from_high = odd ? high[1 - parity] : high[parity];
+  return shuffle(latter ? from_high : from_low, int(shift.word >> (8 + 8 * parity)));
+}
+
 // Adds a row's part of the band to eight columns of its scores; first, second and third: tiles n to n + 2 of the band.
 DEVICE void add_shifted(float* score, const float* first, const float* second, const float* third, QuadShift shift) {
-  const bool next = shift.has(QuadShift::NEXT), odd = shift.has(QuadShift::ODD);
+  const bool next = shift.has(QuadShift::NEXT);
   float low[2], high[2];
   for (int i = 0; i < 2; ++i) {
     low[i] = next ? second[i] : first[i];
     high[i] = next ? third[i] : second[i];
   }
   for (int parity = 0; parity < 2; ++parity) {
-    const float from_low = odd ? low[1 - parity] : low[parity], from_high = odd ? high[1 - parity] : high[parity];
-    const bool latter = shift.has(QuadShift::LATTER << parity);
-    const float given = shuffle(latter ? from_high : from_low, int(shift.word >> (8 + 8 * parity)));
+    const float given = shifted(low, high, parity, shift);
     if (!shift.has(QuadShift::IDLE)) score[parity] += given;
   }
 }
@@ -52,6 +58,8 @@ DEVICE void add_shifted(float* score, const float* first, const float* second, c
 struct BandSlice {
   int begin;  // its first column of the window, or NO_SLICE
   QuadShift shift[2];
+
+  DEVICE bool is_consecutive() const { return shift[1].has(QuadShift::CONSECUTIVE); }
 };
 constexpr int NO_SLICE = -1;
 
@@ -87,6 +95,9 @@ struct BandSlices {
     bool waits[2];
     find_waiting(shift, waits);
     first = next_slice<BLOCK_M>(shift, waits, lane);
+    const uint32_t last = shift_by(7 - lane / 4, true, lane).word;
+    if (!ballot(first.shift[0].word != (last | QuadShift::NEXT) || first.shift[1].word != last))
+      first.shift[1].word |= QuadShift::CONSECUTIVE;
     more = ballot(waits[0] || waits[1]) != 0;
   }
 
@@ -116,9 +127,10 @@ DEVICE const float* rel_bias_of(const Call& call, int b, int h) {
   return call.workspace.rel_bias + head * call.rel_bias_rows;
 }
 
-// Adds the position term of a slice to the warp's scores (16 x 8 N). `window` is the window's first row of rel_key;
+// Adds the position term of a slice to the warp's scores (16 x 8 N). CONSECUTIVE: what the slice says of itself, which
+// spares row g and row g + 8 the choice between their tiles of the band. `window` is the window's first row of rel_key;
 // load_query(k) gives the fragment at depth k.
-template <typename T, int HEAD_DIM, int N, typename Ring, typename Query>
+template <typename T, int HEAD_DIM, bool CONSECUTIVE = false, int N, typename Ring, typename Query>
 DEVICE void add_position(float (&score)[N][4], const Ring& ring, int window, const float* bias, int rel_len,
                          const BandSlice& slice, bool tf32, int lane, Query load_query) {
   bias += larger(-REL_MARGIN, smaller(window, rel_len)) - window;  // no pair reads a window beyond its margins
@@ -144,9 +156,16 @@ DEVICE void add_position(float (&score)[N][4], const Ring& ring, int window, con
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int r = 0; r < 2; ++r)
-        add_shifted(score[n - 2 + half] + 2 * r, band[half] + 2 * r, band[half + 1] + 2 * r, band[half + 2] + 2 * r,
-                    slice.shift[r]);
+      for (int r = 0; r < 2; ++r) {
+        float* const to = score[n - 2 + half] + 2 * r;
+        const float(*const from)[4] = band + half;
+        if constexpr (CONSECUTIVE) {
+          for (int parity = 0; parity < 2; ++parity)
+            to[parity] += shifted(from[1 - r] + 2 * r, from[2 - r] + 2 * r, parity, slice.shift[1]);
+        } else {
+          add_shifted(to, from[0] + 2 * r, from[1] + 2 * r, from[2] + 2 * r, slice.shift[r]);
+        }
+      }
   }
 }
 

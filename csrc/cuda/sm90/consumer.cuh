@@ -110,37 +110,16 @@ struct Consumer {
   DEVICE void weigh(float (&score)[TILES][4], const TileInfo& info, Fragment (&weights)[TILES / 2]) {
     const RelAttention& p = call.p;
     const KeyLabels keys = memory.labels(stage.index());
-    add_segment_term(score, keys.segment);
+    // unless registers are too few for two ways
+    if ((!S::DROPOUT || D <= 64) && is_one_segment<S::BLOCK_N>(keys.segment, tile.lane.id))
+      add_segment(score, scale, keys.segment[0], labels, different);
+    else
+      add_segments(score, scale, keys.segment, labels, different, tile.lane.t);
     if (info.visibility == Visibility::by_rank && p.rank_mask.query_floor == nullptr)
-      hide_by_rank(score, keys.rank);
+      hide_by_rank(score, labels, keys.rank, tile.lane.t);
     else if (info.visibility != Visibility::all)
       hide_pair_by_pair(score, info.first_key, keys.rank);
     softmax.template step<T>(0, score, out[0], weights);
-  }
-
-  // Scales the scores, adds the segment term: one multiply-add where all keys are of one segment, unless registers are
-  // too few for two ways.
-  DEVICE void add_segment_term(float (&score)[TILES][4], const int32_t* key_segment) {
-    const int32_t segment = key_segment[0], lane = tile.lane.id;
-    const bool is_other = key_segment[lane] != segment || key_segment[lane + WARP] != segment;
-    if ((S::DROPOUT && D > 64) || ballot(is_other)) {
-      add_segments(score, scale, key_segment, labels, different, tile.lane.t);
-      return;
-    }
-    float added[2];
-    for (int r = 0; r < 2; ++r) added[r] = labels[r].segment != segment ? different[r] : 0.f;
-#pragma unroll
-    for (int n = 0; n < TILES; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) score[n][i] = score[n][i] * scale + added[i / 2];
-  }
-
-  DEVICE void hide_by_rank(float (&score)[TILES][4], const int32_t* key_rank) {
-#pragma unroll
-    for (int n = 0; n < TILES; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (key_rank[8 * n + 2 * tile.lane.t + i % 2] >= labels[i / 2].rank) score[n][i] = -INFINITY;
   }
 
   // Whatever else decides, found in a loop of its own as bits: small code, which the tiles before need not step over.

@@ -11,11 +11,12 @@ import pytest
 
 triton = pytest.importorskip("triton")
 HERE = Path(__file__).parent
+NAMES = ("test_proofs.py", "test_operator_on_machine.py", "test_gpu_counts.py", "test_triton_plan.py")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="Triton compiles in this process")
-@pytest.mark.parametrize("name", ["test_proofs.py", "test_operator_on_machine.py", "test_gpu_counts.py", "test_triton_plan.py"])
+@pytest.mark.parametrize("name", NAMES)
 def test_where_triton_compiles(name):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE / name)]

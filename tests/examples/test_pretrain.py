@@ -62,7 +62,9 @@ def lines(folder: Path, key: str = "loss") -> dict[int, float]:
 
 def environment() -> dict[str, str]:
     paths = [str(EXAMPLES), str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(filter(None, paths))
+    # a crash leaves the stacks of its threads in what the process prints
+    return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def run_script(script: str, *arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess:

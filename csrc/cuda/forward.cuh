@@ -183,8 +183,10 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
   OnlineSoftmax<M_TILES> softmax;
   load_rows(p, tile, scale, lse, query, rows, softmax);
   tile.locate(p);
-  for (int m = 0; m < S::M_TILES; ++m)
+  for (int m = 0; m < S::M_TILES; ++m) {
     rows.slices[m].find({tile.shift(p, tile.sorted_row(m)), tile.shift(p, tile.sorted_row(m) + 8)}, lane.id);
+    rows.slices[m].find_consecutive(lane.id);
+  }
   ForwardPipeline<S> pipeline(call, tile, memory);
   float out[M_TILES][D / 8][4] = {};
   pipeline.start();

@@ -95,10 +95,14 @@ struct BandSlices {
     bool waits[2];
     find_waiting(shift, waits);
     first = next_slice<BLOCK_M>(shift, waits, lane);
+    more = ballot(waits[0] || waits[1]) != 0;
+  }
+
+  // Whether the first slice is consecutive: where a kernel has a way of its own for it.
+  DEVICE void find_consecutive(int lane) {
     const uint32_t last = shift_by(7 - lane / 4, true, lane).word;
     if (!ballot(first.shift[0].word != (last | QuadShift::NEXT) || first.shift[1].word != last))
       first.shift[1].word |= QuadShift::CONSECUTIVE;
-    more = ballot(waits[0] || waits[1]) != 0;
   }
 
   // use(slice) for every slice of a window; shift_of(r) is the shift of row r in it.

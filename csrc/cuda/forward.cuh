@@ -210,16 +210,16 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
       pipeline.wait_for_window(j0, window_shift);
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m)
-        rows.slices[m].for_each(
-            [&](int r) { return tile.shift(p, tile.sorted_row(m) + 8 * r) - window_shift; }, window_shift == 0, lane.id,
-            [&](const BandSlice& slice) {
-              const auto add = [&](auto consecutive) {
-                add_position<T, D, consecutive>(score[m], memory.ring(), tile.origin + j0 + window_shift, rel_bias,
-                                                int(p.rel_len), slice, call.tf32, lane.id,
-                                                [&](int k) { return query(k, m); });
-              };
-              slice.is_consecutive() ? add(std::true_type()) : add(std::false_type());
-            });
+        rows.slices[m].for_each([&](int r) { return tile.shift(p, tile.sorted_row(m) + 8 * r) - window_shift; },
+                                window_shift == 0, lane.id,
+                                [&](const BandSlice& slice) {
+                                  const auto add = [&](auto consecutive) {
+                                    add_position<T, D, consecutive>(
+                                        score[m], memory.ring(), tile.origin + j0 + window_shift, rel_bias,
+                                        int(p.rel_len), slice, call.tf32, lane.id, [&](int k) { return query(k, m); });
+                                  };
+                                  slice.is_consecutive() ? add(std::true_type()) : add(std::false_type());
+                                });
 
       if (p.dropout.threshold && (j0 % 64 == 0 || !pipeline.has_window)) draw_dropout(p, tile, j0, memory.kept());
 #pragma unroll

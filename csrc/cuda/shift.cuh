@@ -162,7 +162,7 @@ DEVICE void add_position(float (&score)[N][4], const Ring& ring, int window, con
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float* const to = score[n - 2 + half] + 2 * r;
-        const float(*const from)[4] = band + half;
+        const float (*const from)[4] = band + half;
         if constexpr (CONSECUTIVE) {
           for (int parity = 0; parity < 2; ++parity)
             to[parity] += shifted(from[1 - r] + 2 * r, from[2 - r] + 2 * r, parity, slice.shift[1]);

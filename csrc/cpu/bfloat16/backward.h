@@ -155,8 +155,9 @@ static void bfloat16_output_gradients(const BFloat16Task& task, const BFloat16Ro
 }
 
 // Row r of a tile: from scores and dP, rounded, dS, its band and the dropped-out probabilities that dV needs
-static ROW_LOOP void bfloat16_softmax_backward(const BFloat16Task& task, const BFloat16Rows& rows, int64_t r, int64_t visible,
-                                      const BFloat16Tile& tile, RowStatistics<float>& statistics) {
+static ROW_LOOP void bfloat16_softmax_backward(const BFloat16Task& task, const BFloat16Rows& rows, int64_t r,
+                                               int64_t visible, const BFloat16Tile& tile,
+                                               RowStatistics<float>& statistics) {
   const RelAttention& p = task.p;
   const BFloat16BackwardScratch& scratch = task.scratch;
   constexpr int64_t STRIDE = BFloat16BackwardScratch::STRIDE;
@@ -169,8 +170,8 @@ static ROW_LOOP void bfloat16_softmax_backward(const BFloat16Task& task, const B
   uint16_t *band = scratch.rounded.band + r * tile.stride, *to_band = band + tile.shift[r];
   const float* dropout = nullptr;
   if (p.dropout.p > 0 && visible > 0)
-    dropout = dropout_factors(p, rows.b, rows.h, rows.row_index[r], tile.first_key,
-                              round_up(visible, 2 * LANES<float>), scratch.dropout);
+    dropout = dropout_factors(p, rows.b, rows.h, rows.row_index[r], tile.first_key, round_up(visible, 2 * LANES<float>),
+                              scratch.dropout);
   if (softmax.is_fully_masked()) visible = 0;
   SegmentSums<float> sums;
   int64_t j = 0;

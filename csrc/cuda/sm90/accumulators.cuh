@@ -1,4 +1,5 @@
-// What both passes do with the sums of a wgmma, 64 rows of 64 columns: how they begin, and how they reach global memory.
+// What both passes do with the sums of a wgmma, 64 rows of 64 columns: how they begin, and how they reach global
+// memory.
 #pragma once
 
 #include <utility>

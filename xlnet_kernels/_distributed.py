@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 def is_distributed(values: Tensor) -> TypeGuard[DTensor]:
     """Whether it is a DTensor."""
-    return type(values) not in (Tensor, nn.Parameter) and hasattr(values, "device_mesh")
+    usual = type(values) in (Tensor, nn.Parameter) or not isinstance(values, Tensor)
+    return not usual and hasattr(values, "device_mesh")
 
 
 def alike(x: Tensor, other: Tensor) -> Tensor:

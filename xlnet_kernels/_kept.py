@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils.weak import TensorWeakRef
 
 from ._checks import readable
 from ._torch import has_hooks, in_dispatch_mode, transformed
@@ -19,7 +19,7 @@ _LARGEST = 2**22  # numbers in a table that is kept, of one layer
 class _Kept(NamedTuple):
     positions: Tensor
     position_version: int | None
-    weight: weakref.ref[Tensor]
+    weight: TensorWeakRef
     weight_version: int | None
     probe: Tensor  # a row of no position, which is projected again
     projected: Tensor  # what it was projected to
@@ -63,7 +63,7 @@ class KeptTable:
         if 0 < table.numel() <= _LARGEST:
             # Without zeros, which hide columns of the weight: rows of positions may have some.
             probe = torch.linspace(1, 2, own.shape[-1]).to(own.dtype).expand_as(own.narrow(-2, 0, 1))
-            self._kept = _Kept(own, versions[0], weakref.ref(weight), versions[1], probe, project(probe), table)
+            self._kept = _Kept(own, versions[0], TensorWeakRef(weight), versions[1], probe, project(probe), table)
         return table
 
     def of_module(self, positions: Tensor, projection: nn.Module, project: Callable[[Tensor], Tensor]) -> Tensor:

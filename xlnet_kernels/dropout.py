@@ -65,18 +65,24 @@ _NAME = add_op_namespace_prefix("drop_out")
 torch.library.define(_NAME, "(Tensor input, Tensor state, float p) -> Tensor")
 
 
+@torch.library.register_fake(_NAME)
+def _fake(input: Tensor, state: Tensor, p: float) -> Tensor:
+    return torch.empty(input.shape, dtype=input.dtype, device=input.device)
+
+
 class Dropout(nn.Dropout):
     """torch.nn.Dropout, on CPUs at a fraction of its time and without its mask in memory: backward draws it again.
 
-    float32 and bfloat16; torch's own for everything else, inside torch.func transforms and where torch traces or
-    compiles. Numbers are drawn from torch's generator, so torch.manual_seed repeats them; others than torch's.
+    float32 and bfloat16, results are contiguous; torch's own for everything else, inside torch.func transforms and
+    where torch traces or compiles (torch.jit.script takes torch.nn.Dropout alone). Numbers are drawn from torch's
+    generator, so torch.manual_seed repeats them; others than torch's.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         if is_distributed(input) and self.training and self.p > 0:
             return self._of_shards(input)
         if self.training and 0 < self.p < 1 and not self.inplace and _serves(input):
-            return _DropOut.apply(input, torch.randint(0, 2**63 - 1, (2,)), self.p)
+            return _DropOut.apply(input, torch.randint(0, 2**63 - 1, (2,), device=input.device), self.p)
         return super().forward(input)
 
     def _of_shards(self, x: DTensor) -> Tensor:
@@ -98,14 +104,19 @@ class _DropOut(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         (state,) = ctx.saved_tensors
         if is_batch_of_gradients(grad):
-            return grad * ops.drop_out(torch.ones(grad.shape, dtype=grad.dtype), state, ctx.p), None, None
+            ones = torch.ones(grad.shape, dtype=grad.dtype, device=state.device)
+            return grad * ops.drop_out(ones, state, ctx.p), None, None
         return _DropOut.apply(grad, state, ctx.p), None, None
 
 
 def _serves(input: Tensor) -> bool:
     if _extension.module is None or torch.jit.is_tracing() or not readable(input):
         return False
-    if input.device.type != "cpu" or input.dtype not in (torch.float32, torch.bfloat16):
+    if (
+        input.device.type != "cpu"
+        or input.layout != torch.strided
+        or input.dtype not in (torch.float32, torch.bfloat16)
+    ):
         return False
     return input.numel() >= _SMALLEST and not transformed() and not in_dispatch_mode()
 

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -222,6 +223,24 @@ def test_compilers_and_transforms_have_torchs_dropout():
         assert len(calls) == 1
     assert any("dropout" in str(node.target) for node in graph.nodes)
     assert not any("drop_out" in str(node.target) for node in graph.nodes)
+
+
+@needs_kernels
+def test_numbers_are_drawn_where_the_input_is():
+    x = torch.randn(2**13, requires_grad=True)
+    with torch.device("meta"):
+        out = dropped(x)
+        (batch,) = torch.autograd.grad(out, x, torch.ones(2, 2**13, device="cpu"), is_grads_batched=True)
+    assert out.device.type == batch.device.type == "cpu"
+
+
+@needs_kernels
+def test_fx_and_fake_tensors():
+    traced = torch.fx.symbolic_trace(torch.nn.Sequential(dropout.Dropout(0.3)))
+    assert "dropout" in traced.code
+    with FakeTensorMode():
+        x, state = torch.ones(3, 5).T, torch.zeros(2, dtype=torch.int64)
+        assert ops.drop_out(x, state, 0.1).stride() == (3, 1)
 
 
 @needs_kernels

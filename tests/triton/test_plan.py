@@ -29,12 +29,22 @@ def test_a_plan_serves_calls_of_one_signature():
     assert plan.find(inputs(), (True,)) is known  # other tensors
     strided = inputs()
     strided[1] = strided[1].transpose(0, 1)
-    others = [inputs(4), inputs(dtype=torch.bfloat16), inputs(scale=2.0), inputs(bias=True), strided]
+    others = [
+        inputs(4),
+        inputs(dtype=torch.bfloat16),
+        inputs(scale=2.0),
+        inputs(scale=-1.0),
+        inputs(bias=True),
+        strided,
+    ]
+    for number, changed in enumerate((4, 0.1, 0.5, True)):  # max_distance, dropout_p, scale, deterministic
+        others.append([*inputs()[: number - 4], changed, *inputs()[len(inputs()) - 3 + number :]])
     found = [
         known,
         plan.find(inputs(), (False,)),
         plan.find(inputs()),
         *(plan.find(other, (True,)) for other in others),
+        *(plan.find(inputs(), (True, grad_out)) for grad_out in (torch.zeros(3, 4), torch.zeros(3, 1).expand(3, 4))),
     ]
     assert len({id(one) for one in found}) == len(found) == len(plan.plans)
 
@@ -54,6 +64,22 @@ def test_plans_are_few(monkeypatch):
     known = [plan.find(one) for one in (first, second, third)]
     assert len(plan.plans) == 2 and plan.find(third) is known[2] and plan.find(second) is known[1]
     assert plan.find(first) is not known[0]  # the oldest went
+
+
+def test_threads_insert_plans_one_after_the_other(monkeypatch):
+    """While one looks for the oldest plan another may not add one."""
+
+    class Plans(dict):
+        def __iter__(self):
+            assert not plan._inserting.acquire(blocking=False)
+            return super().__iter__()
+
+    monkeypatch.setattr(plan, "plans", Plans())
+    monkeypatch.setattr(plan, "_MOST", 1)
+    plan.find(inputs(1))
+    plan.find(inputs(2))
+    assert len(plan.plans) == 1 and plan._inserting.acquire(blocking=False)
+    plan._inserting.release()
 
 
 def test_alignment_tells_tensors_apart():

@@ -2,12 +2,14 @@
 
 A signature is the shapes, strides and dtypes of all tensors, which of them there are, and every number: all that
 kernels are compiled for, but for the alignment of pointers. Nothing of a plan depends on what a tensor holds. Whoever
-changes the table of tiles while Python runs clears `plans`.
+changes the table of tiles, or what Triton's knobs say of compiling (debug, instrumentation, stages), while Python runs
+clears `plans`.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,9 +32,10 @@ _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 _LOSES_TF32 = _VERSION < (3, 8)
 _KEEPS_FRAGMENTS = _VERSION >= (3, 9)  # where shift.py's `rotate` takes them apart; what older ones do was not tried
 _SLOT_BYTES = 2**30  # what the deterministic gradient of rel_key may take
-_MOST = 256  # plans that are kept
+_MOST = 1024  # plans that are kept: each length has one for forward and one for backward
 
 plans: dict[tuple, Plan] = {}
+_inserting = threading.Lock()  # backward runs in threads of autograd's
 
 
 class Plan:
@@ -111,9 +114,10 @@ def find(inputs: Sequence, others: Sequence = ()) -> Plan:
     if plan is None:
         max_distance, dropout_p, scale = inputs[len(INPUT_NAMES) : -1]
         plan = Plan(dict(zip(INPUT_NAMES, inputs, strict=False)), max_distance, dropout_p, scale)
-        while len(plans) >= _MOST:
-            plans.pop(next(iter(plans)), None)  # another thread may have been here
-        plans[signature] = plan
+        with _inserting:
+            while len(plans) >= _MOST:
+                plans.pop(next(iter(plans)))
+            plans[signature] = plan
     return plan
 
 
@@ -142,7 +146,7 @@ def run(plan: Plan, kernel, aligned: int, count: int, given: dict[str, Any], des
     """`count` programs of a kernel, `describe` making META and Triton's options; its second launch of one plan and
     alignment goes past Triton's binder, which looks at every argument again.
 
-    Memory that a call allocates is aligned as torch's allocators do it, to 64 bytes or more.
+    Memory that a call allocates must be aligned to 16 bytes, as torch's allocators do it (to 64 or more).
     """
     key = kernel.__name__, aligned
     kept = plan.kernels.get(key)

@@ -56,15 +56,18 @@ class Arena {
  public:
   template <typename Element>
   void add(Element** to, int64_t count) {
-    wanted.push_back({to, bytes});
-    bytes += (count * int64_t(sizeof(Element)) + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    wanted.push_back({to, size, count * int64_t(sizeof(Element))});
+    size += (wanted.back().bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
   }
-  int64_t size() const { return bytes; }
+  // Makes array number `index` end where the last one does; returns its bytes.
+  int64_t extend(size_t index) { return wanted[index].bytes = size - wanted[index].offset; }
+  size_t count() const { return wanted.size(); }
   Tensor allocate(const Tensor& like) const {
-    const Tensor memory = at::empty({bytes}, like.options().dtype(at::kByte));
-    for (const auto& [to, offset] : wanted) {
+    const Tensor memory = at::empty({size}, like.options().dtype(at::kByte));
+    for (const auto& [to, offset, bytes] : wanted) {
       void* const from = static_cast<char*>(memory.data_ptr()) + offset;
       std::memcpy(to, &from, sizeof from);
+      announce_array(from, bytes);
     }
     return memory;
   }
@@ -73,10 +76,10 @@ class Arena {
   static constexpr int64_t ALIGNMENT = 256;
   struct Wanted {
     void* to;  // a pointer of any type
-    int64_t offset;
+    int64_t offset, bytes;
   };
   std::vector<Wanted> wanted;
-  int64_t bytes = 0;
+  int64_t size = 0;
 };
 
 // The operator's inputs as the kernels take them; the tensors live as long as this.
@@ -187,14 +190,15 @@ void add_sums(const DeviceCall& device, const Needs& needs, Arena& arena, Gradie
   const RelAttention& p = device.call.p;
   const int64_t rows = g.slots * p.batch * p.heads * p.length, rel_rows = g.slots * device.rel_heads() * p.rel_len;
   Sums& sums = g.sums;
-  arena.add(&sums.zeros, 0);
+  const size_t zeros = arena.count();
+  arena.add(&sums.zeros, 1);  // no array begins where another one does
   arena.add(&sums.query, rows * p.head_dim);
   if (p.segments.embed) arena.add(&sums.different, rows);
   if (needs.rel_key || needs.position_bias) {
     arena.add(&sums.rel_key, rel_rows * p.head_dim);
     if (p.position_bias) arena.add(&sums.rel, rel_rows);
   }
-  sums.zero_chunks = arena.size() / 16;
+  sums.zero_chunks = arena.extend(zeros) / 16;
   arena.add(&sums.key, p.batch * p.heads * (p.mem_len + p.key_len));
   arena.add(&g.row_values, ROW_VALUES * p.batch * p.heads * p.length);
 }

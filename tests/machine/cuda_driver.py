@@ -188,7 +188,7 @@ def _launch(name, grid, block, shared, arguments) -> int:
 
 
 def _regions(parameters: bytes) -> list[tuple[int, int, bool, str]]:
-    """The tensors that some word of the parameters points into."""
+    """The tensors, and arrays in the workspace, that some word of the parameters points into."""
     found: dict[int, tuple[int, int, bool, str]] = {}
     storages = {name: tensor.untyped_storage() for name, tensor in Device.inputs.items()}
     place = (ctypes.c_uint64 * 2)()
@@ -199,7 +199,7 @@ def _regions(parameters: bytes) -> list[tuple[int, int, bool, str]]:
                 break
         else:
             if word and library().machine_find(ctypes.c_uint64(word), place):
-                found[place[0]] = place[0], place[1], True, f"tensor of {place[1]} bytes"
+                found[place[0]] = place[0], place[1], True, f"{place[1]} bytes of device memory"
     return list(found.values())
 
 

@@ -187,11 +187,11 @@ def plain(kernel: str, config: Config, architecture: int, head_dim: int, length:
 def row(
     kernel: str, direction: str, head_dim: int, architecture: int, case: str, runs: list[list[Launch]], length: int
 ):
-    """One row of the table; `runs`: the launches at each of LENGTHS."""
+    """One row of the table; `runs`: the launches at each of LENGTHS. Its "launches" have what was counted itself."""
     gpu = bounds.GPUS[architecture]
     total: dict[str, float] = {}
     issued = machine = bound = 0.0
-    bounds_of = {}
+    bounds_of, counted = {}, []
     for launches in zip(*runs, strict=True):  # the same kernel at every length
         counts = extrapolate([launch.counts for launch in launches], length)
         ratio = machine_code[launches[-1].ptx, launches[-1].name, architecture]["machine_to_ptx"]
@@ -203,6 +203,9 @@ def row(
         by = max((name for name in needed if name != bounds.ASSUMED), key=needed.get)
         bound += needed[by]  # kernels run one after the other
         bounds_of[needed[by]] = by
+        counted.append(
+            {"name": launches[-1].name, "bound_cycles": round(needed[by], 1), "bound_by": by} | plainly(counts)
+        )
     code = [machine_code[launch.ptx, launch.name, architecture] for launch in runs[-1]]
     return {
         "kernel": kernel, "direction": direction, "dtype": "bfloat16", "head_dim": head_dim,
@@ -212,7 +215,17 @@ def row(
         "spilled_bytes": sum(of["spilled_bytes"] for of in code), "registers": max(of["registers"] for of in code),
         "machine_to_ptx": round(machine / float(issued), 3),
         "cycles": {name: round(value, 1) for name, value in total.items()},
+        "launches": counted,
     }  # fmt: skip
+
+
+def plainly(counts: Counts) -> dict:
+    """Every count, by its name in Counts, of one head and all of a sequence; those by class and by instruction too."""
+
+    def whole(value):
+        return {key: whole(of) for key, of in value.items()} if isinstance(value, dict) else round(value)
+
+    return {f.name: whole(getattr(counts, f.name)) for f in fields(Counts) if f.name != "lines"}
 
 
 def best_plain(direction: str, architecture: int, head_dim: int, say: Callable) -> list[list[Launch]]:

@@ -252,13 +252,14 @@ void run_all(Launch& launch) {
   }
 }
 
-// Every word of the parameters that points into a region, a tensor map's address among them, gets its number.
+// Every word of the parameters that points into a region, a tensor map's address among them, gets its number; of
+// regions that lie in one another, that of the one that begins last.
 void mark_pointers(Launch& launch) {
   launch.params.assign(launch.request->params, launch.request->params + launch.request->param_bytes);
   for (size_t at = 0; at + 8 <= launch.params.size(); at += 8) {
     uint64_t word;
     std::memcpy(&word, &launch.params[at], sizeof word);
-    for (uint64_t number = 1; number <= std::min<uint64_t>(launch.regions.size(), MOST_REGIONS); ++number) {
+    for (uint64_t number = std::min<uint64_t>(launch.regions.size(), MOST_REGIONS); number > 0; --number) {
       const Region& region = launch.regions[number - 1];
       if (word - region.address >= region.bytes) continue;
       word |= number << REGION_BIT;

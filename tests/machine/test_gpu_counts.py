@@ -14,6 +14,8 @@ if triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
 from tests.machine import gpu_counts  # noqa: E402
+from tests.machine.machine import Counts  # noqa: E402
+from tests.machine.triton_driver import Launch  # noqa: E402
 
 KERNELS, WIDTHS = ("plain", "triton", "cuda"), (64, 128)
 
@@ -64,3 +66,22 @@ def test_without_an_update_plain_attention_is_counted_too(counted):
     rows, ran = run("--output", file, "--kernels", "triton")
     assert ("plain", 80, 64) in ran and {kernel for kernel, _ in rows} == {"plain", "triton"}
     assert rows["triton", 64]["ratio"] == 1
+
+
+def test_a_row_has_the_counts_of_each_launch(monkeypatch):
+    """At the row's length, from those of shorter ones."""
+    monkeypatch.setattr(gpu_counts, "machine_code", {
+        ("ptx", name, 80): {"machine_to_ptx": 1.0, "spilled_bytes": 0, "registers": 9} for name in ("prepare", "main")
+    })  # fmt: skip
+
+    def launch(name, issued, wavefronts):
+        counts = Counts(instructions={"float": issued}, tensor={"mma": issued}, shared_wavefronts=wavefronts)
+        return Launch(name, (1, 1, 1), 32, 0, "ptx", b"", counts)
+
+    runs = [[launch("prepare", 3 * n, 0), launch("main", n * n + 5, 2 * n * n)] for n in gpu_counts.LENGTHS]
+    row = gpu_counts.row("cuda", "forward", 64, 80, "none", runs, 2048)
+    prepare, main = row["launches"]
+    assert prepare["name"] == "prepare" and prepare["instructions"] == {"float": 3 * 2048}
+    assert main["tensor"] == {"mma": 2048**2 + 5} and main["shared_wavefronts"] == 2 * 2048**2
+    assert main["bound_by"] == "shared memory" and main["bound_cycles"] == 2048
+    assert prepare["bound_cycles"] + main["bound_cycles"] == pytest.approx(row["bound_cycles"], abs=0.1)

@@ -215,6 +215,28 @@ def test_a_kernel_that_is_refused_leaves_the_next_launch_alone(monkeypatch):
         BASE.check("cuda", problem)
 
 
+@NEEDS_NVCC
+def test_arrays_of_the_workspace_have_bounds_of_their_own(monkeypatch):
+    """They lie in one tensor."""
+    found: list[dict[int, int]] = []
+    regions = cuda_driver._regions
+
+    def record(parameters):
+        known = regions(parameters)
+        found.append({start: size for start, size, _, name in known if "device memory" in name})
+        return known
+
+    monkeypatch.setattr(cuda_driver, "_regions", record)
+    heads, rows, width = 2, 70, 16
+    problem = make(1, heads, rows, width=width, dtype=torch.bfloat16).with_options(deterministic=False)
+    rel_rows = problem.leaves["rel_key"].shape[-2]
+    with serving(NVCC_ARCHITECTURE):
+        problem.results("cuda", with_lse=False)
+    # float32 sums for the gradients of query and rel_key, of dS by distance and by key
+    sums = {4 * heads * n for n in (rows * width, rel_rows * width, rel_rows, rows)}
+    assert len(found) == 5 and all(sums <= set(launch.values()) for launch in found[2:]), found
+
+
 def is_of_an_old_triton(error: Exception, features: Features) -> bool:
     """Triton 3.6 and 3.7 have two defects in 16 bits on sm_90 that the kernels do not go around: docs/validation.md."""
     of_wgmma = features.architecture == 90 and features.dtype != torch.float32

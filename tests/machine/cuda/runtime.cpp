@@ -49,12 +49,24 @@ int start(Function& function, Size grid, Size block, void** arguments, size_t sh
   return error;
 }
 
-std::map<uintptr_t, size_t> live;
+std::map<uintptr_t, size_t> live, arrays;  // bytes by start, of tensors and of arrays in them
 std::mutex live_mutex;
+
+// Start and bytes of what an address lies in, the one that begins last; null when there is none.
+const std::pair<const uintptr_t, size_t>* find(const std::map<uintptr_t, size_t>& all, uintptr_t address) {
+  auto after = all.upper_bound(address);
+  if (after == all.begin()) return nullptr;
+  --after;
+  return address < after->first + after->second ? &*after : nullptr;
+}
 
 void release(void* data) {
   const std::lock_guard lock(live_mutex);
-  live.erase(uintptr_t(data));
+  const auto found = live.find(uintptr_t(data));
+  if (found != live.end()) {
+    arrays.erase(arrays.lower_bound(found->first), arrays.lower_bound(found->first + found->second));
+    live.erase(found);
+  }
   std::free(data);
 }
 
@@ -77,6 +89,11 @@ c10::Allocator* usual = nullptr;
 
 }  // namespace
 
+void xlnet_kernels::cuda::announce_array(void* start, int64_t bytes) {
+  const std::lock_guard lock(live_mutex);
+  if (bytes > 0 && find(live, uintptr_t(start))) arrays[uintptr_t(start)] = size_t(bytes);
+}
+
 extern "C" {
 
 void machine_on_launch(Launch callback) { launch = callback; }
@@ -93,14 +110,13 @@ void machine_forget() {
   if (usual) c10::SetCPUAllocator(usual, 255);
   usual = nullptr;
 }
-// Start and bytes of the known tensor that an address lies in; false when there is none.
-bool machine_find(uint64_t address, uint64_t* found) {
+// Start and bytes of the known array, or else tensor, that an address lies in; false when there is none.
+bool machine_find(uint64_t address, uint64_t* place) {
   const std::lock_guard lock(live_mutex);
-  auto after = live.upper_bound(address);
-  if (after == live.begin()) return false;
-  --after;
-  found[0] = after->first, found[1] = after->second;
-  return address < after->first + after->second;
+  const auto* found = find(arrays, address);
+  if (!found) found = find(live, address);
+  if (found) place[0] = found->first, place[1] = found->second;
+  return found;
 }
 
 // What nvcc's host code calls.

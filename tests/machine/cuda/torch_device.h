@@ -4,6 +4,8 @@
 #define XLNET_KERNELS_DISPATCH_KEY CPU
 #define XLNET_KERNELS_OPERATOR "rel_attention_machine"
 
+#include <cstdint>
+
 struct CUstream_st;
 
 namespace xlnet_kernels::cuda {
@@ -14,6 +16,9 @@ struct DeviceGuard {
   template <typename Device>
   explicit DeviceGuard(const Device&) {}
 };
+
+// An array in a tensor of several: what is computed from its pointer may be in no other.
+void announce_array(void* start, int64_t bytes);
 
 inline bool tf32 = false;  // set through machine_allow_tf32
 

@@ -25,7 +25,8 @@ import triton.language as tl  # noqa: E402
 from xlnet_kernels.backends.triton import launch, plan, shift, tuning  # noqa: E402
 
 DEVICE = MODULES["triton"].DEVICE
-interpreted = pytest.mark.skipif(DEVICE != "cpu", reason="asks what Triton's interpreter does; this is a GPU")
+INTERPRETED = triton.knobs.runtime.interpret
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="asks what Triton's interpreter does; this compiles")
 # (BLOCK_M, BLOCK_N, BLOCK_D, KEEP) like those of the table, with chunks that are narrower than HEAD_DIM
 TILES = {
     "M=2N-kept": (128, 64, 16, True),
@@ -46,7 +47,14 @@ PROBLEMS = {
 
 
 def use_tiles(monkeypatch, BLOCK_M: int, BLOCK_N: int, BLOCK_D: int = 16, KEEP: bool = True) -> None:
-    monkeypatch.setattr(tuning, "choose", lambda *_: tuning.Config(BLOCK_M, BLOCK_N, BLOCK_D, KEEP, 4, 1))
+    def choose(kernel, *_):
+        # Only forward has 128 rows in the table. Triton 3.9 cannot compile the kernel of rows with as many, and with
+        # positions: it makes a tile of bits in shared memory, where its own check wants bytes.
+        wide = BLOCK_M == 128 and kernel != "forward" and not INTERPRETED
+        rows, keys = (64, 32) if wide else (BLOCK_M, BLOCK_N)
+        return tuning.Config(rows, keys, BLOCK_D, KEEP, 4, 1)
+
+    monkeypatch.setattr(tuning, "choose", choose)
     monkeypatch.setattr(plan, "plans", {})  # others were made with other tiles
 
 

@@ -84,6 +84,15 @@ void Decoder::run() {
   program_.code.back().kind = Class::Control;
 }
 
+std::string Decoder::opcodes() {
+  std::set<std::string> found;
+  for (const auto& [name, family] : families()) found.insert(name);
+  for (const auto& [name, simple] : simple_instructions()) found.insert(split(name)[0]);
+  std::string names;
+  for (const std::string& name : found) names += name + "\n";
+  return names;
+}
+
 void Decoder::statement(int index) {
   at_ = &function_.statements[index];
   inst_ = &program_.code[index];
@@ -371,6 +380,8 @@ void Decoder::decode_redux() {
   inst_->count = has("s32");
   inst_->refs = {value(operand(0), 32), value(operand(1), 32), value(operand(2), 32)};
 }
+
+std::string opcodes() { return Decoder::opcodes(); }
 
 void decode(Module& module, Function& function) {
   function.program = std::make_shared<Program>();

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 
 #include "program.h"
 
@@ -12,6 +13,7 @@ class Decoder {
  public:
   Decoder(Module& module, Function& function);
   void run();
+  static std::string opcodes();
 
  private:
   using Family = void (Decoder::*)();

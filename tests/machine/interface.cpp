@@ -65,6 +65,11 @@ void* machine_load(const char* text, int architecture, FaultReport* error) {
   return nullptr;
 }
 
+const char* machine_opcodes() {
+  static const std::string names = machine::opcodes();
+  return names.c_str();
+}
+
 void machine_unload(void* module) { delete static_cast<machine::Module*>(module); }
 
 const char* machine_entries(void* module) { return static_cast<machine::Module*>(module)->entry_names.c_str(); }

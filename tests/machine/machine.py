@@ -149,6 +149,7 @@ def core() -> ctypes.CDLL:
     library = ctypes.CDLL(str(build.library()))
     library.machine_load.restype = ctypes.c_void_p
     library.machine_load.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.POINTER(_Fault)]
+    library.machine_opcodes.restype = ctypes.c_char_p
     library.machine_unload.argtypes = [ctypes.c_void_p]
     library.machine_entries.argtypes = [ctypes.c_void_p]
     library.machine_entries.restype = ctypes.c_char_p
@@ -156,6 +157,11 @@ def core() -> ctypes.CDLL:
     library.machine_counts.argtypes = [ctypes.c_void_p]
     library.machine_counts.restype = ctypes.c_char_p
     return library
+
+
+def opcodes() -> list[str]:
+    """First words of the PTX instructions that are known; any other one ends with its name and line."""
+    return core().machine_opcodes().decode().split()
 
 
 class Module:

@@ -105,6 +105,7 @@ struct Flow {                   // see flow.cpp
 Flow analyze(const Function& function);
 void registers_of(const Statement& statement, std::vector<int>& defined, std::vector<int>& used);
 void decode(Module& module, Function& function);
+std::string opcodes();  // first words of the instructions that are known, one a line
 
 struct Fault {  // thrown by instructions
   std::string kind, message;

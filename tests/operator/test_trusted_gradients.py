@@ -220,3 +220,19 @@ def test_an_output_beyond_float16_does_not_reach_gradients(backend):
     )
     gradients = torch.autograd.grad(out, (query, value), torch.full_like(out, 2**-10))
     assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("backend", FUSED)
+def test_a_small_scale_does_not_cost_float16_its_range(backend):
+    """dS times this scale would be below 2**-14, the smallest number that float16 has all bits for: 4e-3 off."""
+    leaves = [256 * torch.randn(1, 1, 40, 16), 256 * torch.randn(1, 1, 40, 16), torch.randn(1, 1, 40, 16)]
+    leaves = [leaf.half() for leaf in [*leaves, 256 * torch.randn(1, 80, 16)]]
+    grad_out = torch.randn(1, 1, 40, 16).half()
+
+    def gradients(backend: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        given = [leaf.to(dtype).requires_grad_() for leaf in leaves]
+        return torch.autograd.grad(xk.rel_attention(*given, scale=2.0**-16, backend=backend), given, grad_out.to(dtype))
+
+    found, exact = gradients(backend, torch.float16), gradients("reference", torch.float64)
+    for gradient, wanted in zip(found, exact, strict=True):
+        assert wanted.abs().mean() > 2**-14 and relative_error(gradient.double(), wanted) <= 2e-3

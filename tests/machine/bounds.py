@@ -57,13 +57,13 @@ PUBLISHED = [
 
 
 def cycles(counts: Counts, gpu: Gpu, machine_instructions: float) -> dict[str, float]:
-    """By resource. `machine_instructions`: how many there are for one of PTX.
+    """By resource. `machine_instructions`: how many of them, of machine code, warps issue.
 
     Integer arithmetic is bound by issue alone: machine code spreads it over two pipes and merges up to three of PTX's.
     """
     by_class = counts.instructions
     return {
-        "issue": counts.issued * machine_instructions / SCHEDULERS,
+        "issue": machine_instructions / SCHEDULERS,
         "tensor cores": counts.tensor_cycles / SCHEDULERS,
         "float32": by_class.get("float", 0) * WARP / gpu.floats,
         "selections": by_class.get("selection", 0) * WARP / gpu.logic,

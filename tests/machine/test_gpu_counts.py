@@ -15,6 +15,7 @@ if triton.knobs.runtime.interpret:
 
 from tests.machine import gpu_counts  # noqa: E402
 from tests.machine.machine import Counts  # noqa: E402
+from tests.machine.machine_code import Line, MachineCode  # noqa: E402
 from tests.machine.triton_driver import Launch  # noqa: E402
 
 KERNELS, WIDTHS = ("plain", "triton", "cuda"), (64, 128)
@@ -70,18 +71,21 @@ def test_without_an_update_plain_attention_is_counted_too(counted):
 
 def test_a_row_has_the_counts_of_each_launch(monkeypatch):
     """At the row's length, from those of shorter ones."""
-    monkeypatch.setattr(gpu_counts, "machine_code", {
-        ("ptx", name, 80): {"machine_to_ptx": 1.0, "spilled_bytes": 0, "registers": 9} for name in ("prepare", "main")
-    })  # fmt: skip
+    code = MachineCode(9, 16, [[(1, "FADD"), (1, "FADD"), (1, "LDL")]], {1: Line(1, "")})
+    monkeypatch.setattr(gpu_counts, "assemble", lambda *of: code)
 
     def launch(name, issued, wavefronts):
-        counts = Counts(instructions={"float": issued}, tensor={"mma": issued}, shared_wavefronts=wavefronts)
+        counts = Counts(
+            instructions={"float": issued}, tensor={"mma": issued}, shared_wavefronts=wavefronts, lines={1: issued}
+        )
         return Launch(name, (1, 1, 1), 32, 0, "ptx", b"", counts)
 
     runs = [[launch("prepare", 3 * n, 0), launch("main", n * n + 5, 2 * n * n)] for n in gpu_counts.LENGTHS]
     row = gpu_counts.row("cuda", "forward", 64, 80, "none", runs, 2048)
     prepare, main = row["launches"]
     assert prepare["name"] == "prepare" and prepare["instructions"] == {"float": 3 * 2048}
+    assert main["machine_instructions"] == {"float": 2 * (2048**2 + 5), "spills": 2048**2 + 5}
+    assert row["spilled_bytes"] == 32 and row["machine_to_ptx"] == 3
     assert main["tensor"] == {"mma": 2048**2 + 5} and main["shared_wavefronts"] == 2 * 2048**2
     assert main["bound_by"] == "shared memory" and main["bound_cycles"] == 2048
     assert prepare["bound_cycles"] + main["bound_cycles"] == pytest.approx(row["bound_cycles"], abs=0.1)

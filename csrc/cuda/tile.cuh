@@ -21,7 +21,8 @@ struct Lane {
 };
 DEVICE Lane this_lane() {
   const int id = thread_index() % WARP;
-  return {id, thread_index() / WARP, id / 4, id % 4};
+  // The compiler sees that a shuffle's result is the same in all lanes, and keeps what follows from it once for a warp.
+  return {id, shuffle(thread_index() / WARP, 0), id / 4, id % 4};
 }
 
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }

@@ -24,11 +24,11 @@ struct Chunks {
   }
   // a(m, k) = (row m, column + k)
   DEVICE uint64_t columns_from(int column) const {
-    return plain_descriptor(data, EIGHT_COLUMNS, EIGHT_ROWS) + column / 8 * EIGHT_COLUMNS / 16;
+    return plain_descriptor(data, column / 8 * EIGHT_COLUMNS, EIGHT_COLUMNS, EIGHT_ROWS);
   }
   // a(m, k) = (row + k, column + m)
   DEVICE uint64_t rows_from(int row, int column) const {
-    return plain_descriptor(data, EIGHT_ROWS, EIGHT_COLUMNS) + (column / 8 * EIGHT_COLUMNS + row * ROW) / 16;
+    return plain_descriptor(data, column / 8 * EIGHT_COLUMNS + row * ROW, EIGHT_ROWS, EIGHT_COLUMNS);
   }
   // The same 16 x 16 as a warp's fragment
   DEVICE Fragment load_transposed(int row, int column, int lane) const {

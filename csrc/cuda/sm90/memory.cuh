@@ -28,7 +28,7 @@ struct Panels {
   }
   // b(k, n) = (row n, column + k)
   DEVICE uint64_t columns_from(int column) const {
-    return matrix_descriptor(data, PANEL, EIGHT_ROWS) + (column / 64 * PANEL + column % 64 * 2) / 16;
+    return matrix_descriptor(data, column / 64 * PANEL + column % 64 * 2, PANEL, EIGHT_ROWS);
   }
   // a(m, k) = (row + m, column + k): 16 x 16 of it as a warp's fragment
   DEVICE Fragment load(int row, int column, int lane) const {
@@ -38,7 +38,7 @@ struct Panels {
   }
   // b(k, n) = (row + k, column + n); column: a multiple of 64
   DEVICE uint64_t rows_from(int row, int column = 0) const {
-    return matrix_descriptor(data, PANEL, EIGHT_ROWS) + (column / 64 * PANEL + row * ROW) / 16;
+    return matrix_descriptor(data, column / 64 * PANEL + row * ROW, PANEL, EIGHT_ROWS);
   }
 };
 

@@ -20,18 +20,18 @@ DEVICE char* swizzled_memory() {
   return swizzled;
 }
 
-// A matrix in shared memory, 128-byte swizzle: where it begins, and how far apart its panels (`leading`) and its groups
-// of eight rows are.
-DEVICE uint64_t matrix_descriptor(const void* data, int leading, int eight_rows) {
+// A matrix in shared memory, 128-byte swizzle, from `bytes` after `data` on: how far apart its panels (`leading`) and
+// its groups of eight rows are. Sums are of 32 bits, which no address carries out of.
+DEVICE uint64_t matrix_descriptor(const void* data, int bytes, int leading, int eight_rows) {
   constexpr uint32_t SWIZZLE_128 = 1u << 30;
-  const uint32_t low = shared_address(data) / 16 + leading / 16 * 65536, high = SWIZZLE_128 + eight_rows / 16;
-  return uint64_t(high) << 32 | low;
+  const uint32_t low = shared_address(data) / 16 + uint32_t(bytes / 16 + leading / 16 * 65536);
+  return uint64_t(SWIZZLE_128 + eight_rows / 16) << 32 | low;
 }
 
 // The same without swizzle: 8 rows of 16 bytes lie together, and chunks of eight columns and groups of eight rows are
 // as far apart as the caller says.
-DEVICE uint64_t plain_descriptor(const void* data, int leading, int stride) {
-  const uint32_t low = shared_address(data) / 16 + leading / 16 * 65536;
+DEVICE uint64_t plain_descriptor(const void* data, int bytes, int leading, int stride) {
+  const uint32_t low = shared_address(data) / 16 + uint32_t(bytes / 16 + leading / 16 * 65536);
   return uint64_t(uint32_t(stride / 16)) << 32 | low;
 }
 

@@ -158,16 +158,19 @@ DEVICE void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Two neighbours in global memory, 8-byte aligned.
+// To global memory. Of a pointer's space atomicAdd would ask each time, with a loop at hand for shared memory.
+DEVICE void add_atomically(float* to, float value) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
+}
+// Two neighbours, 8-byte aligned.
 DEVICE void add_atomically(float* to, float first, float second) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(first), "f"(second) : "memory");
 #else
-  atomicAdd(to, first);
-  atomicAdd(to + 1, second);
+  add_atomically(to, first);
+  add_atomically(to + 1, second);
 #endif
 }
-DEVICE void add_atomically(float* to, float value) { atomicAdd(to, value); }
 
 DEVICE float exp2_approximately(float x) {
   float result;

@@ -189,7 +189,7 @@ PreparedCall prepare(const Inputs& in) {
     p.rows.order = ints(order);
   }
   if (in.dropout_p > 0) {
-    p.dropout = {in.dropout_p, dropout_threshold(in.dropout_p), static_cast<const int64_t*>(small(in.dropout_state))};
+    p.dropout = {in.dropout_p, static_cast<const int64_t*>(small(in.dropout_state))};
   }
   return call;
 }

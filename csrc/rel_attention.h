@@ -42,15 +42,18 @@ struct RankMask {
 };
 
 struct Dropout {
-  double p;
-  uint32_t threshold;    // words below it are dropped; 0: no dropout
-  const int64_t* state;  // seed and offset, where the tensors are
-};
+  double p = 0;
+  uint32_t threshold = 0;          // words below it are dropped; 0: no dropout
+  const int64_t* state = nullptr;  // seed and offset, where the tensors are
+  double kept_scale = 1;           // 1 / (1 - p)
 
-inline uint32_t dropout_threshold(double p) {
-  const double words = p * 4294967296.0;
-  return words >= 4294967295.0 ? 4294967295u : static_cast<uint32_t>(words);
-}
+  Dropout() = default;
+  Dropout(double p, const int64_t* state)
+      : p(p),
+        threshold(p * 4294967296.0 >= 4294967295.0 ? 4294967295u : static_cast<uint32_t>(p * 4294967296.0)),
+        state(state),
+        kept_scale(1 / (1 - p)) {}
+};
 
 struct RelAttention {
   DType dtype;  // of the tensors marked "storage"; float32 work for 16-bit storage

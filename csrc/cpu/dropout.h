@@ -45,7 +45,7 @@ static void group_factors(const Dropout& dropout, uint64_t group, uint32_t row, 
 template <typename T>
 static const T* dropout_factors(const RelAttention& p, int64_t b, int64_t h, int64_t i, int64_t first, int64_t count,
                                 T* factors) {
-  const T kept = static_cast<T>(1.0 / (1.0 - p.dropout.p));
+  const T kept = static_cast<T>(p.dropout.kept_scale);
   const uint64_t offset = p.dropout.state[1];
   const int64_t first_head = offset >> 32 & 0xFFFFF, other_heads = offset >> 52;
   const int64_t head = b * (p.heads + other_heads) + h + first_head;
@@ -68,7 +68,7 @@ static void apply_dropout(const RelAttention& p, int64_t b, int64_t h, int64_t i
 // Each element is a column of head 0, in rows of as many as a counter has numbers for: 2^34.
 template <typename S>
 static void drop_out_as(const Elements& elements, const Dropout& dropout, int64_t begin, int64_t end) {
-  const float kept = static_cast<float>(1.0 / (1.0 - dropout.p));
+  const float kept = static_cast<float>(dropout.kept_scale);
   const S* from = static_cast<const S*>(elements.from);
   S* to = static_cast<S*>(elements.to);
   for (int64_t first = begin; first < end; first += DROPOUT_GROUP) {

@@ -122,7 +122,7 @@ Tensor drop_out(const Tensor& input, const Tensor& state, double p) {
   const int64_t count = from.numel();
   const int64_t slots = std::min<int64_t>(at::get_num_threads(), (count + SMALL_SHARE - 1) / SMALL_SHARE);
   DropOutTask task{{dtype == at::kFloat ? DType::float32 : DType::bfloat16, from.const_data_ptr(), to.data_ptr()},
-                   {p, dropout_threshold(p), state.const_data_ptr<int64_t>()},
+                   {p, state.const_data_ptr<int64_t>()},
                    count,
                    slots == 0 ? 0 : (count / slots / 64 + 1) * 64};
   if (slots > 0) parallel_slots(slots, DropOutTask::run, &task);

@@ -103,7 +103,7 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
   const RelAttention& p = call.p;
   const Lane& lane = of.lane;
   const int part_keys = of.part * S::KEYS, first_row = 16 * of.m_tile;
-  const float kept_scale = float(1 / (1 - p.dropout.p));
+  const float kept_scale = float(p.dropout.kept_scale);
   const RowLabels labels[2] = {rows.row[0], rows.row[1]};
   const Philox philox = load_philox(p.dropout, tile.b, tile.head);
   uint32_t kept[2] = {~0u, ~0u};

@@ -150,7 +150,7 @@ DEVICE void forward_epilogue(const RelAttention& p, const ForwardTile<S>& tile,
         lse[index] = sum != 0 ? (softmax.base(m, r) + log_sum + lse[index]) * LN_2 : -INFINITY;
       }
       const float weights = softmax.template sum_of_weights<T>(m, r, sum);
-      const float factor = sum != 0 ? float(1 / (1 - p.dropout.p)) / weights : 0.f;
+      const float factor = sum != 0 ? float(p.dropout.kept_scale) / weights : 0.f;
       T *to = out_rows(index), *residual = p.out_residual.data ? residual_rows(index) : nullptr;
 #pragma unroll
       for (int d = 0; d < S::HEAD_DIM / 8; ++d)

@@ -73,8 +73,7 @@ RelAttention read_inputs(Input& input) {
   for (int64_t* size : {&p.batch, &p.heads, &p.length, &p.key_len, &p.mem_len, &p.rel_len, &p.head_dim})
     *size = input.number();
   p.rel_key.max_distance = input.number();
-  p.dropout.threshold = static_cast<uint32_t>(input.number());
-  p.dropout.p = input.number<double>();
+  const double dropout_p = input.number<double>();
   p.scale = input.number<double>();
   for (Tensor4* t : {&p.rows.query, &p.keys.key, &p.keys.value, &p.rel_key.rows}) *t = input.tensor();
   p.content_bias = input.data();
@@ -89,7 +88,7 @@ RelAttention read_inputs(Input& input) {
   p.mask = input.tensor();
   p.rows.position = input.data<const int32_t>();
   p.rows.order = input.data<const int32_t>();
-  p.dropout.state = input.data<const int64_t>();
+  p.dropout = {dropout_p, input.data<const int64_t>()};
   return p;
 }
 

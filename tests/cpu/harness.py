@@ -129,8 +129,7 @@ def _inputs(inputs: Sequence) -> tuple[bytes, list[Tensor | None]]:
     mem_len = 0 if of["memory_key"] is None else of["memory_key"].shape[2]
     (batch, heads, length, width), key_len = query.shape, key.shape[2]
     sizes = [batch, heads, length, key_len, mem_len, rel_key.shape[-2], width, max_distance]
-    threshold = min(int(dropout_p * 2**32), 2**32 - 1)
-    numbers = struct.pack("<11q2d", THREADS, DTYPES.index(query.dtype), *sizes, threshold, dropout_p, scale)
+    numbers = struct.pack("<10q2d", THREADS, DTYPES.index(query.dtype), *sizes, dropout_p, scale)
     positions, order = of.pop("query_positions"), None
     if positions is not None:
         positions, order = positions.sort(dim=1, stable=True)

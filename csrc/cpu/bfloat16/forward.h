@@ -5,7 +5,7 @@ struct BFloat16Softmax : OnlineSoftmax<float> {
   float rounded_sum[MAX_ROWS] = {};
   float kept_scale;  // what dropout multiplies the rest with
 
-  explicit BFloat16Softmax(const RelAttention& p) : kept_scale(static_cast<float>(1 / (1 - p.dropout.p))) {}
+  explicit BFloat16Softmax(const RelAttention& p) : kept_scale(static_cast<float>(p.dropout.kept_scale)) {}
 
   // As OnlineSoftmax, but probabilities go to `P`, rounded, and zeros as far as `count`. `kept`: dropout's factors, of
   // which only zeros count here, or null.

@@ -192,7 +192,7 @@ struct BackwardConsumer {
                                    Fragment (&rounded)[TILES / 2]) {
     const RelAttention& p = a.call.p;
     const auto grad_out = memory.grad_out(stage.index()), values = memory.values(consumer);
-    const float kept_scale = S::DROPOUT ? float(1 / (1 - p.dropout.p)) : 1.f;
+    const float kept_scale = S::DROPOUT ? float(p.dropout.kept_scale) : 1.f;
     float row_max[2], kept_factor[2], delta[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -54,7 +54,7 @@ def kernels(output: str) -> list[Kernel]:
     """Of the attention kernels; what prepares for them is small."""
     found = []
     for name, architecture, stores, loads, registers in _ENTRY.findall(output):
-        kind = re.search(r"\d(forward|backward)_kernelINS\w*?Shape\w*?(Half|BFloat16|If)\w*?Li(\d+)E", name)
+        kind = re.search(r"\d(forward|backward)_kernelINS\w*?Shape\w*?(Half|BFloat16|If)\w*?Li(\d+)E(?!Lb1E)", name)
         if kind:
             dtype = {"If": "float"}.get(kind[2], kind[2])
             found.append(Kernel(kind[1], dtype, int(kind[3]), architecture, int(stores) + int(loads), int(registers)))

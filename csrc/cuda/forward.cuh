@@ -12,6 +12,7 @@
 #include "prepare.cuh"
 #include "segments.cuh"
 #include "softmax.cuh"
+#include "split.cuh"
 
 namespace xlnet_kernels::cuda {
 
@@ -166,15 +167,15 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
   using T = typename S::T;
   constexpr int D = S::HEAD_DIM, BLOCK_M = S::BLOCK_M, BLOCK_N = S::BLOCK_N, M_TILES = S::M_TILES;
   const RelAttention& p = call.p;
-  const int row_tiles = tiles_of(p.length, S::BLOCK_M);
-  int row_tile = block_index().x, b = block_index().z;
-  for (; row_tile >= row_tiles; row_tile -= row_tiles) b += grid_size().z;  // a batch beyond the grid
+  const int splits = S::SPLITS ? call.splits : 1, parts = tiles_of(p.length, S::BLOCK_M) * splits;
+  int part = block_index().x, b = block_index().z;
+  for (; part >= parts; part -= parts) b += grid_size().z;  // a batch beyond the grid
   if (b >= p.batch) return;
-  ForwardTile<S> tile(p, row_tile, b);
+  ForwardTile<S> tile(p, part / splits, b, part % splits);
   const ForwardMemory<S> memory{shared_memory()};
   for (int stage = 0; stage < 2; ++stage) clear_key_labels<S::THREADS>(memory.labels(stage), BLOCK_N);
   const float scale = float(p.scale) * LOG2_E;
-  float* const lse = static_cast<float*>(p.lse) + int64_t(tile.head) * p.length;
+  float* const lse = same_segment_of(call, tile);
   const float* const rel_bias = rel_bias_of(call, tile.b, tile.h);
   const Lane lane = tile.lane;
 
@@ -248,24 +249,32 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_ke
     pipeline.advance();
   }
   wait_for_copies<0>();
+  if constexpr (S::SPLITS) return store_part(call, tile, softmax, out);
   forward_epilogue(p, tile, softmax, out, lse);
   store_nan_rows(p, tile, softmax, [&] { return pipeline.starts_again(); });
 }
 
-template <typename T, int HEAD_DIM>
+template <typename T, int HEAD_DIM, bool SPLITS = false>
 std::string launch_forward(const Call& call, Stream stream) {
-  using S = ForwardShape<T, HEAD_DIM>;
+  using S = ForwardShape<T, HEAD_DIM, SPLITS>;
   const char* error = prepare<T>(call, stream);
   if (error) return failure("prepare", call, 0, error);
-  const Index grid = grid_of((call.p.length + S::BLOCK_M - 1) / S::BLOCK_M, call.p);
+  const Index grid = grid_of((call.p.length + S::BLOCK_M - 1) / S::BLOCK_M * call.splits, call.p);
   error = launch(forward_kernel<S>, grid, S::THREADS, S::SHARED, stream, call);
-  return error ? failure("forward", call, S::SHARED, error) : "";
+  if (error) return failure("forward", call, S::SHARED, error);
+  error = SPLITS ? merge<T>(call, stream) : nullptr;
+  return error ? failure("merge", call, 0, error) : "";
 }
 
 template <typename T>
 std::string forward_of(const Call& call, Stream stream) {
   return dispatch_head_dim(
-      call.p.head_dim, [&](auto head_dim) { return launch_forward<T, head_dim>(call, stream); }, HeadDims());
+      call.p.head_dim,
+      [&](auto head_dim) {
+        return call.splits > 1 ? launch_forward<T, head_dim, true>(call, stream)
+                               : launch_forward<T, head_dim>(call, stream);
+      },
+      HeadDims());
 }
 
 }  // namespace xlnet_kernels::cuda

@@ -9,8 +9,10 @@
 
 namespace xlnet_kernels::cuda {
 
-template <typename Element, int HEAD_DIM_>
+// SPLITS: blocks share the keys of one tile of rows (split.cuh).
+template <typename Element, int HEAD_DIM_, bool SPLITS_ = false>
 struct ForwardShape : ForwardSizes<sizeof(Element), HEAD_DIM_> {
+  static constexpr bool SPLITS = SPLITS_;
   using T = Element;
   using Sizes = ForwardSizes<sizeof(T), HEAD_DIM_>;
   using Rows = Tile<T, HEAD_DIM_>;
@@ -43,12 +45,17 @@ struct ForwardMemory {
 template <typename S>
 struct ForwardTile {
   Lane lane;
-  int b, h, head, first_row, last_position;
+  int b, h, head, first_row, split, last_position;
   int span;    // how far the last row's position is from the first's
   int origin;  // first row of rel_key in the window of the last position and key 0
 
-  DEVICE ForwardTile(const RelAttention& p, int tile, int b)
-      : lane(this_lane()), b(b), h(block_index().y), head(b * int(p.heads) + h), first_row(tile * S::BLOCK_M) {}
+  DEVICE ForwardTile(const RelAttention& p, int tile, int b, int split = 0)
+      : lane(this_lane()),
+        b(b),
+        h(block_index().y),
+        head(b * int(p.heads) + h),
+        first_row(tile * S::BLOCK_M),
+        split(split) {}
 
   DEVICE void locate(const RelAttention& p) {
     last_position = row_position(p, b, smaller(first_row + S::BLOCK_M, int(p.length)) - 1);
@@ -135,7 +142,8 @@ struct ForwardPipeline {
 
   DEVICE TileScheduler all_tiles() const {
     const int first = rows.first_own(call.p);
-    return {keys_within_reach(call.p, first, first + rows.span), S::BLOCK_N};
+    const Range reach = keys_within_reach(call.p, first, first + rows.span);
+    return {S::SPLITS ? part_of(reach, S::BLOCK_N, rows.split, call.splits) : reach, S::BLOCK_N};
   }
 
   DEVICE bool has_tile() const { return tile < scheduler.tiles; }

@@ -1,6 +1,7 @@
 // The CUDA kernels' face to the host: arguments and device memory in, an error's text or null out. No torch here.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <string>
 
@@ -21,12 +22,22 @@ struct RowBounds {
 // Windows of rel_key reach beyond its first and its last row by less than this where a pair has a row in them.
 constexpr int REL_MARGIN = 3 * BOUNDS_TILE;
 
+// What blocks of forward that share a tile of rows leave of each row, as planes (splits, B, H, L).
+enum SplitValue {
+  SPLIT_MAX,      // what the part's exponentials are relative to, in units of log 2
+  SPLIT_SUM,      // of them; 0: the row sees no key of the part
+  SPLIT_WEIGHTS,  // of them as they were multiplied with the values
+  SPLIT_SAME,     // what segments add to every key
+  SPLIT_VALUES
+};
+
 // Device memory beside the operator's own arguments. All float32 and contiguous.
 struct Workspace {
-  float* key_bias;        // (B, H, M + K), u.k
-  float* rel_bias;        // (B or 1, H, rel_bias_rows), v.r from row 0 on; outside of P whatever was there
-  KeyBounds* key_bounds;  // (B, tiles of keys)
-  RowBounds* row_bounds;  // (B, tiles of rows)
+  float* key_bias;                // (B, H, M + K), u.k
+  float* rel_bias;                // (B or 1, H, rel_bias_rows), v.r from row 0 on; outside of P whatever was there
+  KeyBounds* key_bounds;          // (B, tiles of keys)
+  RowBounds* row_bounds;          // (B, tiles of rows)
+  float *split_out, *split_rows;  // (splits, B, H, L, D) and (SPLIT_VALUES, splits, B, H, L), where keys are split
 };
 
 // Per-row statistics of backward, stored as ROW_VALUES planes (B, H, L).
@@ -71,6 +82,7 @@ struct Call {
   bool tf32;              // float32: one TF32 product instead of three
   bool shared_rel_key;    // rel_key has no batch dimension
   int64_t rel_bias_rows;  // P + 2 REL_MARGIN
+  int splits;             // how many blocks of forward share the keys of one tile of rows
 };
 
 struct Backward {
@@ -84,6 +96,22 @@ inline int64_t backward_items(const Call& call) {
   const int tile = call.p.dtype == DType::float32 ? BackwardSizes<4, ANY>::BLOCK_N : BackwardSizes<2, ANY>::BLOCK_N;
   const int64_t tiles = (call.p.mem_len + call.p.key_len + tile - 1) / tile;
   return tiles * (call.shared_rel_key ? call.p.batch : 1);
+}
+
+constexpr int LEAST_SPLITS = 4, MOST_SPLITS = 32;  // fewer are not worth the launch that merges them
+
+// What `splits` is to be: 1 unless the tiles of rows leave three quarters of the device's processors idle. Every part
+// has at least `least_tiles` tiles of keys.
+inline int forward_splits(const Call& call, int processors, int least_tiles) {
+  const RelAttention& p = call.p;
+  const auto [block_m, block_n] =
+      p.dtype == DType::float32 ? forward_tile<4>(p.head_dim, HeadDims()) : forward_tile<2>(p.head_dim, HeadDims());
+  const int64_t blocks = (p.length + block_m - 1) / block_m * p.heads * p.batch;
+  if (4 * blocks > processors) return 1;
+  const int64_t keys = std::min(p.mem_len + p.key_len, p.rel_len + block_m);  // as far as rel_key reaches
+  const int64_t tiles = (keys + block_n - 1) / block_n;
+  const int64_t splits = std::min({tiles / least_tiles, 2 * processors / blocks, int64_t(MOST_SPLITS)});
+  return splits < LEAST_SPLITS ? 1 : int(splits);
 }
 
 // Bytes of shared memory that a block may have on a device; -1 if there is no such device

@@ -95,6 +95,7 @@ struct DeviceCall {
     call.tf32 = inputs.query.scalar_type() == at::kFloat && allows_tf32();
     call.shared_rel_key = inputs.rel_key.dim() == 3;
     call.rel_bias_rows = call.p.rel_len + 2 * REL_MARGIN;
+    call.splits = 1;
   }
 
   Tensor keep(Tensor t) {
@@ -133,6 +134,15 @@ bool is_empty(const Inputs& in) {
   return in.query.numel() == 0 || in.key.size(2) + (in.memory_key ? in.memory_key->size(2) : 0) == 0;
 }
 
+// Few rows and many keys: how many blocks share them, and memory for what each finds
+void add_splits(Call& call, Arena& arena) {
+  call.splits = forward_splits(call, processors(), tiles_worth_a_block());
+  if (call.splits == 1) return;
+  const int64_t rows = call.splits * call.p.batch * call.p.heads * call.p.length;
+  arena.add(&call.workspace.split_out, rows * call.p.head_dim);
+  arena.add(&call.workspace.split_rows, SPLIT_VALUES * rows);
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rel_attention(INPUTS, bool needs_backward) {
   const DeviceGuard guard(query.device());
   const Inputs inputs{INPUT_NAMES};
@@ -144,6 +154,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rel_attention(INPUTS, bool ne
   }
   DeviceCall device(inputs);
   Arena arena;
+  add_splits(device.call, arena);
   device.allocate(arena);
   Outputs outputs(device.inputs.query, needs_backward);
   outputs.give_to(device.call.p);

@@ -51,6 +51,13 @@ DEVICE Visibility tile_visibility(const Call& call, const RowTile& rows, int b, 
   return owns ? Visibility::some : Visibility::by_rank;
 }
 
+// The keys that one of `parts` blocks goes to, in tiles of `size` from key 0 on; none where there are not enough.
+DEVICE Range part_of(Range all, int size, int part, int parts) {
+  const int first = all.begin / size, count = tiles_of(all.end, size) - first, each = tiles_of(count, parts);
+  const int begin = smaller(part * each, count), end = smaller((part + 1) * each, count);
+  return {(first + begin) * size, (first + end) * size};
+}
+
 // Finds the tiles of which something is visible, looking at 32 of them at a time, one for each lane.
 struct TileScheduler {
   int tiles, first;                            // where they end; the first of those looked at

@@ -53,6 +53,19 @@ struct BackwardSizes {
       4 * ROWS_BYTES + RING_BYTES + 2 * SCORES_BYTES + BAND_BYTES + LABEL_BYTES + SUM_BYTES + BOUND_BYTES;
 };
 
+// Rows and keys of a tile of the forward kernel that serves this head_dim
+struct TileSizes {
+  int rows = 1, keys = 1;
+};
+template <int SIZE, int... HEAD_DIM>
+TileSizes forward_tile(int64_t head_dim, std::integer_sequence<int, HEAD_DIM...>) {
+  TileSizes found;
+  ((head_dim <= HEAD_DIM &&
+    (found = {ForwardSizes<SIZE, HEAD_DIM>::BLOCK_M, ForwardSizes<SIZE, HEAD_DIM>::BLOCK_N}, true)) ||
+   ...);
+  return found;
+}
+
 struct KernelSizes {
   const char *kernel, *dtype;
   int head_dim, block_m, block_n, threads, shared_bytes;

@@ -14,6 +14,7 @@ using DeviceGuard = c10::cuda::CUDAGuard;
 
 inline void announce_array(void*, int64_t) {}  // for what checks addresses: tests/machine/cuda
 inline Stream current_stream() { return c10::cuda::getCurrentCUDAStream(); }
+inline int tiles_worth_a_block() { return 4; }  // of keys; as many copies as a block's first window of rel_key takes
 inline int processors() {
   int count = 0;
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, c10::cuda::current_device()));

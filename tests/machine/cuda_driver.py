@@ -56,6 +56,7 @@ class Device:
     record: Record | None = None
     names: list[str] | None = None  # a list: launches leave their names there and do nothing
     fault: Exception | None = None
+    size = (3, 4)  # see package.serving
     inputs: dict[str, torch.Tensor] = {}
 
 
@@ -214,6 +215,7 @@ def _call(operator: str):
         Device.fault = None
         host = library()
         host.machine_device(Device.record.architecture, SHARED_MEMORY[Device.record.architecture])
+        host.machine_size(*Device.size)
         host.machine_allow_tf32(int(torch.backends.cuda.matmul.allow_tf32))
         host.machine_know()
         try:

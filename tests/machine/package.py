@@ -26,10 +26,11 @@ def _register() -> None:
 
 
 @contextlib.contextmanager
-def serving(architecture: int, **how) -> Iterator[Record]:
+def serving(architecture: int, *, size: tuple[int, int] = (3, 4), **how) -> Iterator[Record]:
     """Within it backend="triton" and "cuda" take tensors of the CPU, as on a GPU of `architecture`.
 
-    `how`: see on_machine.
+    size: how many processors the CUDA backend believes in, and how many tiles of keys are worth a block there.
+    how: see on_machine.
     """
     from xlnet_kernels.backends.triton import plan
 
@@ -43,6 +44,7 @@ def serving(architecture: int, **how) -> Iterator[Record]:
         (cuda_backend, "max_head_dim"): lambda dtype: 128,
         (cuda_backend, "rel_attention"): cuda_driver.rel_attention,
         (plan, "plans"): {},  # kernels are compiled for this architecture
+        (cuda_driver.Device, "size"): size,
         (torch.cuda, "get_device_capability"): lambda device=None: divmod(architecture, 10),
     }
     before = {place: getattr(*place) for place in changes}

@@ -28,7 +28,9 @@ from tests.machine.package import serving  # noqa: E402
 SAME = {"triton": 40, "cuda": 1}
 
 
-def run(backend: str, seed: int, numbers: Iterable[int], rows: int, words: list[str]) -> tuple[int, int]:
+def run(
+    backend: str, seed: int, numbers: Iterable[int], rows: int, words: list[str], size: tuple[int, int]
+) -> tuple[int, int]:
     """Those of the problems whose features have all the words; how many that were, and how many failed."""
     ran, failed, started = 0, 0, time.time()
     for number in numbers:
@@ -39,7 +41,7 @@ def run(backend: str, seed: int, numbers: Iterable[int], rows: int, words: list[
         own = seed * 2**20 + number
         torch.manual_seed(own)
         try:
-            with serving(given.architecture, seed=own):
+            with serving(given.architecture, seed=own, size=size):
                 given.check(backend, given.problem(own, rows))
         except (AssertionError, Fault) as error:
             failed += 1
@@ -59,12 +61,13 @@ if __name__ == "__main__":
     parser.add_argument("--first", type=int, default=0, help="number of the first problem, to repeat one")
     parser.add_argument("--rows", type=int, default=150, help="most rows of a problem")
     parser.add_argument("--only", nargs="*", default=[], help="what features have to be named, as architecture90")
+    parser.add_argument("--size", type=int, nargs=2, default=(3, 4), help="of the GPU: see package.serving")
     parser.add_argument("--backend", choices=["triton", "cuda"], default="triton")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)
     numbers = range(options.first, options.first + options.count)
-    ran, failed = run(options.backend, options.seed, numbers, options.rows, options.only)
+    ran, failed = run(options.backend, options.seed, numbers, options.rows, options.only, tuple(options.size))
     print(f"{ran} problems for {options.backend}, seed {options.seed}: {failed} wrong or faulty")
     sys.exit(failed > 0)

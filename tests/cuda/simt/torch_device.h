@@ -15,6 +15,14 @@ struct DeviceGuard {
 
 inline void announce_array(void*, int64_t) {}  // for what checks addresses: tests/machine/cuda
 inline Stream current_stream() { return nullptr; }
-inline int processors() { return 3; }  // with few heads, several slots at work on one rel_key
+inline int device_processors = 3;  // with few heads, several slots at work on one rel_key
+inline int device_tiles = 4;       // both set through simt_size
+
+inline int processors() { return device_processors; }
+inline int tiles_worth_a_block() { return device_tiles; }
 
 }  // namespace xlnet_kernels::cuda
+
+extern "C" __attribute__((used)) inline void simt_size(int processors, int tiles) {
+  xlnet_kernels::cuda::device_processors = processors, xlnet_kernels::cuda::device_tiles = tiles;
+}

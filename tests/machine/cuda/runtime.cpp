@@ -98,6 +98,9 @@ extern "C" {
 
 void machine_on_launch(Launch callback) { launch = callback; }
 void machine_device(int number, int shared) { architecture = number, most_shared = shared; }
+void machine_size(int processors, int tiles) {
+  xlnet_kernels::cuda::device_processors = processors, xlnet_kernels::cuda::device_tiles = tiles;
+}
 void machine_allow_tf32(int allowed) { xlnet_kernels::cuda::tf32 = allowed; }
 
 // Tensors that torch makes on the CPU from now on are known, until `machine_forget`.

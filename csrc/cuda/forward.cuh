@@ -163,7 +163,7 @@ DEVICE void forward_epilogue(const RelAttention& p, const ForwardTile<S>& tile,
 }
 
 template <typename S>
-KERNEL THREADS_PER_BLOCK(S::THREADS, S::SHARED <= 100 * 1024 ? 2 : 1) forward_kernel(Call call) {
+KERNEL THREADS_PER_BLOCK(S::THREADS, S::BLOCKS) forward_kernel(Call call) {
   using T = typename S::T;
   constexpr int D = S::HEAD_DIM, BLOCK_M = S::BLOCK_M, BLOCK_N = S::BLOCK_N, M_TILES = S::M_TILES;
   const RelAttention& p = call.p;

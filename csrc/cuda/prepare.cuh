@@ -44,24 +44,60 @@ DEVICE void bound_rows(const Call& call, int tile, int lane) {
   if (lane == 0) call.workspace.row_bounds[tile] = bounds;
 }
 
+// sum[0] and sum[2] += bias . row of rows g and g + 8, summed by the quad; null: zeros. A lane's chunk is the same of a
+// row and of the bias, in whatever order mma takes them.
+template <typename T>
+DEVICE void add_bias_products(float (&sum)[4], const T* const (&row)[2], const T* bias, int head_dim, int t) {
+#pragma unroll 2
+  for (int first = 0; first < head_dim; first += 4 * CHUNK<T>) {
+    const int column = first + t * CHUNK<T>;
+    Bytes16 of_bias = {}, of_row[2] = {};
+    if (column < head_dim) {
+      of_bias = *reinterpret_cast<const Bytes16*>(bias + column);
+      for (int r = 0; r < 2; ++r)
+        if (row[r]) of_row[r] = *reinterpret_cast<const Bytes16*>(row[r] + column);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t* const word[2] = {of_row[0].word + 2 * half, of_row[1].word + 2 * half};
+      mma<T>(sum, {word[0][0], word[1][0], word[0][1], word[1][1]},
+             {of_bias.word[2 * half], of_bias.word[2 * half + 1]});
+    }
+  }
+}
+
 // to[r] = bias . rows(r), for ROWS_AT_ONCE rows from `first` on; zeros without a bias.
 template <typename T, typename Rows>
 DEVICE void bias_products(const T* bias, Rows rows, int first, int64_t count, int head_dim, float* to) {
-  const RowLanes<T> lanes(head_dim);
-  float of_bias[CHUNK<T>] = {};
-  const bool reads = bias && lanes.inside;
-  if (reads) load_chunk(bias + lanes.column, of_bias);
-  lanes.for_each(first, int(count), [&](int r, bool inside) {
-    float sum = 0;
-    if (reads && inside) {
-      float of_row[CHUNK<T>];
-      load_chunk(rows(r) + lanes.column, of_row);
+  if constexpr (sizeof(T) == 2) {
+    const Lane lane = this_lane();
 #pragma unroll
-      for (int d = 0; d < CHUNK<T>; ++d) sum += of_bias[d] * of_row[d];
+    for (int i = 0; i < ROWS_AT_ONCE; i += 16) {
+      const int of[2] = {first + i + lane.g, first + i + lane.g + 8};
+      const T* row[2];
+      for (int r = 0; r < 2; ++r) row[r] = of[r] < count ? rows(of[r]) : nullptr;
+      float sum[4] = {};
+      if (bias) add_bias_products(sum, row, bias, head_dim, lane.t);
+      for (int r = 0; r < 2; ++r)
+        if (lane.t == 0 && row[r]) to[of[r]] = sum[2 * r];
     }
-    sum = lanes.row_sum(sum);
-    if (lanes.column == 0 && inside) to[r] = sum;
-  });
+  } else {
+    const RowLanes<T> lanes(head_dim);
+    float of_bias[CHUNK<T>] = {};
+    const bool reads = bias && lanes.inside;
+    if (reads) load_chunk(bias + lanes.column, of_bias);
+    lanes.for_each(first, int(count), [&](int r, bool inside) {
+      float sum = 0;
+      if (reads && inside) {
+        float of_row[CHUNK<T>];
+        load_chunk(rows(r) + lanes.column, of_row);
+#pragma unroll
+        for (int d = 0; d < CHUNK<T>; ++d) sum += of_bias[d] * of_row[d];
+      }
+      sum = lanes.row_sum(sum);
+      if (lanes.column == 0 && inside) to[r] = sum;
+    });
+  }
 }
 
 template <typename T>

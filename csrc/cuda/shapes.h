@@ -27,15 +27,20 @@ struct ForwardSizes {
   static constexpr int HEAD_DIM = HEAD_DIM_, ROW_BYTES = SIZE * HEAD_DIM;
   // Two tiles of 16 rows share what they multiply with: half the traffic of shared memory, where registers allow it.
   static constexpr int M_TILES = SIZE == 2 && HEAD_DIM <= 64 ? 2 : 1;
-  static constexpr int WARPS = SIZE == 4 && HEAD_DIM > 64 ? 2 : 4, THREADS = 32 * WARPS;
+  // Eight warps with one tile each copy what they read as seldom as four warps with two.
+  static constexpr int WARPS = SIZE == 4 && HEAD_DIM > 64 ? 2 : SIZE == 2 && HEAD_DIM > 64 ? 8 : 4;
+  static constexpr int THREADS = 32 * WARPS;
   static constexpr int BLOCK_M = 16 * M_TILES * WARPS, BLOCK_N = ROW_BYTES <= 64 ? 64 : ROW_BYTES <= 256 ? 32 : 16;
-  static constexpr int WINDOW = BLOCK_M + BLOCK_N, RING = POWER_OF_TWO<WINDOW + BLOCK_N>;
+  static constexpr int WINDOW = BLOCK_M + BLOCK_N, KEPT_ROWS = WINDOW + BLOCK_N;
+  // A power of two spares a division; eight warps' would be more than the 99 KB that some architectures have.
+  static constexpr int RING = WARPS == 8 ? KEPT_ROWS : POWER_OF_TWO<KEPT_ROWS>;
   static constexpr bool QUERY_IN_REGISTERS = SIZE == 2;
   static constexpr int KEY_BYTES = tile_bytes(BLOCK_N, ROW_BYTES), RING_BYTES = tile_bytes(RING, ROW_BYTES);
   static constexpr int STAGE = 2 * KEY_BYTES + 3 * BLOCK_N * 4;
   static constexpr int QUERY_BYTES = QUERY_IN_REGISTERS ? 0 : tile_bytes(BLOCK_M, ROW_BYTES);
   static constexpr int KEPT_BYTES = M_TILES * THREADS * 4;
   static constexpr int SHARED = 2 * STAGE + RING_BYTES + QUERY_BYTES + KEPT_BYTES;
+  static constexpr int BLOCKS = SHARED <= 100 * 1024 && WARPS <= 4 ? 2 : 1;  // at a time on a multiprocessor
 };
 
 template <int SIZE, int HEAD_DIM_>

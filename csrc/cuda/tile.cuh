@@ -15,28 +15,39 @@ constexpr int DEPTH = 2 * CHUNK<T>;
 
 constexpr int WARP = 32;
 
+// A number that is the same in all lanes of a warp, from lane 0: the compiler then knows that it is, keeps what depends
+// on it in uniform registers, and has no code for a warp that a branch on it would part.
+template <typename T>
+DEVICE T uniform(T x) {
+  return shuffle(x, 0);
+}
+
 // A thread as the matrix instruction has it: it holds row g, and g + 8, of what a warp multiplies, in columns by t.
 struct Lane {
   int id, warp, g, t;
 };
 DEVICE Lane this_lane() {
   const int id = thread_index() % WARP;
-  // The compiler sees that a shuffle's result is the same in all lanes, and keeps what follows from it once for a warp.
-  return {id, shuffle(thread_index() / WARP, 0), id / 4, id % 4};
+  return {id, uniform(thread_index() / WARP), id / 4, id % 4};
 }
 
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE int larger(int a, int b) { return a > b ? a : b; }
 
-// Rows of COLUMNS elements, 16 bytes apart, so that eight rows' chunks fall into different banks. ROWS > 0, a power of
-// two: a ring, whose rows may have any number.
+// Rows of COLUMNS elements, 16 bytes apart, so that eight rows' chunks fall into different banks. ROWS > 0: a ring,
+// whose rows may have any number.
 template <typename T, int COLUMNS, int ROWS = 0>
 struct Tile {
   static constexpr int STRIDE = COLUMNS + CHUNK<T>;
   T* data;
 
   static_assert(tile_bytes(1, COLUMNS * sizeof(T)) == STRIDE * sizeof(T));
-  DEVICE T* at(int row, int column) const { return data + (ROWS ? row & (ROWS - 1) : row) * STRIDE + column; }
+  DEVICE static int place(int row) {
+    if constexpr (ROWS == 0) return row;
+    constexpr uint32_t SIZE = ROWS ? ROWS : 1, WRAPS = (1u << 31) / SIZE;  // rows before row 0 have places, too
+    return int((uint32_t(row) + WRAPS * SIZE) % SIZE);
+  }
+  DEVICE T* at(int row, int column) const { return data + place(row) * STRIDE + column; }
 };
 
 // One lane's part of a 16 x DEPTH matrix a, or of two b of DEPTH x 8, as mma takes them.

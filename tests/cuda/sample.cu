@@ -11,6 +11,7 @@ static_assert(twice_in(ForwardShape<BFloat16, 64>::SHARED, 164));
 static_assert(twice_in(ForwardShape<BFloat16, 128>::SHARED, 228));
 static_assert(twice_in(BackwardShape<BFloat16, 64>::SHARED, 228));
 // and what a block may have at most on sm_86, sm_89 and sm_120, on sm_80
+static_assert(ForwardShape<BFloat16, 128>::SHARED <= 99 * 1024);
 static_assert(BackwardShape<BFloat16, 64>::SHARED <= 99 * 1024 && BackwardShape<float, 64>::SHARED <= 99 * 1024);
 static_assert(BackwardShape<BFloat16, 128>::SHARED <= 163 * 1024 && BackwardShape<float, 128>::SHARED <= 163 * 1024);
 

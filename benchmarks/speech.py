@@ -17,11 +17,12 @@ projected positions are kept from call to call, as they are in use while audio i
 
 With --toolkit, a call is one whole encoder layer of that toolkit, feed-forward and convolution included, made by the
 toolkit itself: accelerated, and in each of its own ways. With --layers N it is the library's whole encoder of N layers:
-transformers' Parakeet from mel features on, SpeechBrain's Conformer. All are checked against the library's own code in
-float64; where its maps would not fit in memory, and for SpeechBrain, which has none, against the accelerated one in
-float64 (on the reference, where that fits). Right is a gradient that misses it by twice as much as the library's own
-code does in the same dtype, or by the usual tolerance of the largest gradient of the same weight in any layer: in some
-that of keys and bias_u nearly cancels, and all lose digits. A toolkit that is not installed is skipped with the reason.
+Parakeet of transformers and of NeMo from mel features on, the Conformers of ESPnet, SpeechBrain and fairseq2. All are
+checked against the library's own code in float64; where its maps would not fit in memory, and for SpeechBrain, which
+has none, against the accelerated one in float64 (on the reference, where that fits). Right is a gradient that misses it
+by twice as much as the library's own code does in the same dtype, or by the usual tolerance of the largest gradient of
+the same weight in any layer: in some that of keys and bias_u nearly cancels, and all lose digits. A toolkit that is not
+installed is skipped with the reason.
 With --once every implementation is called once: for audio of many minutes.
 
 transformers compiled is torch.compile of its sdpa, measured on GPUs and where it is asked for (--implementations).
@@ -309,7 +310,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add(
         "--layers",
         type=positive,
-        help=f"whole encoders of so many layers: {', '.join(toolkits.ENCODERS)} (default both)",
+        help=f"whole encoders of so many layers: {', '.join(toolkits.ENCODERS)} (default all)",
     )
     add("--once", action="store_true", help="one call of each, which is checked and timed")
     add("--batch", type=positive, default=1)

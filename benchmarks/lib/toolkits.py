@@ -62,6 +62,18 @@ def build(toolkit: str, length: int, d_model: int, heads: int, layers: int | Non
     return layer
 
 
+def _nemo_use(sdpa: bool) -> Callable[[nn.Module], object]:
+    def tell(module: nn.Module) -> None:
+        for part in module.modules():
+            if hasattr(part, "use_pytorch_sdpa"):
+                part.use_pytorch_sdpa = sdpa
+
+    return tell
+
+
+_NEMO_WAYS = {"NeMo sdpa": _nemo_use(True), "NeMo": _nemo_use(False)}
+
+
 def _nemo(length: int, d_model: int, heads: int) -> Layer:
     from nemo.collections.asr.parts.submodules.conformer_modules import ConformerLayer
     from nemo.collections.asr.parts.submodules.multi_head_attention import RelPositionalEncoding
@@ -71,14 +83,11 @@ def _nemo(length: int, d_model: int, heads: int) -> Layer:
     encoding.extend_pe(length, "cpu", torch.float32)
     table = encoding.pe
 
-    def use(sdpa: bool) -> Callable[[nn.Module], object]:
-        return lambda layer: setattr(layer.self_attn, "use_pytorch_sdpa", sdpa)
-
     def call(layer: nn.Module, x: Tensor) -> Tensor:
         middle = table.shape[1] // 2
         return layer(x, pos_emb=table[:, middle - x.shape[1] + 1 : middle + x.shape[1]].to(x))
 
-    return Layer(module, call, {"NeMo sdpa": use(True), "NeMo": use(False)})
+    return Layer(module, call, _NEMO_WAYS)
 
 
 def _espnet(length: int, d_model: int, heads: int) -> Layer:
@@ -105,7 +114,7 @@ def _speechbrain(length: int, d_model: int, heads: int) -> Layer:
     return Layer(module, call, {"SpeechBrain": lambda layer: None}, has_float64=False)  # softmax in float32
 
 
-def _fairseq2(length: int, d_model: int, heads: int) -> Layer:
+def _fairseq2_block(length: int, d_model: int, heads: int) -> nn.Module:
     from fairseq2.models.conformer import ConformerBlock, ConformerConvolution
     from fairseq2.models.transformer import (
         RelativePositionalEncoding,
@@ -113,20 +122,25 @@ def _fairseq2(length: int, d_model: int, heads: int) -> Layer:
         StandardFeedForwardNetwork,
         StandardMultiheadAttention,
     )
-    from fairseq2.models.transformer.attention_bias import AttentionBiasCache, IdentityBias
-    from fairseq2.nn import BatchLayout, StandardLayerNorm
+    from fairseq2.models.transformer.attention_bias import IdentityBias
+    from fairseq2.nn import StandardLayerNorm
 
     feed = [StandardFeedForwardNetwork(d_model, 4 * d_model, True, inner_activation=nn.SiLU()) for _ in range(2)]
     norms = [StandardLayerNorm(d_model, bias=True) for _ in range(5)]
     sdpa = RelativePositionSDPA(d_model, heads, RelativePositionalEncoding(d_model, length), IdentityBias())
     attention = StandardMultiheadAttention(d_model, heads, sdpa)
     convolution = ConformerConvolution(d_model, 9)
-    module = ConformerBlock(norms[0], feed[0], norms[1], attention, norms[2], convolution, norms[3], feed[1], norms[4])
+    return ConformerBlock(norms[0], feed[0], norms[1], attention, norms[2], convolution, norms[3], feed[1], norms[4])
+
+
+def _fairseq2(length: int, d_model: int, heads: int) -> Layer:
+    from fairseq2.models.transformer.attention_bias import AttentionBiasCache
+    from fairseq2.nn import BatchLayout
 
     def call(layer: nn.Module, x: Tensor) -> Tensor:
         return layer(x, BatchLayout((x.shape[0], x.shape[1]), None, device=x.device), AttentionBiasCache())
 
-    return Layer(module, call, {"fairseq2": lambda layer: None})
+    return Layer(_fairseq2_block(length, d_model, heads), call, {"fairseq2": lambda layer: None})
 
 
 def _parakeet_encoder(length: int, d_model: int, heads: int, layers: int) -> Layer:
@@ -160,7 +174,56 @@ def _speechbrain_encoder(length: int, d_model: int, heads: int, layers: int) -> 
     return Layer(module, call, {"SpeechBrain": lambda encoder: None}, has_float64=False)
 
 
+def _nemo_encoder(length: int, d_model: int, heads: int, layers: int) -> Layer:
+    """Parakeet's: from mel features on."""
+    from nemo.collections.asr.modules.conformer_encoder import ConformerEncoder
+
+    bins, step = 80, 8
+    dropouts = ("dropout", "dropout_pre_encoder", "dropout_emb", "dropout_att")
+    module = ConformerEncoder(
+        feat_in=bins, n_layers=layers, d_model=d_model, n_heads=heads, subsampling="dw_striding",
+        subsampling_factor=step, subsampling_conv_channels=256, conv_kernel_size=9, xscaling=False,
+        pos_emb_max_len=length, **dict.fromkeys(dropouts, 0.0),
+    )  # fmt: skip
+
+    def call(encoder: nn.Module, x: Tensor) -> Tensor:
+        frames = torch.full((x.shape[0],), x.shape[1], device=x.device)
+        return encoder(audio_signal=x.mT, length=frames)[0].mT
+
+    return Layer(module, call, _NEMO_WAYS, step, bins)
+
+
+def _espnet_encoder(length: int, d_model: int, heads: int, layers: int) -> Layer:
+    from espnet2.asr.encoder.conformer_encoder import ConformerEncoder
+
+    dropouts = ("dropout_rate", "positional_dropout_rate", "attention_dropout_rate")
+    module = ConformerEncoder(
+        d_model, d_model, heads, 4 * d_model, layers, input_layer="linear", macaron_style=True, rel_pos_type="latest",
+        cnn_module_kernel=9, max_pos_emb_len=length, **dict.fromkeys(dropouts, 0.0),
+    )  # fmt: skip
+
+    def call(encoder: nn.Module, x: Tensor) -> Tensor:
+        return encoder(x, torch.full((x.shape[0],), x.shape[1], device=x.device))[0]
+
+    return Layer(module, call, {"ESPnet": lambda encoder: None})
+
+
+def _fairseq2_encoder(length: int, d_model: int, heads: int, layers: int) -> Layer:
+    from fairseq2.models.transformer import StandardTransformerEncoder
+    from fairseq2.nn import BatchLayout
+
+    module = StandardTransformerEncoder([_fairseq2_block(length, d_model, heads) for _ in range(layers)])
+
+    def call(encoder: nn.Module, x: Tensor) -> Tensor:
+        return encoder(x, BatchLayout((x.shape[0], x.shape[1]), None, device=x.device))
+
+    return Layer(module, call, {"fairseq2": lambda encoder: None})
+
+
 _BUILD = {"nemo": _nemo, "espnet": _espnet, "speechbrain": _speechbrain, "fairseq2": _fairseq2}
-_BUILD_ENCODER = {"parakeet": _parakeet_encoder, "speechbrain": _speechbrain_encoder}
+_BUILD_ENCODER = {
+    "parakeet": _parakeet_encoder, "nemo": _nemo_encoder, "espnet": _espnet_encoder,
+    "speechbrain": _speechbrain_encoder, "fairseq2": _fairseq2_encoder,
+}  # fmt: skip
 NAMES = tuple(_BUILD)
 ENCODERS = tuple(_BUILD_ENCODER)

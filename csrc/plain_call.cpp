@@ -26,19 +26,23 @@ using Operator = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(DIFFERENTIAB
 constexpr Py_ssize_t TENSORS = DIFFERENTIABLE_INPUTS(ONE, ) OTHER_INPUTS(ONE, ), ARGUMENTS = TENSORS + 4;
 #undef ONE
 
-// On the CPU, and no transform, mode or view of torch's has put more into it than autograd.
+c10::DispatchKeySet usual_keys(c10::DispatchKey device, c10::BackendComponent backend) {
+  return c10::DispatchKeySet(device) | c10::getAutogradRelatedKeySetFromBackend(backend) |
+         c10::getAutocastRelatedKeySetFromBackend(backend);
+}
+
+// On the CPU or a GPU, and no transform, mode or view of torch's has put more into it than autograd.
 bool is_plain(const Tensor& t) {
-  constexpr auto cpu = c10::BackendComponent::CPUBit;
-  static const c10::DispatchKeySet usual = c10::DispatchKeySet(c10::DispatchKey::CPU) |
-                                           c10::getAutogradRelatedKeySetFromBackend(cpu) |
-                                           c10::getAutocastRelatedKeySetFromBackend(cpu);
-  return (t.key_set() | usual) == usual;
+  static const auto cpu = usual_keys(c10::DispatchKey::CPU, c10::BackendComponent::CPUBit);
+  static const auto cuda = usual_keys(c10::DispatchKey::CUDA, c10::BackendComponent::CUDABit);
+  return (t.key_set() | cpu) == cpu || (t.key_set() | cuda) == cuda;
 }
 
 // Takes the arguments one after the other.
 struct Arguments {
   PyObject* const* next;
   bool fit = true;
+  std::optional<c10::Device> device{};  // of the first tensor
 
   OptionalTensor optional() {
     PyObject* const given = *next++;
@@ -47,7 +51,10 @@ struct Arguments {
       fit = false;
       return {};
     }
-    return THPVariable_Unpack(given);
+    const Tensor& found = THPVariable_Unpack(given);
+    if (!device) device = found.device();
+    fit = fit && found.device() == *device;
+    return found;
   }
 
   template <typename T>
@@ -86,19 +93,20 @@ struct Arguments {
   }
 };
 
+int64_t keys_before(const Inputs& in) {
+  return in.memory_key && in.memory_key->dim() == 4 ? in.memory_key->size(2) : 0;
+}
+
 // What csrc/call.cpp takes for granted, as Python has looked at it, or would word in its own way.
 bool fits(const Inputs& in) {
   const auto dtype = in.query.scalar_type();
   const bool served = dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf;
   if (!served || in.query.dim() != 4 || in.key.dim() != 4 || in.query.size(3) == 0) return false;
   if (in.rel_key.dim() != 3 && in.rel_key.dim() != 4) return false;
+  if (!in.query.is_cpu() && (in.query.numel() == 0 || keys_before(in) + in.key.size(2) == 0)) return false;
   if (in.mask || in.dropout_state || in.dropout_p != 0 || !std::isfinite(in.scale)) return false;
   if (!in.query_positions) return true;
   return in.query_positions->scalar_type() == at::kInt || in.query_positions->scalar_type() == at::kLong;
-}
-
-int64_t keys_before(const Inputs& in) {
-  return in.memory_key && in.memory_key->dim() == 4 ? in.memory_key->size(2) : 0;
 }
 
 // Whether rel_key has the rows that `_check_distances` of functional.py asks for.
@@ -119,9 +127,7 @@ bool wants_gradients(const Inputs& in) {
 PyObject* plain_call(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == ARGUMENTS, "plain_call takes ", ARGUMENTS, " arguments, got ", count);
-  if (at::impl::torch_function_mode_enabled() || at::autocast::is_autocast_enabled(at::kCPU) ||
-      torch::jit::tracer::isTracing())
-    Py_RETURN_NONE;
+  if (at::impl::torch_function_mode_enabled() || torch::jit::tracer::isTracing()) Py_RETURN_NONE;
   Arguments arguments{given};
 #define TAKE(type, name) arguments.take<type>()
   Inputs in{DIFFERENTIABLE_INPUTS(TAKE, COMMA), OTHER_INPUTS(TAKE, COMMA)};
@@ -133,6 +139,7 @@ PyObject* plain_call(PyObject*, PyObject* const* given, Py_ssize_t count) {
   const bool has_scale = given[ARGUMENTS - 2] != Py_None;
   in.deterministic = arguments.flag(at::globalContext().deterministicAlgorithms());
   if (!arguments.fit || !fits(in)) Py_RETURN_NONE;
+  if (at::autocast::is_autocast_enabled(in.query.device().type())) Py_RETURN_NONE;
   if (!is_window) in.max_distance = keys_before(in) + in.key.size(2);
   if (!has_scale) in.scale = std::pow(static_cast<double>(in.query.size(3)), -0.5) /* as Python does */;
   if (!has_rows(in, is_window)) Py_RETURN_NONE;
@@ -162,7 +169,7 @@ PyObject* plain_call(PyObject*, PyObject* const* given, Py_ssize_t count) {
 
 void add_plain_call(PyObject* module) {
   static PyMethodDef methods[] = {{"plain_call", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(plain_call)),
-                                   METH_FASTCALL, "A call of the CPU operator, or None (csrc/plain_call.h)."},
+                                   METH_FASTCALL, "A call of the operator, or None (csrc/plain_call.h)."},
                                   {}};
   if (PyModule_AddFunctions(module, methods) != 0) throw pybind11::error_already_set();
 }

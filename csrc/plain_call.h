@@ -1,4 +1,4 @@
-// The short way of a call of the CPU operator that nothing special is about.
+// The short way of a call of the operator on the CPU or CUDA that nothing special is about.
 #pragma once
 
 #include <Python.h>

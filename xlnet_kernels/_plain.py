@@ -11,12 +11,14 @@ from torch import Tensor
 
 from . import _extension
 from ._torch import in_dispatch_mode, transformed
-from .backends import choose, cpu
+from .backends import choose, cpu, cuda
 from .masks import RankMask
 from .ops import rank_vectors
 from .segments import Segments
 
 _plain_call = getattr(_extension.module, "plain_call", None)
+_DEVICES = ("cpu", "cuda") if getattr(_extension.module, "cuda_version", None) else ("cpu",)
+_BACKENDS = {cpu: "cpu", cuda: "cuda"}  # of the operator that is called
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -34,17 +36,19 @@ def attend_plainly(
     memory: tuple[Tensor, Tensor] | None,
     scale: float | None,
     deterministic: bool | None,
+    backend: str | None,
 ) -> tuple[Tensor, Tensor] | None:
     """The output and the log-sum-exp of a call without dropout, its arguments unchecked as `functional` is given them.
 
-    None for whatever is not plainly right, for other backends than the CPU's, and for what torch has a say in
+    None for whatever is not plainly right, for other backends than "cpu" and "cuda", and for what torch has a say in
     (compilers, transforms, modes, subclasses, autocast): `functional` serves the call or says what is wrong.
     """
     if _plain_call is None or torch.compiler.is_compiling() or transformed() or in_dispatch_mode():
         return None
-    if type(query) not in _PLAIN or query.device.type != "cpu" or query.dim() != 4:
+    if type(query) not in _PLAIN or query.device.type not in _DEVICES or query.dim() != 4:
         return None
-    if choose(None, "cpu", query.dtype, query.shape[-1], query.device) is not cpu:
+    best = _BACKENDS.get(choose(None, query.device.type, query.dtype, query.shape[-1], query.device))
+    if best is None or backend not in (None, best):
         return None
     query_rank = key_rank = query_floor = sees_self = None
     if type(mask) is RankMask:

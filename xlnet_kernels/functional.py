@@ -105,10 +105,10 @@ def rel_attention(
     >>> rel_attention(q, k, v, torch.randn(2, 10, 8)).shape
     torch.Size([1, 2, 5, 8])
     """
-    if type(dropout_p) is float and dropout_p == 0 and (backend is None or backend == "cpu"):
+    if type(dropout_p) is float and dropout_p == 0 and backend in (None, "cpu", "cuda"):
         plain = attend_plainly(
             query, key, value, rel_key, content_bias, position_bias, segments, mask, query_positions, max_distance,
-            memory, scale, deterministic,
+            memory, scale, deterministic, backend,
         )  # fmt: skip
         if plain is not None:
             return plain if return_lse else plain[0]

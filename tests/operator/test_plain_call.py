@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xlnet_kernels as xk
-from tests.cases import COMPILED, MASKS, MODULES, make
+from tests.cases import COMPILED, MASKS, MODULES, assert_close, make
 from xlnet_kernels import _extension, functional
 from xlnet_kernels.backends import self_check
 
@@ -171,9 +171,32 @@ def test_errors_are_those_of_the_long_way(name):
     assert texts[0] == texts[1]
 
 
+@pytest.fixture
+def cuda_serves_the_cpu(monkeypatch):
+    """Its operator is the CPU's on tensors there."""
+    monkeypatch.setattr(BACKENDS["cpu"], "DEVICE", "none")
+    for name, value in (("DEVICE", "cpu"), ("unavailable", lambda: None), ("max_head_dim", lambda dtype: 128)):
+        monkeypatch.setattr(BACKENDS["cuda"], name, value)
+
+
+@pytest.mark.parametrize("backend", [None, "cuda"])
+def test_cuda_has_the_short_way_too(cuda_serves_the_cpu, backend):
+    problem = make(mem=3, mask="order")
+    with ways() as went:
+        found = problem.results(backend)
+    assert went == [True]
+    assert_close(found, problem.to(torch.float64).results("reference"), problem)
+
+
+def test_a_backend_that_is_not_the_best_takes_the_long_way(cuda_serves_the_cpu):
+    with ways() as went, pytest.raises(RuntimeError, match='backend="cpu" is unavailable'):
+        xk.rel_attention(**plain(backend="cpu"))
+    assert went == [False]
+
+
 def test_determinism_follows_torch(monkeypatch):
     given = []
-    monkeypatch.setattr(functional, "attend_plainly", lambda *arguments: given.append(arguments[-1]))
+    monkeypatch.setattr(functional, "attend_plainly", lambda *arguments: given.append(arguments[-2]))
     xk.rel_attention(**plain())
     xk.rel_attention(**plain(deterministic=True))
     assert given == [None, True]

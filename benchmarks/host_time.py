@@ -1,21 +1,25 @@
-"""Host time of a Triton call: what Python and C++ do around the launches, with the launches themselves left out.
+"""Host time of a GPU call: what Python and C++ do around the launches, with the launches themselves left out.
 
     python benchmarks/host_time.py --output benchmarks/results/host-time.json
 
-Runs without a GPU. Tensors are on the CPU and small; Triton compiles for one with compute capability 8.0, and a launch
-ends where CUDA's driver would be called. *Operator* is the implementation of xlnet_kernels::rel_attention_triton and of
-its backward, *call* is xk.rel_attention with autograd around it. Beside them torch's scaled_dot_product_attention on
-the same query, key and value, which computes. Time is that of the calling thread, the only one: other processes do not
-count.
+Runs without a GPU. Tensors are on the CPU and small. Triton compiles for a GPU with compute capability 8.0, and a
+launch ends where CUDA's driver would be called; the CUDA backend is compiled for the host (tests/cuda/simt), where a
+launch ends before it begins. *Operator* is the implementation of xlnet_kernels::rel_attention_triton and of its
+backward, or the operator xlnet_kernels::rel_attention; *call* is xk.rel_attention with autograd around it. Beside them
+torch's scaled_dot_product_attention on the same query, key and value, which computes, and on one query, key and value
+of 8 numbers, where next to nothing is computed. Time is that of the calling thread, the only one: other processes do
+not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -25,14 +29,16 @@ import xlnet_kernels as xk
 from compiled.triton_report import Driver
 from lib.harness import environment, write_json
 from xlnet_kernels import ops
+from xlnet_kernels.backends import cpu, cuda
 from xlnet_kernels.backends import triton as backend
 from xlnet_kernels.backends.triton import launch
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 2, 4, 32, 64
 OPERATOR = "xlnet_kernels::rel_attention_triton"
+Operator = tuple[Callable[..., Any], Callable[..., Any]]  # forward and backward
 
 
-def pretend() -> None:
+def pretend_triton() -> Operator:
     """Triton compiles for a GPU, launches nothing, and serves tensors of the CPU."""
     driver = Driver(80)
     driver.launcher_cls = lambda source, metadata: lambda *arguments: None
@@ -42,6 +48,24 @@ def pretend() -> None:
     torch.library.impl(f"{OPERATOR}_backward", "cpu", lambda *inputs: launch.backward(*inputs))
     backend.DEVICE, backend.DTYPES = "cpu", (torch.float16, torch.bfloat16, torch.float32)
     backend._unavailable = lambda: None
+    return launch.forward, launch.backward
+
+
+def pretend_cuda() -> Operator:
+    """The CUDA backend launches nothing and serves tensors of the CPU, as which the CPU's backend does no longer."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from tests.cuda import on_host
+
+    library = on_host.library('-DXLNET_KERNELS_OPERATOR="rel_attention"')
+    library.simt_skip_launches(1)
+    cpu.DEVICE, cuda.DEVICE = "none", "cpu"
+    cuda._unavailable, cuda._max_head_dim = lambda: None, lambda dtype, device: 128
+    torch.cuda.current_device = lambda: 0
+    operators = torch.ops.xlnet_kernels
+    return operators.rel_attention.default, operators.rel_attention_backward.default
+
+
+PRETEND = {"triton": pretend_triton, "cuda": pretend_cuda}
 
 
 def problem(full: bool) -> tuple[list[Tensor], dict]:
@@ -63,50 +87,62 @@ def problem(full: bool) -> tuple[list[Tensor], dict]:
     return [tensor.requires_grad_() for tensor in tensors], options
 
 
-def operator_inputs(tensors: list[Tensor], options: dict) -> tuple:
+def operator_inputs(name: str, tensors: list[Tensor], options: dict) -> tuple:
     """The same as the operator's inputs."""
     captured = []
-    original = backend.rel_attention
+    module = {"triton": backend, "cuda": cuda}[name]
+    original = module.rel_attention
 
     def capture(*args, **kwargs):
         captured.append(ops._flatten(*args, **kwargs))
         return original(*args, **kwargs)
 
-    backend.rel_attention = capture
-    try:
-        xk.rel_attention(*tensors, backend="triton", **options)
+    module.rel_attention = capture
+    try:  # a function mode: such calls take the long way, through the backend's module
+        with torch.overrides.BaseTorchFunctionMode():
+            xk.rel_attention(*tensors, backend=name, **options)
     finally:
-        backend.rel_attention = original
+        module.rel_attention = original
     return tuple(x.detach() if isinstance(x, Tensor) else x for x in captured[0])
 
 
-def ways(full: bool) -> dict[tuple[str, str], Callable[[], object]]:
+def ways(name: str, operator: Operator, full: bool) -> dict[tuple[str, str], Callable[[], object]]:
     """(what, direction) -> what is timed."""
+    forward, backward = operator
     tensors, options = problem(full)
-    inputs = operator_inputs(tensors, options)
-    out, lse, row_max, row_sum, residual = launch.forward(*inputs, True)
+    inputs = operator_inputs(name, tensors, options)
+    out, lse, row_max, row_sum, residual = forward(*inputs, True)
     grad = torch.ones_like(out)
     needs = [tensor is not None for tensor in inputs[: ops.DIFFERENTIABLE]]
     saved = (grad, None, out, residual, row_max, row_sum, needs)
     leaves = [*tensors, *(x for x in _leaves(options) if x.requires_grad)]
 
     def call() -> Tensor:
-        return xk.rel_attention(*tensors, backend="triton", **options)
-
-    def sdpa() -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(*tensors[:3])
-
-    def without_gradients(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        return torch.no_grad()(function)
+        return xk.rel_attention(*tensors, backend=name, **options)
 
     return {
-        ("operator", "forward"): lambda: launch.forward(*inputs, True),
-        ("operator", "backward"): lambda: launch.backward(*saved, *inputs),
-        ("call", "forward"): without_gradients(call),
+        ("operator", "forward"): lambda: forward(*inputs, True),
+        ("operator", "backward"): lambda: backward(*saved, *inputs),
+        ("call", "forward"): torch.no_grad()(call),
         ("call", "forward and backward"): lambda: torch.autograd.grad(call(), leaves, grad),
-        ("sdpa", "forward"): without_gradients(sdpa),
-        ("sdpa", "forward and backward"): lambda: torch.autograd.grad(sdpa(), tensors[:3], grad),
     }
+
+
+def ways_of_torch() -> dict[tuple[str, str], Callable[[], object]]:
+    """The same of scaled_dot_product_attention."""
+    found: dict[tuple[str, str], Callable[[], object]] = {}
+    tiny = [torch.randn(1, 1, 1, 8, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    for what, tensors in (("sdpa", problem(False)[0][:3]), ("sdpa of one row", tiny)):
+        grad = torch.ones_like(tensors[0])
+
+        def call(tensors: list[Tensor] = tensors) -> Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(*tensors)
+
+        def both(call: Callable = call, tensors: list[Tensor] = tensors, grad: Tensor = grad) -> object:
+            return torch.autograd.grad(call(), tensors, grad)
+
+        found |= {(what, "forward"): torch.no_grad()(call), (what, "forward and backward"): both}
+    return found
 
 
 def _leaves(options: dict) -> list[Tensor]:
@@ -143,24 +179,29 @@ def measure(functions: dict[tuple[str, str], Callable[[], object]], seconds: flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20, help="of measuring, for each problem")
+    parser.add_argument("--seconds", type=float, default=20, help="of measuring, for each problem and backend")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     facts = environment("cpu") | {"triton": triton.__version__}
     facts.pop("peak_memory")
-    pretend()
     rows = []
-    for name, full in (("plain", False), ("full", True)):
-        functions = ways(full)
+
+    def sample(name: str, of: str, functions: dict[tuple[str, str], Callable[[], object]]) -> None:
         for function in functions.values():  # compiles
             function()
         for row in measure(functions, options.seconds):
-            rows.append({"problem": name, **row})
-            print(f"{name:6}", *(f"{value}" for value in row.values()), sep="\t", flush=True)
+            rows.append({"backend": name, "problem": of, **row})
+            print(*rows[-1].values(), sep="\t", flush=True)
+
+    for name, pretend in PRETEND.items():
+        operator = pretend()
+        for of, full in (("plain", False), ("full", True)):
+            sample(name, of, ways(name, operator, full))
+    sample("torch", "plain", ways_of_torch())
     if options.output is not None:
         shape = {"batch": BATCH, "heads": HEADS, "length": LENGTH, "head_dim": HEAD_DIM, "dtype": "bfloat16"}
-        write_json(options.output, {"environment": facts, "shape": shape, "rows": rows})
+        write_json(options.output, {"benchmark": "host time", "environment": facts, "shape": shape, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -282,6 +282,8 @@ def markdown(results: dict) -> str:
         return precision.markdown(results)
     if results.get("benchmark") == "objectives":
         return claims.markdown(results)
+    if results.get("benchmark") == "host time":
+        return _host_time(results)
     if "calibration" in results:
         return _counted(results)
     if "triton" in results:
@@ -303,6 +305,19 @@ def markdown(results: dict) -> str:
         found.append(line)
     notes_list = "\n".join(f"* {line}" for line in notes(results))
     return re.sub(r"[ ]{2,}", " ", "\n".join(found)) + f"\n\n{notes_list}\n"
+
+
+def _host_time(results: dict) -> str:
+    """What host_time.py measured: microseconds, a line for each thing that was timed, a column for each backend."""
+    names = list(dict.fromkeys(row["backend"] for row in results["rows"]))
+    lines: dict[tuple, dict] = {}
+    for row in results["rows"]:
+        lines.setdefault((row["problem"], row["what"], row["direction"]), {})[row["backend"]] = row["median_us"]
+    found = [f"| problem | what | direction | {' | '.join(names)} |", f"|---|---|---|{'---|' * len(names)}"]
+    for of, times in lines.items():
+        cells = [f"{times[name]:.0f}" if name in times else "" for name in names]
+        found.append(f"| {' | '.join([*of, *cells])} |")
+    return "\n".join(found) + f"\n\n{results['environment']['cpu']}, torch {results['environment']['torch']}.\n"
 
 
 def _compiled_by_triton(results: dict) -> str:

@@ -14,6 +14,7 @@ from tests import ROOT
 pytest.importorskip("triton")
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import host_time  # noqa: E402
+from lib import report  # noqa: E402
 
 # Microseconds of the operator, as docs/performance.md promises.
 MOST = {"forward": 60, "backward": 120}
@@ -35,3 +36,13 @@ def test_the_operator_takes_no_longer_than_it_should():
     found = {(row["problem"], row["direction"]): row["median_us"] for row in rows if row["what"] == "operator"}
     assert set(found) == {(problem, direction) for problem in ("plain", "full") for direction in MOST}
     assert all(time <= MOST[direction] for (_, direction), time in found.items()), found
+
+
+def test_a_table_has_a_column_for_each_backend():
+    row = {"problem": "plain", "what": "call", "direction": "forward"}
+    rows = [row | {"backend": "triton", "median_us": 52.5}, row | {"backend": "cuda", "median_us": 10.2},
+            row | {"backend": "torch", "what": "sdpa", "median_us": 48.3}]  # fmt: skip
+    results = {"benchmark": "host time", "rows": rows, "environment": {"cpu": "a CPU", "torch": "2.13"}}
+    lines = report.markdown(results).splitlines()
+    assert lines[0] == "| problem | what | direction | triton | cuda | torch |"
+    assert lines[2:4] == ["| plain | call | forward | 52 | 10 |  |", "| plain | sdpa | forward |  |  | 48 |"]

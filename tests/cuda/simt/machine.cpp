@@ -341,9 +341,11 @@ void check_global(const void* pointer, size_t alignment, const char* what, Place
   }
 }
 
+bool skips = false;   // launches
 std::string failure;  // of every launch, where a test asks for it
 
 const char* run(const Launch& launch) {
+  if (skips) return nullptr;
   std::lock_guard<std::mutex> lock(machine.one_launch);
   machine.launch = &launch;
   machine.error.clear();
@@ -373,5 +375,8 @@ const char* run(const Launch& launch) {
 
 // Until it is called with null, launches fail for this reason, as those on a device may.
 extern "C" void simt_fail_launches(const char* reason) { simt::failure = reason ? reason : ""; }
+
+// From now on launches do nothing, or something again: benchmarks/host_time.py wants what is around them.
+extern "C" void simt_skip_launches(int skip) { simt::skips = skip; }
 
 extern "C" void set_schedule(uint64_t seed) { simt::machine.schedule = simt::Schedule(seed); }

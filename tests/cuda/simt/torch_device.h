@@ -4,7 +4,9 @@
 #include <primitives.cuh>
 
 #define XLNET_KERNELS_DISPATCH_KEY CPU
+#ifndef XLNET_KERNELS_OPERATOR
 #define XLNET_KERNELS_OPERATOR "rel_attention_simt"
+#endif
 
 namespace xlnet_kernels::cuda {
 

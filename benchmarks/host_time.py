@@ -26,7 +26,7 @@ import triton
 from torch import Tensor
 
 import xlnet_kernels as xk
-from compiled.triton_report import Driver
+from compiled.triton_report import Driver, serve_cpu
 from lib.harness import environment, write_json
 from xlnet_kernels import ops
 from xlnet_kernels.backends import cpu, cuda
@@ -34,7 +34,6 @@ from xlnet_kernels.backends import triton as backend
 from xlnet_kernels.backends.triton import launch
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 2, 4, 32, 64
-OPERATOR = "xlnet_kernels::rel_attention_triton"
 Operator = tuple[Callable[..., Any], Callable[..., Any]]  # forward and backward
 
 
@@ -44,10 +43,7 @@ def pretend_triton() -> Operator:
     driver.launcher_cls = lambda source, metadata: lambda *arguments: None
     triton.runtime.driver.set_active(driver)
     torch.cuda.get_device_capability = lambda device=None: (8, 0)
-    torch.library.impl(OPERATOR, "cpu", lambda *inputs: launch.forward(*inputs))
-    torch.library.impl(f"{OPERATOR}_backward", "cpu", lambda *inputs: launch.backward(*inputs))
-    backend.DEVICE, backend.DTYPES = "cpu", (torch.float16, torch.bfloat16, torch.float32)
-    backend._unavailable = lambda: None
+    serve_cpu()
     return launch.forward, launch.backward
 
 

@@ -3,7 +3,9 @@
     python benchmarks/tune_triton.py --head-dims 64 128 --dtype bfloat16 --lengths 512 2048 --output entries.txt
 
 Nothing else searches: the kernels take what xlnet_kernels/backends/triton/tuning.py says. What is written has its form;
-`--entries FILE` of an earlier run starts from there. A candidate that does not compile or gives wrong results is out.
+`--entries FILE` of an earlier run starts from there. First all candidates of a head width are compiled, by as many
+processes as there are cores and memory for; then they are launched alone. What is not compiled in time, does not
+compile or gives wrong results is out. `--budget`: seconds for one head width, of which compiling may take 60 %.
 """
 
 from __future__ import annotations
@@ -13,12 +15,16 @@ import ast
 import itertools
 import statistics
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+import triton
 
-import xlnet_kernels as xk
+from lib import compiling
+from lib.compiling import attend
 from lib.problem import Case, Problem, build_problem
 from xlnet_kernels.backends.triton import tuning
 from xlnet_kernels.backends.triton.tuning import KERNELS, Config
@@ -26,6 +32,7 @@ from xlnet_kernels.backends.triton.tuning import KERNELS, Config
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}  # of the largest value of each result
 # After these a process cannot use the GPU any more: every later candidate would be out as well.
 LOST = ("illegal memory access", "misaligned address", "illegal instruction", "unspecified launch failure")
+COMPILING = 0.6  # of a budget
 HEADER = "# (GPU family, kind of dtype, head_dim up to): forward, rows, keys\n"
 
 
@@ -45,20 +52,34 @@ def candidates(kind: str, head_dim: int) -> list[Config]:
 
 
 def tune(
-    entries: dict, key: tuple[int, str, int], measure: Callable[[str, tuple[Config, ...]], float], log=lambda line: None
+    entries: dict,
+    key: tuple[int, str, int],
+    measure: Callable[[str, tuple[Config, ...]], float],
+    log: Callable[[str], None] = lambda line: None,
+    among: set[compiling.Candidate] | None = None,
+    until: float = float("inf"),
+    clock: Callable[[], float] = time.monotonic,
 ) -> dict:
     """`entries` with the fastest configurations for `key`.
 
     `measure(kernel, configs)` gives the milliseconds of what the kernel is part of, a forward or a backward pass, with
-    these three configurations; it raises what stands against them, and then the candidate is out.
+    these three configurations; it raises what stands against them, and then the candidate is out. `among`: candidates
+    that may be taken beside those of `entries`; default all. At the time `until` nothing more is measured: each kernel
+    has an equal share of what is left, and what `entries` has is measured first.
 
     Raises:
         RuntimeError: no candidate works, or one of them has cost this process the GPU.
     """
     best = [Config(*config) for config in entries[key]]
     for index, kernel in enumerate(KERNELS):
-        times = {}
-        for config in dict.fromkeys([best[index], *candidates(*key[1:])]):
+        times: dict[Config, float] = {}
+        end = clock() + (until - clock()) / (len(KERNELS) - index)
+        allowed = [config for config in candidates(*key[1:]) if among is None or (kernel, config) in among]
+        todo = list(dict.fromkeys([best[index], *allowed]))
+        for number, config in enumerate(todo):
+            if times and clock() >= end:
+                log(f"{key} {kernel}: time is up, {len(todo) - number} candidates are not measured")
+                break
             configs = (*best[:index], config, *best[index + 1 :])
             try:
                 times[config] = measure(kernel, configs)
@@ -70,14 +91,14 @@ def tune(
             log(f"{key} {kernel} {tuple(config)}: {times[config]:.4f} ms")
         if not times:
             raise RuntimeError(f"no configuration of the {kernel} kernel works for {key}")
-        best[index] = min(times, key=times.get)
+        best[index] = min(times, key=lambda config: times[config])
     return entries | {key: tuple(best)}
 
 
-def write(entries: dict) -> str:
-    """As tuning.TABLE is written."""
+def write(entries: dict, by: str) -> str:
+    """As tuning.TABLE is written; `by`: how they were chosen."""
     lines = [f"    {key!r}: ({', '.join(str(tuple(config)) for config in entries[key])})," for key in sorted(entries)]
-    return HEADER + "{\n" + "".join(f"{line}\n" for line in lines) + "}\n"
+    return HEADER + "{\n" + "".join(f"    # {by}\n{line}\n" for line in lines) + "}\n"
 
 
 def read(text: str) -> dict:
@@ -105,11 +126,11 @@ class OnGPU:
         for problem in self.problems:
             inputs = [getattr(problem, name).requires_grad_() for name in Problem.INPUTS]
             with torch.set_grad_enabled(kernel != "forward"):
-                out = self._call(problem, "triton")
+                out = attend(problem, "triton")
 
             def forward(p=problem):
                 with torch.no_grad():
-                    return self._call(p, "triton")
+                    return attend(p, "triton")
 
             def backward(p=problem, out=out, inputs=inputs):
                 return torch.autograd.grad(out, inputs, p.grad_out, retain_graph=True)
@@ -118,17 +139,9 @@ class OnGPU:
             times.append((self.bench or do_bench)(call, return_mode="median"))
         return statistics.geometric_mean(times)
 
-    @staticmethod
-    def _call(p: Problem, backend: str) -> torch.Tensor:
-        return xk.rel_attention(
-            p.query, p.key, p.value, p.rel_key, content_bias=p.content_bias, position_bias=p.position_bias,
-            segments=p.segments(p.segment_embed, p.segment_bias), memory=(p.memory_key, p.memory_value), mask=p.mask,
-            query_positions=p.query_positions, backend=backend,
-        )  # fmt: skip
-
     def _results(self, p: Problem, backend: str) -> list[torch.Tensor]:
         inputs = [getattr(p, name).requires_grad_() for name in Problem.INPUTS]
-        out = self._call(p, backend)
+        out = attend(p, backend)
         return [out.detach(), *torch.autograd.grad(out, inputs, p.grad_out)]
 
     @staticmethod
@@ -149,6 +162,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=16384, help="batch times length")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--entries", type=Path, help="start from what an earlier run wrote")
+    parser.add_argument("--budget", type=float, default=600, help="seconds for a head width")
+    parser.add_argument(
+        "--processes", type=int, help="that compile; default as many as cores, each with 2 GB of memory"
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -156,21 +173,35 @@ def main(arguments: list[str]) -> int:
         return 1
     if options.entries:
         tuning.TABLE.update(read(options.entries.read_text()))
-    dtype, of, found = getattr(torch, options.dtype), tuning.family(torch.cuda.get_device_capability()), {}
-    kind = tuning.kind_of(dtype)
+    capability, dtype, found = torch.cuda.get_device_capability(), getattr(torch, options.dtype), {}
+    of, kind = tuning.family(capability), tuning.kind_of(dtype)
+    by = f"measured: {torch.cuda.get_device_name()}, Triton {triton.__version__}"
+
+    def log(line: str) -> None:
+        print(line, flush=True)
+
     for head_dim in options.head_dims:
+        until = time.monotonic() + options.budget
         key = (of, kind, head_dim)
         start = {key: tuple(tuning.choose(kernel, dtype, head_dim, (of // 10, 0)) for kernel in KERNELS)}
-        problems = [
-            build_problem(Case(length, max(1, options.tokens // length), options.heads, head_dim, 0, dtype, "cuda"))
+        case = Case(min(options.lengths), 1, 2, head_dim, 0, dtype, "cuda")
+        cases = [
+            replace(case, length=length, batch=max(1, options.tokens // length), heads=options.heads)
             for length in options.lengths
         ]
-        checked = build_problem(Case(min(options.lengths), 1, 2, head_dim, 0, dtype, "cuda"), two_streams=True)
-        found |= tune(start, key, OnGPU(key, checked, problems), log=lambda line: print(line, flush=True))
+        # Batches change no types; what a kernel is compiled for follows from strides.
+        called = [(replace(case, device="cpu"), True), *((replace(c, device="cpu", batch=1), False) for c in cases)]
+        jobs = compiling.in_turn({kernel: candidates(kind, head_dim) for kernel in KERNELS})
+        architecture = 10 * capability[0] + capability[1]
+        among = compiling.compile_all(
+            architecture, key, called, jobs, COMPILING * options.budget, options.processes, log
+        )
+        measure = OnGPU(key, build_problem(case, two_streams=True), [build_problem(c) for c in cases])
+        found |= tune(start, key, measure, log, among, until)
         tuning.TABLE.update(found)  # what was measured last is not what was best
         if options.output:  # what is known so far stays when the run is stopped
-            options.output.write_text(f"# {torch.cuda.get_device_name()}\n{write(found)}")
-    print(write(found))
+            options.output.write_text(write(found, by))
+    print(write(found, by))
     return 0
 
 

@@ -26,8 +26,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from xlnet_kernels.backends import triton as backend
 from xlnet_kernels.backends.triton import launch, plan, tuning
 
+OPERATOR = "xlnet_kernels::rel_attention_triton"
 in_quads = tuning.in_quads
 DTYPES = {"16-bit": torch.bfloat16, "float32": torch.float32}
 CLASSES = sorted({(kind, head_dim) for _, kind, head_dim in tuning.TABLE})
@@ -74,7 +76,7 @@ class Driver:
         return 0
 
     def get_device_properties(self, device: int) -> dict:
-        return {"max_shared_mem": SHARED_MEMORY[self.architecture]}
+        return {"max_shared_mem": SHARED_MEMORY.get(self.architecture, SHARED_MEMORY[90])}
 
     def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple:
         self.binaries[name] = cubin, shared
@@ -122,6 +124,14 @@ def pretend(architecture: int | str) -> Driver:
     torch.cuda.get_device_capability = lambda device=None: divmod(tiles_of, 10)
     tuning.in_quads = (lambda *_: False) if architecture in AMD else in_quads  # fragments lie otherwise there
     return driver
+
+
+def serve_cpu() -> None:
+    """From here on backend="triton" takes tensors of the CPU."""
+    torch.library.impl(OPERATOR, "cpu", lambda *inputs: launch.forward(*inputs))
+    torch.library.impl(f"{OPERATOR}_backward", "cpu", lambda *inputs: launch.backward(*inputs))
+    backend.DEVICE, backend.DTYPES = "cpu", (torch.float16, torch.bfloat16, torch.float32)
+    backend._unavailable = lambda: None
 
 
 def inputs(head_dim: int, dtype: torch.dtype, stacked: bool) -> list:

@@ -12,6 +12,7 @@ from tests import ROOT
 pytest.importorskip("triton")
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import tune_triton  # noqa: E402
+from lib import compiling  # noqa: E402
 from lib.problem import Case, build_problem  # noqa: E402
 from tests.cases import INTERPRETED  # noqa: E402
 from xlnet_kernels.backends.triton import plan, tuning  # noqa: E402
@@ -65,6 +66,73 @@ def test_a_candidate_that_loses_the_gpu_ends_the_search():
         tune_triton.tune(tuning.TABLE, KEY, measure)
 
 
+def test_a_budget_is_shared_by_the_kernels():
+    now, measured = [0.0], []
+
+    def measure(kernel, configs):
+        now[0] += 1
+        measured.append((kernel, configs[tuning.KERNELS.index(kernel)]))
+        return 1.0
+
+    lines = []
+    tune_triton.tune(tuning.TABLE, KEY, measure, lines.append, until=9.0, clock=lambda: now[0])
+    assert [kernel for kernel, _ in measured] == [kernel for kernel in tuning.KERNELS for _ in range(3)]
+    for kernel, config in zip(tuning.KERNELS, tuning.TABLE[KEY], strict=True):
+        assert (kernel, tuning.Config(*config)) in measured  # what there is comes first
+    assert sum("time is up" in line for line in lines) == 3
+    now[0], measured[:] = 100.0, []
+    tune_triton.tune(tuning.TABLE, KEY, measure, until=9.0, clock=lambda: now[0])
+    assert len(measured) == 3
+
+
+def test_what_was_not_compiled_is_not_launched():
+    measured, config = [], tuning.Config(64, 32, 64, True, 4, 3)
+
+    def measure(kernel, configs):
+        measured.append((kernel, configs[tuning.KERNELS.index(kernel)]))
+        return 1.0
+
+    tune_triton.tune(tuning.TABLE, KEY, measure, among={("rows", config)})
+    before = [(kernel, tuning.Config(*of)) for kernel, of in zip(tuning.KERNELS, tuning.TABLE[KEY], strict=True)]
+    assert measured == [*before[:2], ("rows", config), before[2]]
+
+
+def test_kernels_are_compiled_in_turn():
+    config = tuning.Config(64, 32, 64, True, 4, 3)
+    more = config._replace(num_stages=2)
+    found = compiling.in_turn({"forward": [config, more], "rows": [config]})
+    assert found == [("forward", config), ("rows", config), ("forward", more)]
+
+
+def test_candidates_are_compiled_by_several_processes(monkeypatch, tmp_path):
+    """For a GPU that is not there; what the compiler refuses is out, and so is what is not ready in time."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    good = [tuning.Config(32, 32, 16, True, 4, stages) for stages in (1, 2)]
+    jobs = [("forward", config) for config in (*good, good[0]._replace(BLOCK_N=24))]
+    cases, lines = [(Case(32, 1, 1, 16, 0, torch.float16), False)], []
+    key = 80, "16-bit", 16
+    assert compiling.compile_all(80, key, cases, jobs, 0.0, count=1) == set()
+    done = compiling.compile_all(80, key, cases, jobs, 600, count=2, log=lines.append)
+    assert done == set(jobs[:2])
+    assert len(list(tmp_path.rglob("forward_kernel.cubin"))) == 4  # for each one that backward follows, and one without
+    assert any("does not compile: " in line for line in lines) and "2 of 3 compiled" in lines[-1]
+
+
+def test_processes_are_no_more_than_memory_has_room_for(monkeypatch):
+    monkeypatch.setattr(compiling, "NEEDS", 2**60)
+    assert compiling.processes() == 1
+    monkeypatch.setattr(compiling, "NEEDS", 1)
+    assert compiling.processes() >= 1
+
+
+def test_each_row_of_the_table_says_how_it_was_chosen():
+    lines = (ROOT / "xlnet_kernels/backends/triton/tuning.py").read_text().splitlines()
+    before = [lines[at - 1].strip() for at, line in enumerate(lines) if line.startswith(("    (80, ", "    (90, "))]
+    assert len(before) == len(tuning.TABLE)
+    assert all(line.startswith(("# by counts", "# by spills", "# measured: ")) for line in before)
+
+
 def test_each_head_dim_starts_from_the_best_of_those_before(monkeypatch):
     """A head_dim without an entry starts from that of the next larger one, which must not be the last one measured."""
     monkeypatch.setattr(tuning, "TABLE", dict(tuning.TABLE))
@@ -83,12 +151,16 @@ def test_each_head_dim_starts_from_the_best_of_those_before(monkeypatch):
             return float(configs != starts[0])
 
     monkeypatch.setattr(tune_triton, "OnGPU", Measure)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(compiling, "compile_all", lambda _, key, cases, jobs, *rest: set(jobs))
     assert tune_triton.main(["--head-dims", "128", "64", "--dtype", "float32"]) == 0
     assert starts[0] == starts[1]
 
 
 def test_entries_are_read_as_they_were_written():
-    assert tune_triton.read("# a GPU\n" + tune_triton.write(tuning.TABLE)) == tuning.TABLE
+    text = tune_triton.write(tuning.TABLE, "measured: a GPU")
+    assert tune_triton.read(text) == tuning.TABLE
+    assert text.count("    # measured: a GPU\n") == len(tuning.TABLE)
 
 
 @pytest.mark.skipif("triton" not in INTERPRETED, reason="measures with an injected clock, in Triton's interpreter")

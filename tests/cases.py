@@ -258,3 +258,19 @@ def assert_two_keys_have_their_weights(scores: tuple[float, float], backend: str
     torch.testing.assert_close(out.double(), wanted, rtol=0, atol=512e-5 * exact.min().item() + 1e-10)
     tolerance = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
     torch.testing.assert_close(grad[0, 0, seen, 0].double(), rows * exact, rtol=tolerance, atol=1e-30)
+
+
+# What is added to ranks below 40, and what they are multiplied with: on both sides of what float16 can number, beyond.
+ANY_RANKS = [(0, 1), (31700, 1), (-31760, 1), (-(2**31), 2**26)]
+
+
+def assert_ranks_of_any_size_are_right(plus: int, times: int, backend: str, dtype: torch.dtype) -> None:
+    """Forward where ranks alone decide gives the very numbers that it gives with the mask they stand for."""
+    problem = make(1, 1, 150, width=64, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    query_rank, key_rank = (torch.randint(40, (1, 150), generator=generator) * times + plus for _ in range(2))
+    key_rank[:, 5], key_rank[:, 6] = -(2**31), 2**31 - 1
+    visible = (key_rank[:, None] < query_rank[..., None])[:, None]
+    by_rank = problem.with_options(mask=xk.RankMask(query_rank, key_rank)).run(backend, "cpu")
+    for found, wanted in zip(by_rank, problem.with_options(mask=visible).run(backend, "cpu"), strict=True):
+        assert torch.equal(found, wanted)

@@ -30,6 +30,7 @@ DEVICE void start_scores(float (&score)[M_TILES][N][4], const float* key_bias, i
 template <typename S>
 struct ForwardRows {
   RowLabels labels[S::M_TILES][2];
+  uint32_t ranks[S::M_TILES] = {};      // of both rows, as halves
   float different[S::M_TILES][2] = {};  // what segments add for keys of another one
   BandSlices<S::BLOCK_M> slices[S::M_TILES];
 };
@@ -47,6 +48,7 @@ DEVICE void load_rows(const RelAttention& p, const ForwardTile<S>& tile, float s
     segment_scores<typename S::T>(p, query.q[m], tile.h, tile.lane.t, scale, same, rows.different[m]);
     for (int r = 0; r < 2; ++r) {
       rows.labels[m][r] = row[r];
+      rows.ranks[m] |= rank_as_half(row[r].rank) << (16 * r);
       if (!row[r].inside) softmax.row_max[m][r] = 0;  // it would look for its first key in every tile
       if (row[r].inside && tile.lane.t == 0) lse[row[r].index] = same[r];
     }
@@ -231,9 +233,12 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::BLOCKS) forward_kernel(Call call) {
         else
           add_segments(score[m], scale, keys.segment, rows.labels[m], rows.different[m], lane.t);
         hide_other_windows(p, tile, m, window_shift, score[m]);
-        if (pipeline.visibility == Visibility::by_rank && p.rank_mask.query_floor == nullptr)
-          hide_by_rank(score[m], rows.labels[m], keys.rank, lane.t);
-        else if (pipeline.visibility != Visibility::all)
+        if (pipeline.visibility == Visibility::by_rank && p.rank_mask.query_floor == nullptr) {
+          if constexpr (S::RANK_PAIRS)
+            hide_by_rank(score[m], rows.ranks[m], memory.rank_pairs(stage), lane.t);
+          else
+            hide_by_rank(score[m], rows.labels[m], keys.rank, lane.t);
+        } else if (pipeline.visibility != Visibility::all)
           hide_pair_by_pair(p, tile, m, pipeline.visibility, j0, keys.rank, score[m]);
 
         // softmax, dropout

@@ -17,6 +17,8 @@ struct ForwardShape : ForwardSizes<sizeof(Element), HEAD_DIM_> {
   using Sizes = ForwardSizes<sizeof(T), HEAD_DIM_>;
   using Rows = Tile<T, HEAD_DIM_>;
   using Ring = Tile<T, HEAD_DIM_, Sizes::RING>;
+  // Ranks by pairs take fewer passes through shared memory, which bounds these; to copy them takes what they save else.
+  static constexpr bool RANK_PAIRS = Sizes::WARPS == 8;
   static_assert(Sizes::WINDOW <= REL_MARGIN && Sizes::THREADS == Sizes::WARPS * WARP);
 };
 
@@ -32,6 +34,9 @@ struct ForwardMemory {
   }
   DEVICE KeyLabels labels(int stage) const {
     return key_labels_at(data + stage * S::STAGE + 2 * S::KEY_BYTES, S::BLOCK_N);
+  }
+  DEVICE uint32_t* rank_pairs(int stage) const {
+    return reinterpret_cast<uint32_t*>(data + stage * S::STAGE + 2 * S::KEY_BYTES + S::LABELS);
   }
   DEVICE typename S::Ring ring() const { return {reinterpret_cast<T*>(data + 2 * S::STAGE)}; }
   DEVICE typename S::Rows queries() const { return {reinterpret_cast<T*>(data + 2 * S::STAGE + S::RING_BYTES)}; }
@@ -151,7 +156,9 @@ struct ForwardPipeline {
   DEVICE int next_tile(Visibility& of) {
     return scheduler.next(of, rows.lane.id, [&](int i) {
       const RowTile row_tile = load_row_tile(call, rows.b, rows.first_row, S::BLOCK_M);
-      return tile_visibility(call, row_tile, rows.b, i * S::BLOCK_N, S::BLOCK_N);
+      const int j0 = i * S::BLOCK_N;
+      return S::RANK_PAIRS ? visibility_by_pairs(call, row_tile, rows.b, j0, S::BLOCK_N)
+                           : tile_visibility(call, row_tile, rows.b, j0, S::BLOCK_N);
     });
   }
 
@@ -213,6 +220,7 @@ struct ForwardPipeline {
       copy_rows<S::THREADS, S::BLOCK_N>(memory.values(to), 0, value_rows, j0, keys, head_dim);
     }
     copy_key_labels<S::THREADS, S::BLOCK_N>(call, memory.labels(to), rows.b, rows.h, j0);
+    if constexpr (S::RANK_PAIRS) copy_rank_pairs<S::BLOCK_N>(call, memory.rank_pairs(to), rows.b, j0, thread_index());
   }
   DEVICE void copy_rel_key(int begin) {
     copy_rows<S::THREADS, S::BLOCK_N>(memory.ring(), begin, rel_rows, begin, int(call.p.rel_len), head_dim);

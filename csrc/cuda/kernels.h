@@ -15,6 +15,9 @@ constexpr int BOUNDS_TILE = 64;
 struct KeyBounds {
   int32_t min_rank, max_rank;
 };
+struct KeySegment {
+  int32_t first, is_only;  // of the first key; whether the others are of it, too
+};
 struct RowBounds {
   int32_t min_rank, max_rank, min_floor, max_floor, any_sees_self;
 };
@@ -36,6 +39,8 @@ struct Workspace {
   float* key_bias;                // (B, H, M + K), u.k
   float* rel_bias;                // (B or 1, H, rel_bias_rows), v.r from row 0 on; outside of P whatever was there
   KeyBounds* key_bounds;          // (B, tiles of keys)
+  KeySegment* key_segments;       // (B, tiles of keys)
+  uint32_t* rank_pairs;           // (B, tiles of keys, BOUNDS_TILE / 2), ranks of two keys: mask.cuh
   RowBounds* row_bounds;          // (B, tiles of rows)
   float *split_out, *split_rows;  // (splits, B, H, L, D) and (SPLIT_VALUES, splits, B, H, L), where keys are split
 };

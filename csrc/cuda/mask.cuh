@@ -91,6 +91,27 @@ DEVICE void copy_key_labels(const Call& call, const KeyLabels& labels, int b, in
   copy_key_labels<THREADS, COUNT>(call, labels, b, h, j0, thread_index());
 }
 
+// Ranks as float16 numbers, of which one instruction compares two: the same order up to the largest magnitude, to which
+// others are cut. Two keys share a word. A lane's words of 32 keys, columns 8 n + 2 t and their neighbours for n < 4,
+// come one after the other.
+constexpr int32_t LARGEST_RANK = LARGEST<Half>;
+
+DEVICE uint32_t rank_as_half(int32_t rank) {
+  const int32_t cut = larger(-LARGEST_RANK, smaller(rank, LARGEST_RANK));
+  return cut < 0 ? 0x8000u | uint32_t(-cut) : uint32_t(cut);
+}
+// The first key of a tile's word.
+DEVICE int first_of_pair(int word) { return word / 16 * 32 + word % 4 * 8 + word % 16 / 4 * 2; }
+
+// Starts to copy those of COUNT keys from j0 on, multiples of 32; `thread` of a block or a warp.
+template <int COUNT>
+DEVICE void copy_rank_pairs(const Call& call, uint32_t* to, int b, int j0, int thread) {
+  if (call.p.rank_mask.key_rank == nullptr || thread >= COUNT / 8) return;
+  const int tile = b * tiles_of(call.p.mem_len + call.p.key_len, BOUNDS_TILE) + j0 / BOUNDS_TILE;
+  const Bytes16* const from = reinterpret_cast<const Bytes16*>(call.workspace.rank_pairs) + tile * (BOUNDS_TILE / 8);
+  copy_async<16>(to + 4 * thread, from + j0 % BOUNDS_TILE / 8 + thread, true);
+}
+
 // What ranks alone say of a pair.
 DEVICE bool sees_by_rank(const RowLabels& row, int32_t key_rank) {
   return key_rank < row.rank && key_rank >= row.floor;
@@ -153,6 +174,45 @@ DEVICE void hide_by_rank(float (&score)[N][4], const RowLabels (&labels)[2], con
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (key_rank[8 * n + 2 * t + i % 2] >= labels[i / 2].rank) score[n][i] = -INFINITY;
+}
+
+// The same by pairs of keys; `ranks`: the rows' own, row g + 8 in the upper half. change(pair, n, r): the pair of ranks
+// of columns 8 n + 2 t and its neighbour as row r is to see them.
+template <int N, typename Change>
+DEVICE void hide_by_rank(float (&score)[N][4], uint32_t ranks, const uint32_t* pairs, int t, Change change) {
+  const uint32_t rank[2] = {(ranks & 0xffff) * 0x10001, (ranks >> 16) * 0x10001};
+#pragma unroll
+  for (int n = 0; n < N; n += 4) {
+    const Bytes16 keys = *reinterpret_cast<const Bytes16*>(pairs + 4 * n + 4 * t);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        hide_unless_less(score[n + i][2 * r], score[n + i][2 * r + 1], change(keys.word[i], n + i, r), rank[r]);
+  }
+}
+template <int N>
+DEVICE void hide_by_rank(float (&score)[N][4], uint32_t ranks, const uint32_t* pairs, int t) {
+  hide_by_rank(score, ranks, pairs, t, [](uint32_t pair, int, int) { return pair; });
+}
+
+// The same where rows, sorted_row and sorted_row + 8, see their own keys as well: those have a rank below all others.
+template <int N>
+DEVICE void hide_by_rank_but_own(float (&score)[N][4], uint32_t ranks, const uint32_t* pairs, const RelAttention& p,
+                                 int b, int sorted_row, int j0, int t) {
+  constexpr uint32_t BELOW_ALL = 0xfc00fc00;  // -inf, twice
+  int own_n[2];
+  uint32_t half[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int column = load_query_row(p, b, sorted_row + 8 * r).own_key - j0 - 2 * t;
+    own_n[r] = column >= 0 && column % 8 < 2 ? column / 8 : -1;
+    half[r] = column % 2 ? 0xffff0000 : 0x0000ffff;
+  }
+  hide_by_rank(score, ranks, pairs, t, [&](uint32_t pair, int n, int r) {
+    const uint32_t changed = n == own_n[r] ? half[r] : 0;
+    return (pair & ~changed) | (BELOW_ALL & changed);
+  });
 }
 
 // -inf for those scores of 8 N keys from j0 on, whose ranks are `key_rank`, that this lane's rows, sorted_row and

@@ -19,12 +19,15 @@ DEVICE void bound_keys(const Call& call, int tile, int lane) {
   const RelAttention& p = call.p;
   const int keys = int(p.mem_len + p.key_len), tiles = tiles_of(keys, BOUNDS_TILE), b = tile / tiles;
   KeyBounds bounds{HIGHEST, LOWEST};
-  for (int k = lane; k < BOUNDS_TILE; k += WARP) {
-    const int j = tile % tiles * BOUNDS_TILE + k;
+  uint32_t pair = 0;
+  for (int parity = 0; parity < 2; ++parity) {
+    const int j = tile % tiles * BOUNDS_TILE + first_of_pair(lane) + parity;
     if (j >= keys) break;
     const int32_t rank = p.rank_mask.key_rank[int64_t(b) * keys + j];
     bounds = {smaller(bounds.min_rank, rank), larger(bounds.max_rank, rank)};
+    pair |= rank_as_half(rank) << (16 * parity);
   }
+  call.workspace.rank_pairs[int64_t(tile) * (BOUNDS_TILE / 2) + lane] = pair;
   bounds = {warp_min(bounds.min_rank), warp_max(bounds.max_rank)};
   if (lane == 0) call.workspace.key_bounds[tile] = bounds;
 }
@@ -100,6 +103,16 @@ DEVICE void bias_products(const T* bias, Rows rows, int first, int64_t count, in
   }
 }
 
+DEVICE void find_segment(const Call& call, int tile, int lane) {
+  const RelAttention& p = call.p;
+  const int keys = int(p.mem_len + p.key_len), tiles = tiles_of(keys, BOUNDS_TILE), first = tile % tiles * BOUNDS_TILE;
+  const int32_t* const of_key = p.segments.key_ids + int64_t(tile / tiles) * keys;
+  bool is_other = false;
+  for (int j = first + lane; j < smaller(first + BOUNDS_TILE, keys); j += WARP) is_other |= of_key[j] != of_key[first];
+  const bool is_only = !ballot(is_other);
+  if (lane == 0) call.workspace.key_segments[tile] = {of_key[first], is_only};
+}
+
 template <typename T>
 KERNEL THREADS_PER_BLOCK(PREPARE_THREADS, 1) prepare_kernel(Prepare prepare) {
   const Call& call = prepare.a.call;
@@ -107,7 +120,11 @@ KERNEL THREADS_PER_BLOCK(PREPARE_THREADS, 1) prepare_kernel(Prepare prepare) {
   const Workspace& w = call.workspace;
   const int lane = thread_index() % WARP, head_dim = int(p.head_dim), heads = int(p.heads);
   int64_t item = int64_t(block_index().x) * (PREPARE_THREADS / WARP) + thread_index() / WARP;
-  if (item < prepare.key_tiles) return bound_keys(call, int(item), lane);
+  if (item < prepare.key_tiles) {
+    if (w.key_bounds) bound_keys(call, int(item), lane);
+    if (w.key_segments) find_segment(call, int(item), lane);
+    return;
+  }
   item -= prepare.key_tiles;
   if (item < prepare.row_tiles) return bound_rows(call, int(item), lane);
   item -= prepare.row_tiles;
@@ -148,10 +165,8 @@ const char* prepare(const Backward& a, Stream stream) {
   const int64_t keys = p.mem_len + p.key_len, all_heads = p.batch * p.heads;
   const auto parts = [](int64_t count, int64_t size) { return (count + size - 1) / size; };
   Prepare prepare{a, 0, 0, 0, 0, 0, 0};
-  if (p.rank_mask.query_rank) {
-    prepare.key_tiles = p.batch * parts(keys, BOUNDS_TILE);
-    prepare.row_tiles = p.batch * parts(p.length, BOUNDS_TILE);
-  }
+  if (p.rank_mask.query_rank || p.segments.key_ids) prepare.key_tiles = p.batch * parts(keys, BOUNDS_TILE);
+  if (p.rank_mask.query_rank) prepare.row_tiles = p.batch * parts(p.length, BOUNDS_TILE);
   if (a.call.workspace.key_bias) prepare.key_items = all_heads * parts(keys, ROWS_AT_ONCE);
   prepare.rel_items = (a.call.shared_rel_key ? p.heads : all_heads) * parts(p.rel_len, ROWS_AT_ONCE);
   if (a.gradients.row_values) prepare.row_items = all_heads * parts(p.length, ROWS_AT_ONCE);

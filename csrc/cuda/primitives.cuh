@@ -132,6 +132,14 @@ DEVICE float to_float(Half x) {
   return result;
 }
 
+// -inf for what is not visible: where the float16 number in the lower half of a is not less than that in b's, and in
+// the upper half. A number's sign and magnitude order it, whatever its bits mean.
+DEVICE void hide_unless_less(float& lower, float& upper, uint32_t a, uint32_t b) {
+  asm("{ .reg .pred p, q; setp.lt.f16x2 p|q, %2, %3; selp.f32 %0, %0, 0fFF800000, p; selp.f32 %1, %1, 0fFF800000, q; }"
+      : "+f"(lower), "+f"(upper)
+      : "r"(a), "r"(b));
+}
+
 DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
 DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
 

@@ -111,8 +111,11 @@ struct DeviceCall {
     const int64_t keys = p.mem_len + p.key_len;
     if (p.content_bias) arena.add(&w.key_bias, p.batch * p.heads * keys);
     arena.add(&w.rel_bias, rel_heads() * call.rel_bias_rows);
+    const int64_t key_tiles = p.batch * ((keys + BOUNDS_TILE - 1) / BOUNDS_TILE);
+    if (p.segments.key_ids) arena.add(&w.key_segments, key_tiles);
     if (p.rank_mask.query_rank) {
-      arena.add(&w.key_bounds, p.batch * ((keys + BOUNDS_TILE - 1) / BOUNDS_TILE));
+      arena.add(&w.key_bounds, key_tiles);
+      arena.add(&w.rank_pairs, key_tiles * BOUNDS_TILE / 2);
       arena.add(&w.row_bounds, p.batch * ((p.length + BOUNDS_TILE - 1) / BOUNDS_TILE));
     }
     keep(arena.allocate(inputs.query));

@@ -58,6 +58,24 @@ DEVICE Range part_of(Range all, int size, int part, int parts) {
   return {(first + begin) * size, (first + end) * size};
 }
 
+// Whether the rows' ranks may be compared by pairs.
+DEVICE bool fit_pairs(const RowBounds& rows) { return rows.min_rank > -LARGEST_RANK && rows.max_rank < LARGEST_RANK; }
+
+// How much is visible, for kernels that compare ranks by pairs.
+DEVICE Visibility visibility_by_pairs(const Call& call, const RowTile& rows, int b, int j0, int count) {
+  const Visibility visibility = tile_visibility(call, rows, b, j0, count);
+  return visibility == Visibility::by_rank && !fit_pairs(rows.bounds) ? Visibility::some : visibility;
+}
+
+// And whether, where it is some of a tile, that is by ranks and by rows' own keys. Here and not where tile_visibility
+// asks the same, since backward on sm_90a would spill 120 bytes more.
+DEVICE bool is_by_rank_and_own(const RelAttention& p, const RowTile& rows, int j0, int count) {
+  if (!p.rank_mask.query_rank || p.rank_mask.query_floor || p.mask.data || !fit_pairs(rows.bounds)) return false;
+  const int to_end = int(p.mem_len - p.rel_key.max_distance + p.rel_len), last = j0 + count - 1;
+  return last < int(p.mem_len + p.key_len) && j0 >= rows.last_position + to_end - int(p.rel_len) &&
+         last < rows.first_position + to_end;
+}
+
 // Finds the tiles of which something is visible, looking at 32 of them at a time, one for each lane.
 struct TileScheduler {
   int tiles, first;                            // where they end; the first of those looked at

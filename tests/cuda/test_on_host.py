@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from tests.cases import (
+    ANY_RANKS,
     READY,
     TWO_SCORES,
     assert_close,
+    assert_ranks_of_any_size_are_right,
     assert_right,
     assert_two_keys_have_their_weights,
     make,
@@ -128,6 +130,11 @@ def test_float32_sums_over_many_keys_are_not_truncated():
 @pytest.mark.parametrize("scores", TWO_SCORES, ids=str)
 def test_weights_whatever_tile_has_the_larger_score(scores, dtype):
     assert_two_keys_have_their_weights(scores, on_host.NAME, dtype)
+
+
+@pytest.mark.parametrize("ranks", ANY_RANKS, ids=str)
+def test_ranks_of_any_size(ranks):
+    assert_ranks_of_any_size_are_right(*ranks, on_host.NAME, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -281,6 +281,12 @@ void Decoder::decode_setp() {
   const int bits = found->second.bits[1];
   inst_->refs = {value(pair ? operand(0).parts[0] : operand(0), 1), value(operand(1), bits), value(operand(2), bits)};
   if (!join && !pair) return;
+  if (parts_.back().size() > 2 &&
+      parts_.back().substr(parts_.back().size() - 2) == "x2") {  // a predicate for each half
+    if (join || !pair) unknown();
+    inst_->refs.push_back(value(operand(0).parts[1], 1));
+    return;
+  }
   inst_->inner = inst_->run;
   inst_->run = set_predicates;
   inst_->mode = join;

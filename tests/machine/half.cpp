@@ -74,6 +74,21 @@ struct Halves {
   static bool run(uint16_t a, uint16_t b) { return F::run(Half::get(a), Half::get(b)); }
 };
 
+// Both numbers of a register, a predicate for each.
+template <class F, class Half>
+void compare_two(Warp& warp, const Inst& inst) {
+  const uint32_t *a = warp.at<uint32_t>(inst.refs[1]), *b = warp.at<uint32_t>(inst.refs[2]);
+  uint32_t low = 0, high = 0;
+  for (int lane = 0; lane < LANES; ++lane) {
+    const auto holds = [&](int shift) {
+      return static_cast<uint32_t>(Halves<F, Half>::run(a[lane] >> shift, b[lane] >> shift)) << lane;
+    };
+    low |= holds(0), high |= holds(16);
+  }
+  write_predicate(warp, inst.refs[0], low);
+  write_predicate(warp, inst.refs[3], high);
+}
+
 template <class Half>
 void add_type(SimpleTable& table, const std::string& type) {
   for (const std::string round : {"", ".rn"}) {
@@ -94,6 +109,7 @@ void add_type(SimpleTable& table, const std::string& type) {
   const auto compare = [&](const char* name, Handler run) {
     table[std::string("setp.") + name + type] = {run, {1, 32, 32}, Class::Selection};
   };
+  table["setp.lt" + type + "x2"] = {compare_two<Less, Half>, {1, 32, 32}, Class::Selection};
   compare("eq", comparison<Halves<Equal, Half>, uint16_t>);
   compare("ne", comparison<Halves<Unequal, Half>, uint16_t>);
   compare("neu", comparison<Halves<OrNan<Unequal>, Half>, uint16_t>);

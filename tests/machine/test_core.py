@@ -194,6 +194,17 @@ def test_float_arithmetic(name, kind):
             same(lanewise("setp.gtu.f32", np.uint32, a, b), ~(a <= b))
 
 
+def test_two_halves_are_compared_at_once():
+    a, b = numbers(np.float16), numbers(np.float16, 1)
+    x, y = (pair[: a.size // 2 * 2].view(np.uint32) for pair in (a, b))
+    out = np.zeros(2 * x.size, np.uint32)
+    body = at(0, 4) + "ld.global.u32 %r10, [%d100];\n" + at(1, 4) + "ld.global.u32 %r11, [%d100];\n"
+    body += "setp.lt.f16x2 %p1|%p2, %r10, %r11;\nselp.b32 %r98, 1, 0, %p1;\nselp.b32 %r99, 1, 0, %p2;\n"
+    body += at(2, 8) + "st.global.v2.u32 [%d100], {%r98, %r99};\n"
+    run(body, x, y, out, block=x.size)
+    same(out, (a < b)[: out.size])
+
+
 @pytest.mark.parametrize(
     ("op", "function"), [("ex2.approx.ftz", np.exp2), ("lg2.approx", np.log2), ("rcp.approx.ftz", np.reciprocal),
                          ("sqrt.rn", np.sqrt), ("rsqrt.approx", lambda x: x**-0.5), ("tanh.approx", np.tanh)],

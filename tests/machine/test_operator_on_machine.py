@@ -16,7 +16,14 @@ if triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
 import xlnet_kernels as xk  # noqa: E402
-from tests.cases import TWO_SCORES, assert_right, assert_two_keys_have_their_weights, make  # noqa: E402
+from tests.cases import (  # noqa: E402
+    ANY_RANKS,
+    TWO_SCORES,
+    assert_ranks_of_any_size_are_right,
+    assert_right,
+    assert_two_keys_have_their_weights,
+    make,
+)
 from tests.machine import cuda_driver  # noqa: E402
 from tests.machine.features import Features, pairwise  # noqa: E402
 from tests.machine.machine import Fault  # noqa: E402
@@ -169,6 +176,14 @@ def test_one_visible_key_of_a_large_score_has_probability_one(dtype, segments):
     assert "warpgroup_forward_kernel" in record.launches[1].name
     assert "warpgroup_backward_kernel" in record.launches[3].name
     assert torch.equal(out, value) and torch.equal(grad, grad_out)
+
+
+@NEEDS_NVCC
+@pytest.mark.parametrize("ranks", ANY_RANKS, ids=str)
+def test_ranks_of_any_size(ranks):
+    with serving(90) as record:
+        assert_ranks_of_any_size_are_right(*ranks, "cuda", torch.bfloat16)
+    assert "warpgroup_forward_kernel" in record.launches[1].name
 
 
 @NEEDS_NVCC

@@ -26,6 +26,7 @@ struct Consumer {
   RingPlace<S::SLOTS> slot;
   Fragment q[STEPS];
   RowLabels labels[2];
+  uint32_t ranks = 0;       // of both rows, as halves
   float different[2] = {};  // what segments add for keys of another one
   OnlineSoftmax<1> softmax;
   float out[1][D / 8][4] = {};
@@ -59,6 +60,7 @@ struct Consumer {
     segment_scores<T>(p, q, tile.h, t, scale, same, different);
     for (int r = 0; r < 2; ++r) {
       labels[r] = row[r];
+      ranks |= rank_as_half(row[r].rank) << (16 * r);
       if (!row[r].inside) softmax.row_max[0][r] = 0;  // it would look for its first key in every tile
       if (row[r].inside && t == 0) lse()[row[r].index] = same[r];
     }
@@ -90,7 +92,6 @@ struct Consumer {
     start_scores(score, memory.labels(stage.index()).bias, tile.lane.t);
 
     // content, position: in backward's order
-    fence_shared_memory();
     add_product<0>(
         score, [&](int k) { return q[k]; },
         [&](int k) { return memory.keys(stage.index()).columns_from(k * DEPTH<T>); });
@@ -108,15 +109,17 @@ struct Consumer {
 
   // Segments, mask, softmax: scores become exponentials, as the product with the values takes them.
   DEVICE void weigh(float (&score)[TILES][4], const TileInfo& info, Fragment (&weights)[TILES / 2]) {
-    const RelAttention& p = call.p;
     const KeyLabels keys = memory.labels(stage.index());
     // unless registers are too few for two ways
-    if ((!S::DROPOUT || D <= 64) && is_one_segment<S::BLOCK_N>(keys.segment, tile.lane.id))
-      add_segment(score, scale, keys.segment[0], labels, different);
+    if ((!S::DROPOUT || D <= 64) && info.is_one_segment)
+      add_segment(score, scale, info.segment, labels, different);
     else
       add_segments(score, scale, keys.segment, labels, different, tile.lane.t);
-    if (info.visibility == Visibility::by_rank && p.rank_mask.query_floor == nullptr)
-      hide_by_rank(score, labels, keys.rank, tile.lane.t);
+    const uint32_t* const rank_pairs = memory.rank_pairs(stage.index());
+    if (info.owns)
+      hide_by_rank_but_own(score, ranks, rank_pairs, call.p, tile.b, tile.sorted_row(0), info.first_key, tile.lane.t);
+    else if (info.visibility == Visibility::by_rank && call.p.rank_mask.query_floor == nullptr)
+      hide_by_rank(score, ranks, rank_pairs, tile.lane.t);
     else if (info.visibility != Visibility::all)
       hide_pair_by_pair(score, info.first_key, keys.rank);
     softmax.template step<T>(0, score, out[0], weights);
@@ -158,7 +161,7 @@ struct Consumer {
   // (q + v).r of the slot's rows
   DEVICE void multiply_slot(Band& band) {
     memory.full_slot(slot.index()).wait(slot.parity());
-    fence_shared_memory();
+    fence_shared_memory();  // for the products of the stage, too, which is here already
     start_scores(band, memory.rel_bias(slot.index()), tile.lane.t);
     add_product<0>(
         band, [&](int k) { return q[k]; },

@@ -56,9 +56,12 @@ struct RingPlace {
 // What the producer announces: a tile of keys; or, before a tile that does not follow the one before, the beginning of
 // its window of rel_key, without keys.
 struct alignas(16) TileInfo {
-  int first_key;  // or NO_KEY: there are no more tiles
+  int first_key;    // or NO_KEY: there are no more tiles
+  int32_t segment;  // of the first key
   Visibility visibility;
   bool begins_window;
+  bool owns;            // by_rank, and rows see their own keys as well
+  bool is_one_segment;  // all keys are of the first one's
 };
 constexpr int NO_KEY = -1;
 
@@ -73,6 +76,9 @@ struct WarpgroupMemory {
   DEVICE Rows rel_key(int slot) const { return matrix(2 * S::STAGES + slot); }
   DEVICE KeyLabels labels(int stage) const {
     return key_labels_at(data + S::MATRICES * S::MATRIX + stage * S::LABELS, S::BLOCK_N);
+  }
+  DEVICE uint32_t* rank_pairs(int stage) const {
+    return reinterpret_cast<uint32_t*>(labels(stage + 1).rank) - S::BLOCK_N / 2;
   }
   DEVICE float* rel_bias(int slot) const {  // v.r of the slot's rows
     return reinterpret_cast<float*>(labels(S::STAGES).rank) + slot * S::BLOCK_N;

@@ -54,24 +54,34 @@ struct Producer {
     for (;;) {
       Visibility visibility = Visibility::none;
       const int tile = scheduler.next(
-          visibility, lane, [&](int i) { return tile_visibility(call, rows, b, i * S::BLOCK_N, S::BLOCK_N); });
+          visibility, lane, [&](int i) { return visibility_by_pairs(call, rows, b, i * S::BLOCK_N, S::BLOCK_N); });
       if (tile >= scheduler.tiles) break;
-      const int rel_row = first_rel_row<S>(call.p, first_row) + tile * S::BLOCK_N;
-      if (tile != before + 1) {
-        announce({tile * S::BLOCK_N, visibility, true});
+      const bool owns = visibility == Visibility::some && is_by_rank_and_own(p, rows, tile * S::BLOCK_N, S::BLOCK_N);
+      if (owns) visibility = Visibility::by_rank;
+      const KeySegment segment = key_segment(tile);
+      const bool begins_window = tile != before + 1;
+      if (begins_window) {
+        announce({tile * S::BLOCK_N, 0, visibility, true, false, true});
         publish();
-        for (int i = 0; i < 2; ++i) copy_rel_key(rel_row + i * S::BLOCK_N);
       }
-      announce({tile * S::BLOCK_N, visibility, false});
+      announce({tile * S::BLOCK_N, segment.first, visibility, false, owns, segment.is_only != 0});
       copy_keys(tile * S::BLOCK_N);
       publish();
-      copy_rel_key(rel_row + 2 * S::BLOCK_N);
+#pragma unroll 1
+      for (int i = begins_window ? 0 : 2; i < 3; ++i)
+        copy_rel_key(first_rel_row<S>(call.p, first_row) + (tile + i) * S::BLOCK_N);
       before = tile;
     }
-    announce({NO_KEY, Visibility::none, false});
+    announce({NO_KEY, 0, Visibility::none, false, false, true});
     const RingPlace<S::STAGES> last = stage;
     publish();
     memory.full_stage(last.index()).wait(last.parity());  // no lane ends with copies or arrivals under way
+  }
+
+  DEVICE KeySegment key_segment(int tile) const {
+    static_assert(S::BLOCK_N == BOUNDS_TILE);
+    const KeySegment* const of = call.workspace.key_segments;
+    return of ? of[b * tiles_of(keys, BOUNDS_TILE) + tile] : KeySegment{0, true};
   }
 
   DEVICE void announce(TileInfo info) {
@@ -123,6 +133,7 @@ struct Producer {
       copy_rows(memory.values(stage.index()), value_rows, j0, keys);
     }
     copy_key_labels<WARP, S::BLOCK_N>(call, memory.labels(stage.index()), b, h, j0, lane);
+    copy_rank_pairs<S::BLOCK_N>(call, memory.rank_pairs(stage.index()), b, j0, lane);
   }
 
   DEVICE void copy_rel_key(int begin) {

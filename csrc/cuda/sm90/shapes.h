@@ -21,7 +21,8 @@ struct WarpgroupSizes {
   // Of rel_key, 64 rows each: three for the first tile, and the one that the lower half of the rows has yet to read
   static constexpr int SLOTS = 4;
   static constexpr int MATRIX = BLOCK_N * HEAD_DIM * 2, MATRICES = 2 * STAGES + SLOTS;
-  static constexpr int LABELS = 3 * BLOCK_N * 4, BIAS = BLOCK_N * 4, INFO = 16, BARRIERS = 2 * (STAGES + SLOTS) * 8;
+  static constexpr int RANKS = BLOCK_N * 2, LABELS = 3 * BLOCK_N * 4 + RANKS, BIAS = BLOCK_N * 4;
+  static constexpr int INFO = 16, BARRIERS = 2 * (STAGES + SLOTS) * 8;
   static constexpr int SHARED = MATRICES * MATRIX + STAGES * (LABELS + INFO) + SLOTS * BIAS + BARRIERS;
 };
 

@@ -129,6 +129,11 @@ DEVICE void mma(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
   simt::meet("mma", place, &mine, complete);
 }
 
+DEVICE void hide_unless_less(float& lower, float& upper, uint32_t a, uint32_t b) {
+  if (!(simt::F16::get(uint16_t(a)) < simt::F16::get(uint16_t(b)))) lower = -INFINITY;
+  if (!(simt::F16::get(uint16_t(a >> 16)) < simt::F16::get(uint16_t(b >> 16)))) upper = -INFINITY;
+}
+
 DEVICE uint32_t bits_of(float x) { return simt::as_bits(x); }
 DEVICE float float_of(uint32_t bits) { return simt::as_float(bits); }
 

@@ -83,7 +83,8 @@ def call_nemo(attention, x, padded):
 
 def call_longformer(attention, x, padded):
     pad_mask = HIDDEN if padded else torch.zeros_like(HIDDEN)
-    return attention(query=x, key=x, value=x, pad_mask=pad_mask, pos_emb=positions(7).to(x))
+    rows = sum(attention.att_context_size) + 1
+    return attention(query=x, key=x, value=x, pad_mask=pad_mask, pos_emb=positions(rows).to(x))
 
 
 def call_espnet(attention, x, padded):
@@ -113,6 +114,11 @@ CASES = {
     "nemo-sdpa": (lambda s: nemo(s, use_pytorch_sdpa=True), call_nemo, torch.float64),
     "nemo-local": (
         lambda s: nemo(s, "RelPositionMultiHeadAttentionLongformer", att_context_size=[3, 3]),
+        call_longformer,
+        torch.float64,
+    ),
+    "nemo-local-wider-than-the-audio": (
+        lambda s: nemo(s, "RelPositionMultiHeadAttentionLongformer", att_context_size=[2 * LENGTH, 2 * LENGTH]),
         call_longformer,
         torch.float64,
     ),

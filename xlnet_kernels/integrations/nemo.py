@@ -110,7 +110,8 @@ class RelPositionMultiHeadAttentionLongformer(RelPositionMultiHeadAttention):
             return own.forward(query, key, value, pad_mask, pos_emb, cache)
         frames = RankMask.padding(attention_mask=~pad_mask)
         mask = RankMask(frames.query_rank.masked_fill(pad_mask, LOWEST), frames.key_rank)
-        return self._attend(query, key, value, mask, pos_emb, max_distance=left)
+        reach = min(left, key.shape[1] - 1)  # the window may be wider than the audio is long
+        return self._attend(query, key, value, mask, pos_emb[:, left - reach : left + reach + 1], max_distance=reach)
 
 
 class ConformerEncoder(Original):

@@ -17,12 +17,12 @@ projected positions are kept from call to call, as they are in use while audio i
 
 With --toolkit, a call is one whole encoder layer of that toolkit, feed-forward and convolution included, made by the
 toolkit itself: accelerated, and in each of its own ways. With --layers N it is the library's whole encoder of N layers:
-Parakeet of transformers and of NeMo from mel features on, the Conformers of ESPnet, SpeechBrain and fairseq2. All are
-checked against the library's own code in float64; where its maps would not fit in memory, and for SpeechBrain, which
-has none, against the accelerated one in float64 (on the reference, where that fits). Right is a gradient that misses it
-by twice as much as the library's own code does in the same dtype, or by the usual tolerance of the largest gradient of
-the same weight in any layer: in some that of keys and bias_u nearly cancels, and all lose digits. A toolkit that is not
-installed is skipped with the reason.
+Parakeet of transformers and of NeMo from mel features on, NeMo's with its window for long audio (nemo-local) from
+frames on, the Conformers of ESPnet, SpeechBrain and fairseq2. All are checked against the library's own code in
+float64; where its maps would not fit in memory, and for SpeechBrain, which has none, against the accelerated one in
+float64 (on the reference, where that fits). Right is a gradient that misses it by twice as much as the library's own
+code does in the same dtype, or by the usual tolerance of the largest gradient of the same weight in any layer: in some
+that of keys and bias_u nearly cancels, and all lose digits. A toolkit that is not installed is skipped with the reason.
 With --once every implementation is called once: for audio of many minutes.
 
 transformers compiled is torch.compile of its sdpa, measured on GPUs and where it is asked for (--implementations).
@@ -255,7 +255,7 @@ class Exact:
         return compare(run, direction, outputs, self.values(direction), self.case.dtype)["errors"]  # type: ignore[return-value]
 
     def _fits(self, dtype: torch.dtype, direction: str) -> bool:
-        free = free_memory(self.case.device)
+        free = free_memory(self.case.device) if self.layer.has_maps else None
         return free is None or replace(self.case, dtype=dtype).needs()[direction] <= 0.8 * free
 
 
@@ -280,7 +280,7 @@ def measure_toolkits(options: argparse.Namespace, bench: Bench) -> None:
                 functools.partial(toolkit_run, case, layer, way, case.dtype),
                 exact.values,
                 exact.missed,
-                needs={} if way == OWN else case.needs(),
+                needs={} if way == OWN or not layer.has_maps else case.needs(),
                 dtype=case.dtype,
             )
             for way in (OWN, *layer.ways)

@@ -32,6 +32,7 @@ class Layer:
     step: int = 1  # frames of the input for one of the output
     width: int | None = None  # of the input, where it is not d_model
     has_float64: bool = True  # whether the toolkit's own code computes in it
+    has_maps: bool = True  # whether the toolkit's own code makes maps of L x L
 
 
 def leave_out_unneeded(toolkit: str) -> None:
@@ -174,6 +175,11 @@ def _speechbrain_encoder(length: int, d_model: int, heads: int, layers: int) -> 
     return Layer(module, call, {"SpeechBrain": lambda encoder: None}, has_float64=False)
 
 
+def _call_nemo(encoder: nn.Module, x: Tensor) -> Tensor:
+    frames = torch.full((x.shape[0],), x.shape[1], device=x.device)
+    return encoder(audio_signal=x.mT, length=frames)[0].mT
+
+
 def _nemo_encoder(length: int, d_model: int, heads: int, layers: int) -> Layer:
     """Parakeet's: from mel features on."""
     from nemo.collections.asr.modules.conformer_encoder import ConformerEncoder
@@ -186,11 +192,20 @@ def _nemo_encoder(length: int, d_model: int, heads: int, layers: int) -> Layer:
         pos_emb_max_len=length, **dict.fromkeys(dropouts, 0.0),
     )  # fmt: skip
 
-    def call(encoder: nn.Module, x: Tensor) -> Tensor:
-        frames = torch.full((x.shape[0],), x.shape[1], device=x.device)
-        return encoder(audio_signal=x.mT, length=frames)[0].mT
+    return Layer(module, _call_nemo, _NEMO_WAYS, step, bins)
 
-    return Layer(module, call, _NEMO_WAYS, step, bins)
+
+def _nemo_local_encoder(length: int, d_model: int, heads: int, layers: int) -> Layer:
+    """NeMo's way for long audio, a window of 128 frames on each side; from frames on, behind the subsampling."""
+    from nemo.collections.asr.modules.conformer_encoder import ConformerEncoder
+
+    dropouts = ("dropout", "dropout_pre_encoder", "dropout_emb", "dropout_att")
+    module = ConformerEncoder(
+        feat_in=d_model, n_layers=layers, d_model=d_model, n_heads=heads, subsampling_factor=1, conv_kernel_size=9,
+        xscaling=False, self_attention_model="rel_pos_local_attn", att_context_size=[128, 128],
+        pos_emb_max_len=length, **dict.fromkeys(dropouts, 0.0),
+    )  # fmt: skip
+    return Layer(module, _call_nemo, {"NeMo local": lambda encoder: None}, has_maps=False)
 
 
 def _espnet_encoder(length: int, d_model: int, heads: int, layers: int) -> Layer:
@@ -222,8 +237,8 @@ def _fairseq2_encoder(length: int, d_model: int, heads: int, layers: int) -> Lay
 
 _BUILD = {"nemo": _nemo, "espnet": _espnet, "speechbrain": _speechbrain, "fairseq2": _fairseq2}
 _BUILD_ENCODER = {
-    "parakeet": _parakeet_encoder, "nemo": _nemo_encoder, "espnet": _espnet_encoder,
-    "speechbrain": _speechbrain_encoder, "fairseq2": _fairseq2_encoder,
+    "parakeet": _parakeet_encoder, "nemo": _nemo_encoder, "nemo-local": _nemo_local_encoder,
+    "espnet": _espnet_encoder, "speechbrain": _speechbrain_encoder, "fairseq2": _fairseq2_encoder,
 }  # fmt: skip
 NAMES = tuple(_BUILD)
 ENCODERS = tuple(_BUILD_ENCODER)

@@ -286,6 +286,8 @@ def markdown(results: dict) -> str:
         return _host_time(results)
     if "calibration" in results:
         return _counted(results)
+    if "window" in results:
+        return _counted_of_windows(results)
     if "triton" in results:
         return _compiled_by_triton(results)
     if "torch_cuda" in results:
@@ -372,6 +374,25 @@ def _counted(results: dict) -> str:
         speeds = f"{row['bound_teraflops']} TFLOP/s | {row['published_teraflops']} | {row['quotient']:.2f}"
         found.append(f"| {kernel} | {speeds} | {row['source']} |")
     return "\n".join(found) + f"\n\nTriton {results['triton']}.\n"
+
+
+def _counted_of_windows(results: dict) -> str:
+    """What tests/machine/long_counts.py counted, a line for each kind of window and direction."""
+    by_case: dict[tuple, dict] = {}
+    for row in results["rows"]:
+        by_case.setdefault((row["case"], row["direction"]), {})[row["architecture"], row["length"]] = row
+    columns = sorted({(row["architecture"], row["length"]) for row in results["rows"]})
+    names = " | ".join(f"sm_{architecture}, L {length}" for architecture, length in columns)
+    found = [f"| {results['window']} keys by | direction | {names} |", f"|---|---|{'---|' * len(columns)}"]
+    for (case, direction), rows in by_case.items():
+        cells = [_growth_cell(rows[column]) for column in columns]
+        found.append(f"| {case} | {direction} | {' | '.join(cells)} |")
+    return "\n".join(found) + f"\n\nTriton {results['triton']}.\n"
+
+
+def _growth_cell(row: dict) -> str:
+    growth = "" if row["growth"] is None else f", {row['growth']:.3f}x a key"
+    return f"{row['bound_cycles'] / 1e6:.1f}{growth}"
 
 
 def put(page: Path, name: str, text: str) -> None:

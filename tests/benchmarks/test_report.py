@@ -45,3 +45,20 @@ def test_share_of_the_limit(tmp_path, environment):
         # width and height are words 4 and 5 of a PNG
         heights.append(int.from_bytes((tmp_path / "picture.png").read_bytes()[20:24], "big"))
     assert heights == [1500, 1050]
+
+
+def test_counts_of_windows(tmp_path, capsys):
+    """One line for each kind of window and direction; a longer sequence has what it costs a key beside the shorter."""
+    from report import main
+
+    row = {"case": "documents", "direction": "forward", "architecture": 80}
+    rows = [
+        row | {"length": 32768, "bound_cycles": 1000000, "growth": None},
+        row | {"length": 65536, "bound_cycles": 2200000, "growth": 1.1},
+    ]
+    source = tmp_path / "results.json"
+    source.write_text(json.dumps({"triton": "3.9.0", "window": 512, "rows": rows}))
+    assert main([str(source)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| 512 keys by | direction | sm_80, L 32768 | sm_80, L 65536 |"
+    assert lines[2] == "| documents | forward | 1.0 | 2.2, 1.100x a key |"

@@ -13,7 +13,7 @@ import triton  # noqa: E402
 if triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
-from tests.machine import gpu_counts  # noqa: E402
+from tests.machine import gpu_counts, long_counts  # noqa: E402
 from tests.machine.machine import Counts  # noqa: E402
 from tests.machine.machine_code import Line, MachineCode  # noqa: E402
 from tests.machine.triton_driver import Launch  # noqa: E402
@@ -89,3 +89,24 @@ def test_a_row_has_the_counts_of_each_launch(monkeypatch):
     assert main["tensor"] == {"mma": 2048**2 + 5} and main["shared_wavefronts"] == 2 * 2048**2
     assert main["bound_by"] == "shared memory" and main["bound_cycles"] == 2048
     assert prepare["bound_cycles"] + main["bound_cycles"] == pytest.approx(row["bound_cycles"], abs=0.1)
+
+
+@pytest.mark.parametrize("case", long_counts.CASES)
+def test_a_window_costs_as_much_a_key_in_a_sequence_twice_as_long(case):
+    """Forward; longer than the 4096 keys whose bounds one step of the search for a span reads."""
+    issued = []
+    for length in (4096, 8192):
+        forward = long_counts.launches(80, case, length, 64, backward=False)["forward"]
+        issued.append(sum(launch.counts.issued for launch in forward))
+    assert 1.9 * issued[0] <= issued[1] <= 2.1 * issued[0]
+
+
+def test_counts_of_windows_are_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(long_counts, "launches", lambda architecture, case, length, window: {"forward": [length]})
+    monkeypatch.setattr(long_counts, "row", lambda of, *_: {"bound_cycles": of[0] ** 2, "issued": 1})
+    file = tmp_path / "counts.json"
+    monkeypatch.setattr(sys, "argv", ["long_counts.py", "--architectures", "80", "--output", str(file)])
+    long_counts.main()
+    found = json.loads(file.read_text())
+    assert found["window"] == 512
+    assert [row["growth"] for row in found["rows"]] == [None, 2.0] * len(long_counts.CASES)

@@ -18,7 +18,6 @@ from .segments import Segments
 
 _plain_call = getattr(_extension.module, "plain_call", None)
 _DEVICES = ("cpu", "cuda") if getattr(_extension.module, "cuda_version", None) else ("cpu",)
-_BACKENDS = {cpu: "cpu", cuda: "cuda"}  # of the operator that is called
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -47,8 +46,9 @@ def attend_plainly(
         return None
     if type(query) not in _PLAIN or query.device.type not in _DEVICES or query.dim() != 4:
         return None
-    best = _BACKENDS.get(choose(None, query.device.type, query.dtype, query.shape[-1], query.device))
-    if best is None or backend not in (None, best):
+    best = choose(None, query.device.type, query.dtype, query.shape[-1], query.device)
+    name = "cpu" if best is cpu else "cuda" if best is cuda else None
+    if name is None or backend not in (None, name):
         return None
     query_rank = key_rank = query_floor = sees_self = None
     if type(mask) is RankMask:

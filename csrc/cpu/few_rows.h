@@ -120,11 +120,7 @@ static __attribute__((noinline)) void few_scores(const T* a, const T* b, int64_t
 template <typename T, int ROWS, int COLUMNS>
 INLINE void few_rows_tile(const T* a, int64_t a_stride, WorkRows<T> rows, int64_t depth, T* c, int64_t c_stride,
                           int64_t column) {
-  Vec<T> sums[ROWS][COLUMNS];
-#pragma GCC unroll 4
-  for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < COLUMNS; ++v) sums[r][v] = load(c + r * c_stride + column + v * LANES<T>);
+  Vec<T> sums[ROWS][COLUMNS] = {};
   for (int64_t k = 0; k < depth; ++k) {
     const T* const row = rows.row + k * rows.stride + column;
 #pragma GCC unroll 4
@@ -135,7 +131,7 @@ INLINE void few_rows_tile(const T* a, int64_t a_stride, WorkRows<T> rows, int64_
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < COLUMNS; ++v) store(c + r * c_stride + column + v * LANES<T>, sums[r][v]);
+    for (int v = 0; v < COLUMNS; ++v) add(c + r * c_stride + column + v * LANES<T>, sums[r][v]);
 }
 
 template <typename T, int ROWS>

@@ -42,7 +42,8 @@ INLINE void multiply_step_by_lane(const T* left, const T* b, int64_t column_stri
 #include "tile_neon.h"
 #endif
 
-// One register tile of ROWS x COLUMNS vectors. FIRST: C starts at zero, else it is added to.
+// One register tile of ROWS x COLUMNS vectors, stored in C or, unless FIRST, added to it: a sum that started from C
+// would be rounded as C is at each step.
 template <typename T, int ROWS, int COLUMNS, A LAYOUT, bool FIRST>
 INLINE void tile_product(const T* const* a, int64_t offset, const T* b, int64_t row_stride, int64_t column_stride,
                          int64_t depth, T* const* c, int64_t column) {
@@ -50,12 +51,7 @@ INLINE void tile_product(const T* const* a, int64_t offset, const T* b, int64_t 
   if constexpr (ROWS == 12 && COLUMNS == 2 && sizeof(T) == sizeof(float))
     return multiply_tile<FIRST>(a[0], b, row_stride, column_stride, depth, c, column);
 #endif
-  Vec<T> sum[ROWS][COLUMNS];
-#pragma GCC unroll 16
-  for (int m = 0; m < ROWS; ++m)
-#pragma GCC unroll 4
-    for (int v = 0; v < COLUMNS; ++v) sum[m][v] = FIRST ? Vec<T>{} : load(c[m] + column + v * LANES<T>);
-
+  Vec<T> sum[ROWS][COLUMNS] = {};
   for (int64_t k = 0; k < depth; ++k) {
     if constexpr (BY_LANE) {
       multiply_step_by_lane<T, ROWS, COLUMNS>(a[0] + k * ROWS, b + k * row_stride, column_stride, sum);
@@ -67,7 +63,10 @@ INLINE void tile_product(const T* const* a, int64_t offset, const T* b, int64_t 
 #pragma GCC unroll 16
   for (int m = 0; m < ROWS; ++m)
 #pragma GCC unroll 4
-    for (int v = 0; v < COLUMNS; ++v) store(c[m] + column + v * LANES<T>, sum[m][v]);
+    for (int v = 0; v < COLUMNS; ++v) {
+      T* const to = c[m] + column + v * LANES<T>;
+      FIRST ? store(to, sum[m][v]) : add(to, sum[m][v]);
+    }
 }
 
 // columns of one register tile over panels
@@ -129,25 +128,27 @@ INLINE void pack_left(const T* const* a, int64_t offset, int64_t first, int64_t 
   }
 }
 
+// In pieces of the depth: their rows of B stay in the first cache, beside a panel, and many small sums are rounded less
+// than a long one.
 template <typename T, A LAYOUT>
 static __attribute__((noinline)) void row_product(const T* const* a, int64_t offset, const T* b, int64_t width,
                                                   int64_t depth, T* const* c) {
-  if constexpr (BY_LANE) {
-    constexpr int64_t PIECE = 96;  // of the depth: rows of B that stay in the first cache, beside a panel
-    T panel[PIECE * ROW_ROWS];
-    const T* const packed = panel;
-    for (int64_t first = 0; first < depth; first += PIECE) {
-      const int64_t count = depth - first < PIECE ? depth - first : PIECE;
+  constexpr int64_t PIECE = 96;
+  for (int64_t first = 0; first < depth; first += PIECE) {
+    const int64_t count = depth - first < PIECE ? depth - first : PIECE;
+    const T* const right = b + first * width;
+    if constexpr (BY_LANE) {
+      T panel[PIECE * ROW_ROWS];
+      const T* const packed = panel;
       pack_left<T, LAYOUT>(a, offset, first, count, panel);
-      row_tiles<T, A::panel>(&packed, 0, b + first * width, width, count, c);
+      row_tiles<T, A::panel>(&packed, 0, right, width, count, c);
+    } else if constexpr (LAYOUT == A::rows) {
+      const T* rows[ROW_ROWS];
+      for (int m = 0; m < ROW_ROWS; ++m) rows[m] = a[m] + first;
+      row_tiles<T, LAYOUT>(rows, offset, right, width, count, c);
+    } else {
+      row_tiles<T, LAYOUT>(a + first, offset, right, width, count, c);
     }
-  } else {
-    const T* rows[ROW_ROWS];  // an array of this function's own: the stores through `c` cannot change it
-    if (LAYOUT == A::rows) {
-      for (int m = 0; m < ROW_ROWS; ++m) rows[m] = a[m];
-      a = rows;
-    }
-    row_tiles<T, LAYOUT>(a, offset, b, width, depth, c);
   }
 }
 

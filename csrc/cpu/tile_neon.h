@@ -51,12 +51,17 @@
   DO(32, 16, 17) DO(40, 18, 19) DO(48, 20, 21) DO(56, 22, 23) \
   DO(64, 24, 25) DO(72, 26, 27) DO(80, 28, 29) DO(88, 30, 31)
 #define ADDRESS(POINTER) "ldr x9, [%[c], #" #POINTER "]\n\tadd x9, x9, %[column]\n\t"
-#define START_AT_ZERO(POINTER, X, Y) "movi v" #X ".4s, #0\n\tmovi v" #Y ".4s, #0\n\t"
-#define START_AT_C(POINTER, X, Y) ADDRESS(POINTER) "ldp q" #X ", q" #Y ", [x9]\n\t"
+#define CLEAR(POINTER, X, Y) "movi v" #X ".4s, #0\n\tmovi v" #Y ".4s, #0\n\t"
 #define STORE(POINTER, X, Y) ADDRESS(POINTER) "stp q" #X ", q" #Y ", [x9]\n\t"
+#define ADD(POINTER, X, Y)               \
+  ADDRESS(POINTER)                       \
+  "ldp q0, q1, [x9]\n\t"                 \
+  "fadd v0.4s, v0.4s, v" #X ".4s\n\t"    \
+  "fadd v1.4s, v1.4s, v" #Y ".4s\n\t"    \
+  "stp q0, q1, [x9]\n\t"
 
-#define MULTIPLY(START, B)                                                                                 \
-  asm volatile(EACH_ROW(START)                                                                             \
+#define MULTIPLY(END, B)                                                                                   \
+  asm volatile(EACH_ROW(CLEAR)                                                                             \
                "cbz %[fours], 2f\n\t"                                                                      \
                "1:\n\t"                                                                                    \
                TWO_STEPS(TWO_OF_##B) TWO_STEPS(TWO_OF_##B)                                                 \
@@ -68,7 +73,7 @@
                "subs %[ones], %[ones], #1\n\t"                                                             \
                "b.ne 3b\n\t"                                                                               \
                "4:\n\t"                                                                                    \
-               EACH_ROW(STORE)                                                                             \
+               EACH_ROW(END)                                                                               \
                : [a] "+r"(a), [b] "+r"(b), [next] "+r"(next), [fours] "+r"(fours), [ones] "+r"(ones)       \
                : [c] "r"(c), [column] "r"(column * int64_t(sizeof(float)))                                 \
                : "x9", "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10",  \
@@ -77,7 +82,7 @@
 
 // clang-format on
 
-// C[0 .. 12)[column .. column + 8) (+)= A . B as tile_product has them, A a panel
+// C[0 .. 12)[column .. column + 8) (+)= A . B as tile_product has it, A a panel
 template <bool FIRST>
 INLINE void multiply_tile(const float* a, const float* b, int64_t row_stride, int64_t column_stride, int64_t depth,
                           float* const* c, int64_t column) {
@@ -85,13 +90,13 @@ INLINE void multiply_tile(const float* a, const float* b, int64_t row_stride, in
   if (row_stride == LANES<float>) {
     const float* next = b + column_stride;
     if constexpr (FIRST) {
-      MULTIPLY(START_AT_ZERO, PANELS);
+      MULTIPLY(STORE, PANELS);
     } else {
-      MULTIPLY(START_AT_C, PANELS);
+      MULTIPLY(ADD, PANELS);
     }
   } else {
     int64_t next = row_stride * int64_t(sizeof(float));
-    MULTIPLY(START_AT_C, ROWS);
+    MULTIPLY(ADD, ROWS);
   }
 }
 
@@ -107,7 +112,7 @@ INLINE void multiply_tile(const float* a, const float* b, int64_t row_stride, in
 #undef ONE_STEP
 #undef EACH_ROW
 #undef ADDRESS
-#undef START_AT_ZERO
-#undef START_AT_C
+#undef CLEAR
 #undef STORE
+#undef ADD
 #undef MULTIPLY

@@ -2,11 +2,12 @@
 
     python benchmarks/report.py RESULTS.json                              tables, printed as Markdown
     python benchmarks/report.py RESULTS.json PAGE.md                      put into a page
+    python benchmarks/report.py RESULTS.json [...] PAGE.md                several runs in one table
     python benchmarks/report.py --headline RESULTS.json [...] [PAGE.md]   in multiples of plain SDPA's time
     python benchmarks/report.py --highlights RESULTS.json [README.md]     README's three numbers
     python benchmarks/report.py --plot RESULTS.json [PICTURE.png]         drawn; default beside the JSON
 
-A page has a line `<!-- RESULTS.json -->`, `<!-- headline -->` or `<!-- highlights -->` for where they begin and
+A page has a line `<!-- RESULTS.json [...] -->`, `<!-- headline -->` or `<!-- highlights -->` for where they begin and
 `<!-- end -->` for where they end.
 """
 
@@ -33,8 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument("--plot", action="store_true", help="a picture")
     options = parser.parse_args(arguments)
     target = options.files.pop() if len(options.files) > 1 and options.files[-1].suffix != ".json" else None
-    if len(options.files) > 1 and not options.headline:
-        parser.error("one results file at a time, but for --headline")
+    if len(options.files) > 1 and (options.highlights or options.plot):
+        parser.error("one results file at a time, but for tables and --headline")
     try:
         runs = [json.loads(path.read_text()) for path in options.files]
         if options.plot:
@@ -42,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
             plot(runs[0], target)
             print(target)
         else:
-            text, place = report.markdown, options.files[0].name
+            text, place = lambda _: report.markdown(report.joined(runs)), " ".join(path.name for path in options.files)
             if options.headline:
                 text, place = lambda _: headline.markdown(runs), "headline"
             elif options.highlights:

@@ -212,6 +212,18 @@ def _times(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}x"
 
 
+def joined(runs: list[dict]) -> dict:
+    """Runs of one benchmark and commit on one machine, as if they had been one run."""
+    same = ("cpu", "gpu", "cores", "threads", "torch", "commit")
+    for run in runs[1:]:
+        for key in same:
+            if run["environment"].get(key) != runs[0]["environment"].get(key):
+                raise ValueError(f"these runs have not the same {key}")
+        if run["benchmark"] != runs[0]["benchmark"]:
+            raise ValueError("these are not runs of the same benchmark")
+    return runs[0] | {"rows": [row for run in runs for row in run["rows"]]} if runs[1:] else runs[0]
+
+
 def notes(results: dict) -> list[str]:
     """What the tables' cells cannot hold: reasons, what was checked and how, and the machine."""
     rows, facts = results["rows"], results["environment"]

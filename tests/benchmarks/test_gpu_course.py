@@ -183,6 +183,25 @@ def test_headline_takes_the_best_kernel_of_each_direction(tmp_path, capsys):
     assert report.main(["--headline", str(sources[0])]) == 0 and "2.00 flash" in capsys.readouterr().out
 
 
+def test_runs_of_one_machine_share_a_table(tmp_path, capsys):
+    import report
+
+    facts = dict(cpu="a CPU", cores=2, threads=2, cpu_capability="AVX2", torch="2.13", commit="c", peak_memory="VmHWM")
+    settings = {"heads": 1, "head_dim": 64, "dtype": "float32"}
+    sources = [tmp_path / f"{name}.json" for name in "abc"]
+    for source, length, machine in zip(sources, (512, 1024, 512), (facts, facts, facts | {"cores": 4}), strict=True):
+        rows = core("xlnet_kernels cpu", length, 1, 3, status="ok", batch=1, samples_ms=[1.0], q1_ms=1.0, q3_ms=1.0)
+        run = {"benchmark": "attn", "rows": rows, "settings": settings, "environment": machine}
+        source.write_text(json.dumps(run))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- a.json b.json -->\n<!-- end -->\n")
+    assert report.main([*map(str, sources[:2]), str(page)]) == 0
+    text = page.read_text()
+    assert "| 512 x 1 |" in text and "| 1024 x 1 |" in text and text.count("a CPU") == 1
+    assert report.main([*map(str, sources), str(page)]) == 1
+    assert "these runs have not the same cores" in capsys.readouterr().err
+
+
 def test_highlights_are_of_the_greatest_length_that_all_have(tmp_path, capsys):
     import report
 

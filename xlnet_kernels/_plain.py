@@ -17,7 +17,8 @@ from .ops import rank_vectors
 from .segments import Segments
 
 _plain_call = getattr(_extension.module, "plain_call", None)
-_DEVICES = ("cpu", "cuda") if getattr(_extension.module, "cuda_version", None) else ("cpu",)
+# By the type of device, which is their name too
+_OF_DEVICE = {"cpu": cpu, "cuda": cuda} if getattr(_extension.module, "cuda_version", None) else {"cpu": cpu}
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -44,11 +45,12 @@ def attend_plainly(
     """
     if _plain_call is None or torch.compiler.is_compiling() or transformed() or in_dispatch_mode():
         return None
-    if type(query) not in _PLAIN or query.device.type not in _DEVICES or query.dim() != 4:
+    if type(query) not in _PLAIN or query.dim() != 4:
         return None
-    best = choose(None, query.device.type, query.dtype, query.shape[-1], query.device)
-    name = "cpu" if best is cpu else "cuda" if best is cuda else None
-    if name is None or backend not in (None, name):
+    device = query.device.type
+    if device not in _OF_DEVICE or backend not in (None, device):
+        return None
+    if choose(None, device, query.dtype, query.shape[-1], query.device) is not _OF_DEVICE[device]:
         return None
     query_rank = key_rank = query_floor = sees_self = None
     if type(mask) is RankMask:

@@ -26,19 +26,19 @@ import triton
 from lib import compiling
 from lib.compiling import attend
 from lib.problem import Case, Problem, build_problem
-from xlnet_kernels.backends.triton import tuning
+from xlnet_kernels.backends.triton import plan, tuning
 from xlnet_kernels.backends.triton.tuning import KERNELS, Config
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}  # of the largest value of each result
 # After these a process cannot use the GPU any more: every later candidate would be out as well.
 LOST = ("illegal memory access", "misaligned address", "illegal instruction", "unspecified launch failure")
 COMPILING = 0.6  # of a budget
-HEADER = "# (GPU family, kind of dtype, head_dim up to): forward, rows, keys\n"
+HEADER = "# (GPU family, kind of products, head_dim up to): forward, rows, keys\n"
 
 
 def candidates(kind: str, head_dim: int) -> list[Config]:
     """What is worth measuring: tiles that the kernels can do and whose operands fit into registers."""
-    shapes = [(16, 32), (32, 32), (32, 64)] if kind == "float32" else [(32, 32), (64, 32), (64, 64), (128, 64)]
+    shapes = [(32, 32), (64, 32), (64, 64)] if kind == "float32" else [(32, 32), (64, 32), (64, 64), (128, 64)]
     found = []
     for (BLOCK_M, BLOCK_N), warps, stages, keep in itertools.product(shapes, (4, 8), (1, 2, 3), (True, False)):
         if keep and head_dim > (64 if kind == "float32" else 128):
@@ -174,7 +174,7 @@ def main(arguments: list[str]) -> int:
     if options.entries:
         tuning.TABLE.update(read(options.entries.read_text()))
     capability, dtype, found = torch.cuda.get_device_capability(), getattr(torch, options.dtype), {}
-    of, kind = tuning.family(capability), tuning.kind_of(dtype)
+    of, kind = tuning.family(capability), tuning.kind_of(dtype, plan.precision_of(dtype, 0.0))
     by = f"measured: {torch.cuda.get_device_name()}, Triton {triton.__version__}"
 
     def log(line: str) -> None:
@@ -183,7 +183,7 @@ def main(arguments: list[str]) -> int:
     for head_dim in options.head_dims:
         until = time.monotonic() + options.budget
         key = (of, kind, head_dim)
-        start = {key: tuple(tuning.choose(kernel, dtype, head_dim, (of // 10, 0)) for kernel in KERNELS)}
+        start = {key: tuple(tuning.choose(kernel, kind, head_dim, (of // 10, 0)) for kernel in KERNELS)}
         case = Case(min(options.lengths), 1, 2, head_dim, 0, dtype, "cuda")
         cases = [
             replace(case, length=length, batch=max(1, options.tokens // length), heads=options.heads)

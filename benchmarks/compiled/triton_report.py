@@ -4,8 +4,9 @@
     python benchmarks/compiled/triton_report.py gfx942 gfx950 --output benchmarks/results/triton-compiled-amd.json
 
 compiles every configuration of the table for these architectures; without --output it prints one JSON object a line.
-AMD's, of which nothing is promised but that they compile, get the tiles of sm_80; what their code objects say is
-reported: registers, spills, local data share (shared memory). There is no disassembler for it here.
+AMD's, of which nothing is promised but that they compile, get the tiles of sm_80, and float32 those without tensor
+cores: their compiler does not know tf32x3. What their code objects say is reported: registers, spills, local data share
+(shared memory). There is no disassembler for it here.
 Calls go through the operator's own launches and Triton's own just-in-time compiler; a driver that loads and launches
 nothing stands in for CUDA's. Runs in a process of its own: within the tests Triton interprets.
 """
@@ -31,7 +32,8 @@ from xlnet_kernels.backends.triton import launch, plan, tuning
 
 OPERATOR = "xlnet_kernels::rel_attention_triton"
 in_quads = tuning.in_quads
-DTYPES = {"16-bit": torch.bfloat16, "float32": torch.float32}
+precision_of = plan.precision_of
+DTYPES = {"16-bit": torch.bfloat16, "float32": torch.float32, "ieee": torch.float32}
 CLASSES = sorted({(kind, head_dim) for _, kind, head_dim in tuning.TABLE})
 # Tensor cores by one warp, by four (sm_90), by one thread (sm_100); and multiply-add without them.
 PRODUCTS = ("HMMA", "HGMMA", "UTCHMMA", "FFMA")
@@ -320,6 +322,7 @@ def cases(architectures: list[int | str], sample: bool) -> list[tuple]:
         for stacked in (False, True)
         for architecture in architectures
         for kind, head_dim in CLASSES
+        if architecture not in AMD or kind != "float32"
         for kernel in tuning.KERNELS
     ]
     if not sample:
@@ -332,6 +335,7 @@ def cases(architectures: list[int | str], sample: bool) -> list[tuple]:
 
 
 def report(architecture: int | str, kind: str, head_dim: int, kernel: str, stacked: bool) -> dict:
+    plan.precision_of = (lambda *_: "ieee") if kind == "ieee" else precision_of
     config, cubin, shared = compile_kernel(architecture, kernel, inputs(head_dim, DTYPES[kind], stacked))
     case = {"architecture": architecture, "kernel": kernel, "kind": kind, "head_dim": head_dim, "stacked": stacked}
     return case | config._asdict() | (describe_for_amd if architecture in AMD else describe)(cubin, shared)

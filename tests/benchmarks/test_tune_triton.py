@@ -144,7 +144,7 @@ def test_each_head_dim_starts_from_the_best_of_those_before(monkeypatch):
     class Measure:
         def __init__(self, key, *_):
             self.key = key
-            starts.append(tuple(tuning.choose(kernel, torch.float32, key[2], (9, 0)) for kernel in tuning.KERNELS))
+            starts.append(tuple(tuning.choose(kernel, "float32", key[2], (9, 0)) for kernel in tuning.KERNELS))
 
         def __call__(self, kernel, configs):
             tuning.TABLE[self.key] = configs

@@ -32,6 +32,7 @@ TILES = {
     "M=2N-kept": (128, 64, 16, True),
     "M=2N-small": (64, 32, 16, True),
     "M=2N": (64, 32, 16, False),
+    "M=N-wide": (64, 64, 16, False),
     "M=N": (32, 32, 16, False),
     "M<N": (16, 32, 16, False),
 }
@@ -117,15 +118,18 @@ def test_float32_precision_is_what_the_user_said_in_the_new_way_or_the_old(monke
 
     before = matmul.fp32_precision
     try:
-        for said, found in (("tf32", "tf32"), ("ieee", "ieee")):
+        for said, found in (("tf32", "tf32"), ("ieee", "tf32x3")):
             matmul.fp32_precision = said  # torch refuses to answer in the old way from here on
             assert precision(torch.float32) == found
             assert precision(torch.float16) == "ieee"
         matmul.fp32_precision = "tf32"
-        for loses, found in ((False, "tf32"), (True, "ieee")):  # Triton 3.6 and 3.7 do, of a call with dropout
-            monkeypatch.setattr(plan, "_LOSES_TF32", loses)
-            monkeypatch.setattr(plan, "plans", {})
-            assert (precision(torch.float32), precision(torch.float32, 0.1)) == ("tf32", found)
+        for said, found in (("tf32", "tf32"), ("ieee", "tf32x3")):
+            matmul.fp32_precision = said
+            for loses in (False, True):  # Triton 3.6 and 3.7 do, of a call with dropout
+                monkeypatch.setattr(plan, "_LOSES_TF32", loses)
+                monkeypatch.setattr(plan, "plans", {})
+                assert precision(torch.float32) == found
+                assert precision(torch.float32, 0.1) == ("ieee" if loses else found)
     finally:
         matmul.fp32_precision = before
 
@@ -195,18 +199,18 @@ def test_gpus_that_are_not_in_the_table_have_a_family(capability, family):
 
 def test_the_table_serves_every_head_dim_and_dtype():
     for capability in ((8, 6), (9, 0), (12, 0)):
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for kind in ("16-bit", "float32", "ieee"):
             for head_dim in (1, 16, 64, 65, 80, 129, 256):
                 for kernel in tuning.KERNELS:
-                    config = tuning.choose(kernel, dtype, head_dim, capability)
+                    config = tuning.choose(kernel, kind, head_dim, capability)
                     assert config.BLOCK_M <= 2 * config.BLOCK_N and config.BLOCK_N >= 32  # what the kernels can do
                     assert 16 <= config.BLOCK_D < max(17, 2 * head_dim)
 
 
 def test_a_family_without_an_entry_of_its_own_takes_the_lower_one():
-    assert (90, "float32", 64) not in tuning.TABLE
+    assert (90, "ieee", 64) not in tuning.TABLE
     for kernel in tuning.KERNELS:
-        assert tuning.choose(kernel, torch.float32, 64, (9, 0)) == tuning.choose(kernel, torch.float32, 64, (8, 0))
+        assert tuning.choose(kernel, "ieee", 64, (9, 0)) == tuning.choose(kernel, "ieee", 64, (8, 0))
 
 
 @pytest.mark.parametrize("problem", ["order", "rows-in-any-order", "rows-far-apart"])
@@ -246,11 +250,12 @@ def test_rotate_rotates_each_row_by_its_own_amount(columns, quads):
 def test_fragments_are_taken_apart_where_they_are_known(monkeypatch):
     config = tuning.Config(64, 64, 64, True, num_warps=4, num_stages=1)
     for capability in ((8, 0), (8, 9), (9, 0), (12, 0)):
-        assert tuning.in_quads(config, torch.float16, capability), capability
-    assert not tuning.in_quads(config, torch.bfloat16, (10, 0))  # tcgen05
-    assert not tuning.in_quads(config, torch.bfloat16, None)  # interpreted
-    assert not tuning.in_quads(config, torch.float32, (8, 0))
-    assert not tuning.in_quads(config._replace(num_warps=8), torch.bfloat16, (9, 0))
+        for kind in ("16-bit", "float32"):
+            assert tuning.in_quads(config, kind, capability), capability
+        assert not tuning.in_quads(config, "ieee", capability)
+    assert not tuning.in_quads(config, "16-bit", (10, 0))  # tcgen05
+    assert not tuning.in_quads(config, "16-bit", None)  # interpreted
+    assert not tuning.in_quads(config._replace(num_warps=8), "16-bit", (9, 0))
 
     class Kernel:
         arg_names, pre_run_hooks, __name__ = ("META",), (), "kernel"

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 from benchmarks.compiled.triton_report import SHARED_MEMORY  # noqa: E402
@@ -26,13 +25,13 @@ ARCHITECTURES = (80, 90, 100)
 # Spilled loads and stores in all of a kernel's code, at most. A plain forward in 16 bits has none, but for sm_100, a
 # few on sm_80, and in heads of 128; with memory and query positions a kernel holds two loops.
 SPILLS = {"forward": 320, "rows": 1200, "keys": 1700}
+SPILLS_OF_FLOAT32 = {"forward": 1900, "rows": 5000, "keys": 4000}  # on tensor cores, in heads of 256: chosen by counts
 # Instructions of a warp for 1024 scores, at most, in 16 bits at head_dim 64 where all keys of a tile are seen and of
 # one segment: a few per cent more than there are.
 INSTRUCTIONS = {"forward": 1000, "rows": 2800, "keys": 1700}
 # Shuffles of a warp for 1024 scores, at most, where a tile is a fragment: 32 for each rotation, of which the kernel of
 # rows has two, and a few for sums. A butterfly would have twice as many.
 SHUFFLES = {"forward": 48, "rows": 80, "keys": 40}
-DTYPE = {"16-bit": torch.bfloat16, "float32": torch.float32}
 MATRIX_INSTRUCTION = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 
 
@@ -46,10 +45,10 @@ def check(row: dict) -> None:
         assert ways["shortest"]["all"] < ways["longest"]["all"], row
         if row["architecture"] < 100:
             assert ways["shortest"]["shuffles"] * 1024 / scores <= SHUFFLES[row["kernel"]], row
-    assert row["spills"] <= SPILLS[row["kernel"]], row
+    assert row["spills"] <= (SPILLS_OF_FLOAT32 if row["kind"] == "float32" else SPILLS)[row["kernel"]], row
     if row["kernel"] == "forward" and row["kind"] == "16-bit" and not row["stacked"] and row["architecture"] < 100:
         assert row["spills"] <= (100 if row["head_dim"] == 128 else 8), row
-    if row["kind"] == "float32":  # without TF32 there are no tensor cores for it
+    if row["kind"] == "ieee":
         assert set(row["products"]) == {"FFMA"} and row["products"]["FFMA"] > 500, row
     else:
         assert MATRIX_INSTRUCTION[row["architecture"]] in row["products"], row
@@ -140,5 +139,5 @@ def test_the_committed_report_is_of_this_table():
     for row in rows:
         check(row)
         capability = divmod(row["architecture"], 10)
-        config = tuning.choose(row["kernel"], DTYPE[row["kind"]], row["head_dim"], capability)
+        config = tuning.choose(row["kernel"], row["kind"], row["head_dim"], capability)
         assert config._asdict().items() <= row.items(), row

@@ -55,7 +55,7 @@ def test_float32_has_a_plan_for_each_precision(monkeypatch):
         monkeypatch.setattr(plan, "allows_tf32", lambda allowed=allowed: allowed)
         monkeypatch.setattr(plan, "_LOSES_TF32", False)
         found.append(plan.find(inputs(dtype=torch.float32)).precision)
-    assert found == ["ieee", "tf32"]
+    assert found == ["tf32x3", "tf32"]
 
 
 def test_plans_are_few(monkeypatch):

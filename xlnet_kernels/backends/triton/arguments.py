@@ -182,7 +182,7 @@ class Meta(NamedTuple):
     HEAD_DIM: Any
     BOUNDED_BEHIND: Any  # rel_key has no row for some key before its query,
     BOUNDED_AHEAD: Any  # for some key after it
-    PRECISION: Any  # of float32 products: "ieee" or "tf32"
+    PRECISION: Any  # of float32 products: "tf32", "tf32x3" or "ieee"
     QUADS: Any  # see shift.py's `rotate`
     IN_REGISTERS: Any  # see chunks.py's `row_operand`
     NEEDS_REL: Any = None  # the gradient of rel_key is asked for

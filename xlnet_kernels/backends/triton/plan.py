@@ -28,7 +28,7 @@ _MATRICES = ("query", "key", "value", "rel_key", "memory_key", "memory_value")
 _TINY = torch.finfo(torch.float32).tiny  # instead of a scale of 0, as 0 times minus infinity is NaN
 _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # Before 3.8 Triton leaves out half of a TF32 product over 16 rows one factor of which dropout has made: see
-# docs/validation.md. Without TF32 there are no tensor cores.
+# docs/validation.md. "ieee" does without tensor cores.
 _LOSES_TF32 = _VERSION < (3, 8)
 _KEEPS_FRAGMENTS = _VERSION >= (3, 9)  # where shift.py's `rotate` takes them apart; what older ones do was not tried
 _SLOT_BYTES = 2**30  # what the deterministic gradient of rel_key may take
@@ -53,8 +53,8 @@ class Plan:
         self.groups = self.heads if rel_key.dim() == 3 else self.batch * self.heads
         self.is_empty = query.numel() == 0 or self.keys == 0
         self.bounded = (max_distance < self.keys - 1, self.rel_len < max_distance + key.shape[2])  # behind, ahead
-        tf32 = query.dtype == torch.float32 and allows_tf32() and not (dropout_p and _LOSES_TF32)
-        self.precision = "tf32" if tf32 else "ieee"
+        self.precision = precision_of(query.dtype, dropout_p)
+        self.kind = tuning.kind_of(query.dtype, self.precision)
         self.kept_scale = 1 / (1 - dropout_p)
         bits = threshold(dropout_p)
         self.numbers = {
@@ -80,13 +80,13 @@ class Plan:
         """`kernel`: one of tuning.KERNELS, or "prepare", whose tiles those of prepare.py and finish.py are."""
         if kernel not in self._configs:
             of = "forward" if kernel == "prepare" else kernel
-            config = tuning.choose(of, self.dtype, self.head_dim, self.capability)
+            config = tuning.choose(of, self.kind, self.head_dim, self.capability)
             self._configs[kernel] = tuning.PREPARE._replace(BLOCK_D=config.BLOCK_D) if kernel == "prepare" else config
         return self._configs[kernel]
 
     def takes_quads(self, config: tuning.Config) -> bool:
         """See shift.py's `rotate`."""
-        return _KEEPS_FRAGMENTS and tuning.in_quads(config, self.dtype, self.capability)
+        return _KEEPS_FRAGMENTS and tuning.in_quads(config, self.kind, self.capability)
 
     @functools.cached_property
     def most_slots(self) -> int:
@@ -95,6 +95,13 @@ class Plan:
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
         numbers = self.groups * self.rel_len * self.head_dim
         return min(-(-2 * processors // max(self.groups, 1)), _SLOT_BYTES // max(4 * numbers, 1))
+
+
+def precision_of(dtype: torch.dtype, dropout_p: float) -> str:
+    """Of products of float32: one of TF32 where torch allows it, else three that are as exact as float32's own."""
+    if dtype != torch.float32 or (dropout_p and _LOSES_TF32):
+        return "ieee"
+    return "tf32" if allows_tf32() else "tf32x3"
 
 
 def is_addressable(tensor: Tensor) -> bool:

@@ -27,7 +27,7 @@ class Config(NamedTuple):
 
 
 KERNELS = ("forward", "rows", "keys")
-# How it was chosen; (GPU family, kind of dtype, head_dim up to) -> a configuration for each of KERNELS. One class of
+# How it was chosen; (GPU family, kind of products, head_dim up to) -> a configuration for each of KERNELS. One class of
 # lengths: nothing measured asks for more.
 TABLE = {
     # by counts
@@ -36,10 +36,12 @@ TABLE = {
     (80, "16-bit", 128): ((64, 32, 64, True, 4, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 1)),
     # by spills
     (80, "16-bit", 256): ((32, 32, 64, False, 8, 1), (32, 32, 64, False, 8, 1), (32, 32, 64, False, 8, 1)),
+    # by counts
+    (80, "float32", 256): ((64, 64, 32, False, 4, 1), (64, 64, 32, False, 4, 1), (64, 64, 32, False, 4, 1)),
     # by spills
-    (80, "float32", 64): ((32, 32, 32, False, 8, 1), (32, 32, 32, False, 8, 1), (32, 32, 32, False, 8, 1)),
+    (80, "ieee", 64): ((32, 32, 32, False, 8, 1), (32, 32, 32, False, 8, 1), (32, 32, 32, False, 8, 1)),
     # by spills
-    (80, "float32", 256): ((16, 32, 32, False, 8, 1), (16, 32, 32, False, 8, 1), (16, 32, 32, False, 8, 1)),
+    (80, "ieee", 256): ((16, 32, 32, False, 8, 1), (16, 32, 32, False, 8, 1), (16, 32, 32, False, 8, 1)),
     # by counts
     (90, "16-bit", 64): ((64, 64, 64, True, 4, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 1)),
     # by counts
@@ -66,29 +68,27 @@ def in_registers(capability: tuple[int, int] | None) -> bool:
     return capability is not None and family(capability) == 80
 
 
-def in_quads(config: Config, dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
+def in_quads(config: Config, kind: str, capability: tuple[int, int] | None) -> bool:
     """Whether four neighbouring threads have the columns of a row of a tile, each two of every eight: a fragment of
-    mma.sync or wgmma, of 16 rows a warp. Tiles of tcgen05 lie otherwise, and float32 has no tensor cores without TF32.
-    This decides about speed only."""
-    if capability is None or capability[0] in (10, 11) or dtype == torch.float32:
+    mma.sync or wgmma, of 16 rows a warp. Tiles of tcgen05 lie otherwise. This decides about speed only."""
+    if capability is None or capability[0] in (10, 11) or kind == "ieee":
         return False
     return config.BLOCK_M == 16 * config.num_warps
 
 
-def choose(kernel: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None) -> Config:
-    """The configuration of `kernel`, one of KERNELS. `capability` None: for Triton's interpreter.
+def choose(kernel: str, kind: str, head_dim: int, capability: tuple[int, int] | None) -> Config:
+    """The configuration of `kernel`, one of KERNELS; `kind`: see kind_of. `capability` None: for Triton's interpreter.
 
     What the table lacks for a family of GPUs is taken from the next lower one.
     """
     config = _INTERPRETED
     if capability is not None:
-        kind = kind_of(dtype)
         keys = [key for key in TABLE if key[0] <= family(capability) and key[1] == kind and key[2] >= head_dim]
         best = min(keys, key=lambda key: (-key[0], key[2]))
         config = Config(*TABLE[best][KERNELS.index(kernel)])
     return config._replace(BLOCK_D=min(config.BLOCK_D, max(16, 1 << (head_dim - 1).bit_length())))
 
 
-def kind_of(dtype: torch.dtype) -> str:
-    """What the table calls a dtype."""
-    return "float32" if dtype == torch.float32 else "16-bit"
+def kind_of(dtype: torch.dtype, precision: str) -> str:
+    """What the table calls products: "16-bit", "float32" by tensor cores, or "ieee", float32 without them."""
+    return "16-bit" if dtype.itemsize == 2 else "ieee" if precision == "ieee" else "float32"

@@ -68,7 +68,8 @@ DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const Back
   const RelAttention& p = call.p;
   const Lane& lane = of.lane;
   const int part_keys = of.part * S::KEYS;
-  const auto load_query = [&](int k) { return load_a(memory.queries, 16 * of.m_tile, k, lane.id); };
+  const RowFragments<S> query(memory.queries, 16 * of.m_tile, lane.id);
+  const auto load_query = [&](int k) { return query(k); };
 
   // content
 #pragma unroll
@@ -115,12 +116,13 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
     kept_factor[r] = kept_scale * values[INVERSE * tile.all_rows];
     delta[r] = values[DELTA * tile.all_rows];
   }
+  const RowFragments<S> grad_out(memory.grad_out, first_row, lane.id);
   constexpr int SOME = N < 4 ? N : 4;  // eights of keys at a time: dP of all of them would not fit into the registers
 #pragma unroll
   for (int first = 0; first < N; first += SOME) {
     float dP[SOME][4] = {};
     add_product<T, S::HEAD_DIM>(
-        dP, call.tf32, [&](int k) { return load_a(memory.grad_out, first_row, k, lane.id); },
+        dP, call.tf32, [&](int k) { return grad_out(k); },
         [&](int k, int n) { return load_b(memory.values, part_keys + 8 * first + n, k, lane.id); });
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -194,19 +196,21 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
         float score[N][4];
         backward_scores(call, tile, memory, of, step, rows, visibility, state, score);
         score_gradients(call, tile, memory, of, rows, score);
-        sync_block();
-
-        add_key_gradients(memory, of, call.tf32, dV, dK, key_sum);
-        add_segment_gradient(a, tile, memory, first_row);
-        float dQ[COLUMNS / 8][4] = {};
-        add_content_gradient(memory, of, call.tf32, dQ);
         const ShiftBounds bounds = store_band(memory, of, rows.shift, score);
-        sync_block();
+
+        // dQ first: a warp that has all keys of its rows needs no other for it
+        S::GROUPS == 1 ? sync_warp() : sync_block();
+        float dQ[COLUMNS / 8][4] = {};
+        add_content_gradient(memory, of, call.tf32, score, dQ);
         add_position_gradient(memory, of, step.window, bounds, call.tf32, dQ);
-        add_rel_key_gradient(a, tile, memory, of, step.window);
         for (int r = 0; r < 2; ++r)
           if (rows.row[r].inside)
             add_row(tile.grad_query(rows.row[r].index), dQ, r, of.part * COLUMNS + 2 * lane.t, head_dim, atomically);
+        if (S::GROUPS == 1) sync_block();
+
+        add_value_gradient(memory, of, call.tf32, dV);
+        add_key_gradients(a, tile, memory, of, step.window, dK, key_sum);
+        add_segment_gradient(a, tile, memory, first_row);
       }
     }
     wait_for_copies<0>();

@@ -11,32 +11,53 @@ struct WarpPart {
   int m_tile, part;
 };
 
-// dV and dK of 16 keys; key_sum: of dS over rows.
-template <typename S, int N>
-DEVICE void add_key_gradients(const BackwardMemory<S>& memory, const WarpPart& of, bool tf32, float (&dV)[N][4],
-                              float (&dK)[N][4], float (&key_sum)[4]) {
+// 16 rows of a tile as fragments, which two products take: kept in registers, but for float, of which they would take
+// twice as many, and for wide heads.
+template <typename S>
+struct RowFragments {
   using T = typename S::T;
-  const int lane = of.lane.id, first_key = 16 * of.m_tile, column = of.part * S::COLUMNS;
-  add_product<T, S::BLOCK_M>(
-      dV, tf32, [&](int k) { return load_a_transposed(memory.probability, k, first_key, lane); },
+  static constexpr bool KEPT = sizeof(T) == 2 && S::HEAD_DIM <= 64;
+  const typename S::Rows& tile;
+  int row, lane;
+  Fragment kept[KEPT ? S::HEAD_DIM / DEPTH<T> : 1];
+
+  DEVICE RowFragments(const typename S::Rows& tile, int row, int lane) : tile(tile), row(row), lane(lane) {
+#pragma unroll
+    for (int k = 0; KEPT && k < S::HEAD_DIM; k += DEPTH<T>) kept[k / DEPTH<T>] = load_a(tile, row, k, lane);
+  }
+  DEVICE Fragment operator()(int k) const {
+    if constexpr (KEPT)
+      return kept[k / DEPTH<T>];
+    else
+      return load_a(tile, row, k, lane);
+  }
+};
+
+// dV of 16 keys.
+template <typename S, int N>
+DEVICE void add_value_gradient(const BackwardMemory<S>& memory, const WarpPart& of, bool tf32, float (&dV)[N][4]) {
+  const int lane = of.lane.id, column = of.part * S::COLUMNS;
+  add_product<typename S::T, S::BLOCK_M>(
+      dV, tf32, [&](int k) { return load_a_transposed(memory.probability, k, 16 * of.m_tile, lane); },
       [&](int k, int n) { return load_b_transposed(memory.grad_out, k, column + n, lane); });
-  add_product<T, S::BLOCK_M>(
-      dK, tf32,
-      [&](int k) {
-        const Fragment dS = load_a_transposed(memory.dS, k, first_key, lane);
-        multiply<T>(key_sum, dS, ones<T>(), 0, tf32);
-        return dS;
-      },
-      [&](int k, int n) { return load_b_transposed(memory.queries, k, column + n, lane); });
 }
 
-// The content term's dQ of 16 rows.
-template <typename S, int N>
-DEVICE void add_content_gradient(const BackwardMemory<S>& memory, const WarpPart& of, bool tf32, float (&dQ)[N][4]) {
+// The content term's dQ of 16 rows; dS: of all keys, where the warp has them.
+template <typename S, int N, int KEYS>
+DEVICE void add_content_gradient(const BackwardMemory<S>& memory, const WarpPart& of, bool tf32,
+                                 const float (&dS)[KEYS][4], float (&dQ)[N][4]) {
+  using T = typename S::T;
+  constexpr bool OWN = S::GROUPS == 1;
   const int lane = of.lane.id, first_row = 16 * of.m_tile, column = of.part * S::COLUMNS;
-  add_product<typename S::T, S::BLOCK_N>(
-      dQ, tf32, [&](int k) { return load_a(memory.dS, first_row, k, lane); },
-      [&](int k, int n) { return load_b_transposed(memory.keys, k, column + n, lane); });
+  add_product<T, S::BLOCK_N>(
+      dQ, tf32,
+      [&](int k) {
+        if constexpr (OWN)
+          return as_fragment<T>(dS + k / 8);
+        else
+          return load_a(memory.dS, first_row, k, lane);
+      },
+      [&](int k, int n) { return load_b_transposed<OWN>(memory.keys, k, column + n, lane); });
 }
 
 // The shift back: stores dS into the band, each row from its shift on. Returns the smallest and the largest shift of
@@ -83,40 +104,52 @@ DEVICE void add_position_gradient(const BackwardMemory<S>& memory, const WarpPar
   }
 }
 
-// dR = band' Q and colsum(band), of 16 rows of the window at a time, added to global memory.
-template <typename S>
-DEVICE void add_rel_key_gradient(const Backward& a, const KeyTile<S>& tile, const BackwardMemory<S>& memory,
-                                 const WarpPart& of, int window) {
+// dK of 16 keys with key_sum, of dS over rows; and dR = band' Q with colsum(band), of 16 rows in each half of the
+// window, added to global memory. They share what they read of Q.
+template <typename S, int N>
+DEVICE void add_key_gradients(const Backward& a, const KeyTile<S>& tile, const BackwardMemory<S>& memory,
+                              const WarpPart& of, int window, float (&dK)[N][4], float (&key_sum)[4]) {
   using T = typename S::T;
   const Sums& sums = a.gradients.sums;
   const bool tf32 = a.call.tf32, atomically = !a.gradients.deterministic;
-  const int lane = of.lane.id, column = of.part * S::COLUMNS;
-  for (int m = 16 * of.m_tile; m < S::WINDOW && sums.rel_key; m += S::BLOCK_M) {
-    float dR[S::COLUMNS / 8][4] = {}, column_sum[4] = {};
-    bool any = false;
-    for (int rows = 0; rows < S::M_TILES; ++rows) {  // 16 rows of query
-      const int first = memory.shift_bounds[2 * rows], last = memory.shift_bounds[2 * rows + 1];
-      if (last < 0 || first >= m + 16 || last + S::BLOCK_N <= m) continue;
-      any = true;
+  const int lane = of.lane.id, first_key = 16 * of.m_tile, column = of.part * S::COLUMNS;
+  float dR[2][N][4] = {}, column_sum[2][4] = {};
+  bool any[2] = {};
+  for (int rows = 0; rows < S::M_TILES; ++rows) {  // 16 rows of query
+    const int first = memory.shift_bounds[2 * rows], last = memory.shift_bounds[2 * rows + 1];
+    bool serves[2];
 #pragma unroll
-      for (int k = 0; k < 16; k += DEPTH<T>) {
-        const Fragment band = load_a_transposed(memory.band, 16 * rows + k, m, lane);
-        multiply<T>(column_sum, band, ones<T>(), 0, tf32);
-#pragma unroll
-        for (int n = 0; n < S::COLUMNS; n += 16) {
-          const Fragment q = load_b_transposed(memory.queries, 16 * rows + k, column + n, lane);
-          multiply<T>(dR[n / 8], band, q, 0, tf32);
-          multiply<T>(dR[n / 8 + 1], band, q, 1, tf32);
-        }
-      }
+    for (int half = 0; half < 2; ++half) {
+      const int m = first_key + half * S::BLOCK_M;
+      serves[half] = uniform(int(sums.rel_key && last >= 0 && first < m + 16 && last + S::BLOCK_N > m)) != 0;
+      any[half] |= serves[half];
     }
-    if (!any) continue;
+#pragma unroll
+    for (int k = 16 * rows; k < 16 * rows + 16; k += DEPTH<T>) {
+      Fragment q[N / 2];
+#pragma unroll
+      for (int n = 0; n < N; n += 2) q[n / 2] = load_b_transposed(memory.queries, k, column + 8 * n, lane);
+      const auto add = [&](const Fragment& left, float (&product)[N][4], float (&sum)[4]) {
+        multiply<T>(sum, left, ones<T>(), 0, tf32);
+#pragma unroll
+        for (int n = 0; n < N; ++n) multiply<T>(product[n], left, q[n / 2], n % 2, tf32);
+      };
+      add(load_a_transposed(memory.dS, k, first_key, lane), dK, key_sum);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (serves[half])
+          add(load_a_transposed(memory.band, k, first_key + half * S::BLOCK_M, lane), dR[half], column_sum[half]);
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (!any[half]) continue;
     for (int r = 0; r < 2; ++r) {
-      const int row = window + m + of.lane.g + 8 * r;
+      const int row = window + first_key + half * S::BLOCK_M + of.lane.g + 8 * r;
       if (row < 0 || row >= a.call.p.rel_len) continue;
-      add_row(tile.grad_rel(row), dR, r, column + 2 * of.lane.t, int(a.call.p.head_dim), atomically);
+      add_row(tile.grad_rel(row), dR[half], r, column + 2 * of.lane.t, int(a.call.p.head_dim), atomically);
       if (sums.rel && of.lane.t == 0 && of.part == 0)
-        add(sums.rel + tile.first_rel + row, column_sum[2 * r], atomically);
+        add(sums.rel + tile.first_rel + row, column_sum[half][2 * r], atomically);
     }
   }
 }

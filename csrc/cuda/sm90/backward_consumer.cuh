@@ -94,9 +94,12 @@ struct BackwardConsumer {
     make_score_gradients(first_row, kept, score, dS);
     fence_shared_memory();
     sync_warpgroup(1 + consumer);
-    add_key_gradients();
+    Fragment transposed[4];
+    add_key_gradients(transposed);
 #pragma unroll
     for (int column = 0; column < D; column += 64) add_query_gradient(first_row, dS, column);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) pin(transposed[k].word);  // dK's products read them until they are waited for
     if (a.gradients.sums.rel_key) add_rel_key_gradient(first_row);
     sync_warpgroup(1 + consumer);  // no one reads what was stored any more
   }
@@ -268,20 +271,24 @@ struct BackwardConsumer {
     }
   }
 
-  // dV += P' dO;  dK += dS' Q: under way until add_query_gradient has waited for them.
-  DEVICE void add_key_gradients() {
+  // dV += P' dO;  dK += dS' Q: under way until add_query_gradient has waited for them. transposed: dS', which is read
+  // once for its product and for its sums.
+  DEVICE void add_key_gradients(Fragment (&transposed)[4]) {
     const auto probability = memory.probability(consumer), dS = memory.dS(consumer);
     const auto queries = memory.queries(stage.index()), grad_out = memory.grad_out(stage.index());
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      transposed[k] = dS.load_transposed(16 * k, 16 * lane.warp, lane.id);
+      multiply<T>(key_sum, transposed[k], ones<T>(), 0, false);
+      pin(transposed[k].word);
+    }
     pin(dV), pin(dK);
     fence_products();
 #pragma unroll
-    for (int k = 0; k < 64; k += 16) wgmma<T, 1, 1>(dV, probability.rows_from(k, 0), grad_out.rows_from(k));
+    for (int k = 0; k < 4; ++k) wgmma<T, 1, 1>(dV, probability.rows_from(16 * k, 0), grad_out.rows_from(16 * k));
 #pragma unroll
-    for (int k = 0; k < 64; k += 16) wgmma<T, 1, 1>(dK, dS.rows_from(k, 0), queries.rows_from(k));
+    for (int k = 0; k < 4; ++k) wgmma<T, 1>(dK, transposed[k].word, queries.rows_from(16 * k));
     commit_products();
-#pragma unroll
-    for (int k = 0; k < 64; k += 16)
-      multiply<T>(key_sum, dS.load_transposed(k, 16 * lane.warp, lane.id), ones<T>(), 0, false);
   }
 
   // dQ = dS K + band R, 64 columns of it, added to global memory.
@@ -306,11 +313,12 @@ struct BackwardConsumer {
       if (is_inside(first_row, r)) add_row(tile.grad_query(row(first_row, r)) + column + 2 * lane.t, dQ, r);
   }
 
-  // dR = band' Q and colsum(band), 64 rows of the window at a time, added to global memory.
+  // dR = band' Q and colsum(band), 64 rows of the window at a time, added to global memory. band' is read once for
+  // both.
   DEVICE void add_rel_key_gradient(int first_row) {
     const RelAttention& p = a.call.p;
     const int window = int(p.rel_key.max_distance - p.mem_len) - (first_row + S::BLOCK_M - 1) + tile.j0;
-    if (a.gradients.sums.rel) add_rel_sums(window);
+    Fragment left[4];
     if constexpr (KEEPS_REL_KEY) {
       if (kept_window != window + 64) {
         add_kept_rel_key_gradient();
@@ -319,23 +327,24 @@ struct BackwardConsumer {
 #pragma unroll
           for (int i = 0; i < 4; ++i) kept_dR[n][i] = 0;
       }
+      load_band(left, window, 64);
       pin(kept_dR);
-      fence_products();
-      multiply_band<1>(kept_dR, 64, 0);
+      multiply_band<1>(kept_dR, left, 0);
       add_rel_rows(kept_dR, window + 64, 0);
-      fence_products();
-      multiply_band<0>(kept_dR, 0, 0);
+      load_band(left, window, 0);
+      multiply_band<0>(kept_dR, left, 0);
       kept_window = window;
     } else {
 #pragma unroll 1
-      for (int half = 0; half < 128; half += 64)
-#pragma unroll 1
+      for (int half = 0; half < 128; half += 64) {
+        load_band(left, window, half);
+#pragma unroll
         for (int column = 0; column < D; column += 64) {
           Scores dR;
-          fence_products();
-          multiply_band<0>(dR, half, column);
+          multiply_band<0>(dR, left, column);
           add_rel_rows(dR, window + half, column);
         }
+      }
     }
   }
 
@@ -345,17 +354,39 @@ struct BackwardConsumer {
       if (kept_window != NO_WINDOW) add_rel_rows(kept_dR, kept_window, 0);
   }
 
+  // band' of this warp's 16 rows of a half of the window; adds their colsum(band) to global memory.
+  DEVICE void load_band(Fragment (&left)[4], int window, int half) {
+    const auto band = memory.band(consumer);
+    float sum[4] = {};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      left[k] = {};
+      if (half == 0 ? k >= 3 - lane.warp : k <= 3 - lane.warp) {  // elsewhere the band has zeros
+        left[k] = band.load_transposed(16 * k, half + 16 * lane.warp, lane.id);
+        multiply<T>(sum, left[k], ones<T>(), 0, false);
+      }
+      pin(left[k].word);
+    }
+    if (!a.gradients.sums.rel) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int rel = window + half + 16 * lane.warp + lane.g + 8 * r;
+      if (lane.t == 0 && uint32_t(rel) < uint32_t(a.call.p.rel_len))
+        add_atomically(a.gradients.sums.rel + tile.first_rel + rel, sum[2 * r]);
+    }
+  }
+
   // 64 columns of band' Q for 64 rows of the window; not ADDS: nothing but them.
   template <int ADDS>
-  DEVICE void multiply_band(Scores& dR, int half, int column) {
+  DEVICE void multiply_band(Scores& dR, const Fragment (&left)[4], int column) {
     const auto queries = memory.queries(stage.index());
-    const auto band = memory.band(consumer);
+    fence_products();
     if constexpr (ADDS)
-      wgmma<T, 1, 1>(dR, band.rows_from(0, half), queries.rows_from(0, column));
+      wgmma<T, 1>(dR, left[0].word, queries.rows_from(0, column));
     else
-      begin_wgmma<T, 1, 1>(dR, band.rows_from(0, half), queries.rows_from(0, column));
+      begin_wgmma<T, 1>(dR, left[0].word, queries.rows_from(0, column));
 #pragma unroll
-    for (int k = 16; k < 64; k += 16) wgmma<T, 1, 1>(dR, band.rows_from(k, half), queries.rows_from(k, column));
+    for (int k = 1; k < 4; ++k) wgmma<T, 1>(dR, left[k].word, queries.rows_from(16 * k, column));
     finish_products();
     pin(dR);
   }
@@ -366,25 +397,6 @@ struct BackwardConsumer {
     for (int r = 0; r < 2; ++r) {
       const int rel = first_rel + 16 * lane.warp + lane.g + 8 * r;
       if (uint32_t(rel) < uint32_t(a.call.p.rel_len)) add_row(tile.grad_rel(rel) + column + 2 * lane.t, dR, r);
-    }
-  }
-
-  DEVICE void add_rel_sums(int window) {
-    const auto band = memory.band(consumer);
-#pragma unroll 1
-    for (int half = 0; half < 128; half += 64) {
-      float sum[4] = {};
-      // of the other rows, 16 at a time, there are zeros here
-      const int first = half == 0 ? 48 - 16 * lane.warp : 0, last = half == 0 ? 48 : 48 - 16 * lane.warp;
-#pragma unroll 1
-      for (int k = first; k <= last; k += 16)
-        multiply<T>(sum, band.load_transposed(k, half + 16 * lane.warp, lane.id), ones<T>(), 0, false);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int rel = window + half + 16 * lane.warp + lane.g + 8 * r;
-        if (lane.t == 0 && uint32_t(rel) < uint32_t(a.call.p.rel_len))
-          add_atomically(a.gradients.sums.rel + tile.first_rel + rel, sum[2 * r]);
-      }
     }
   }
 };

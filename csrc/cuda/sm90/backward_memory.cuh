@@ -30,7 +30,7 @@ struct Chunks {
   DEVICE uint64_t rows_from(int row, int column) const {
     return plain_descriptor(data, column / 8 * EIGHT_COLUMNS + row * ROW, EIGHT_ROWS, EIGHT_COLUMNS);
   }
-  // The same 16 x 16 as a warp's fragment
+  // The same, 16 x 16 of it as a warp's fragment
   DEVICE Fragment load_transposed(int row, int column, int lane) const {
     Fragment a;
     ldmatrix_transposed(a.word, at(row + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 8));

@@ -44,10 +44,12 @@ DEVICE uint64_t plain_descriptor(const void* data, int bytes, int leading, int s
   REGISTERS_32                                                                                        \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
   "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_64(type)                                                                                                \
-  asm volatile("{ .reg .pred adds; setp.ne.b32 adds, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type \
-               " {" REGISTERS_32 "}, {%32, %33, %34, %35}, %36, adds, 1, 1, %37; }"                                   \
-               : SUMS_4(sum, 0), SUMS_4(sum, 4)                                                                       \
+#define BEGUN_1(s, n) "=f"(s[n][0]), "=f"(s[n][1]), "=f"(s[n][2]), "=f"(s[n][3])
+#define BEGUN_4(s, n) BEGUN_1(s, n), BEGUN_1(s, n + 1), BEGUN_1(s, n + 2), BEGUN_1(s, n + 3)
+#define WGMMA_64(type, adds, SUMS)                                                                                  \
+  asm volatile("{ .reg .pred adds; setp.ne.b32 adds, " adds ", 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type \
+               "." type " {" REGISTERS_32 "}, {%32, %33, %34, %35}, %36, adds, 1, 1, %37; }"                        \
+               : SUMS(sum, 0), SUMS(sum, 4)                                                                         \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED))
 #define WGMMA_128(type)                                                                                                \
   asm volatile("{ .reg .pred adds; setp.ne.b32 adds, 1, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type \
@@ -60,9 +62,9 @@ DEVICE uint64_t plain_descriptor(const void* data, int bytes, int leading, int s
 template <typename T, int TRANSPOSED>
 DEVICE void wgmma(float (&sum)[8][4], const uint32_t (&a)[4], uint64_t b) {
   if constexpr (std::is_same_v<T, BFloat16>)
-    WGMMA_64("bf16");
+    WGMMA_64("bf16", "1", SUMS_4);
   else
-    WGMMA_64("f16");
+    WGMMA_64("f16", "1", SUMS_4);
 }
 template <typename T, int TRANSPOSED>
 DEVICE void wgmma(float (&sum)[16][4], const uint32_t (&a)[4], uint64_t b) {
@@ -71,9 +73,15 @@ DEVICE void wgmma(float (&sum)[16][4], const uint32_t (&a)[4], uint64_t b) {
   else
     WGMMA_128("f16");
 }
+// The same, the sum beginning here.
+template <typename T, int TRANSPOSED>
+DEVICE void begin_wgmma(float (&sum)[8][4], const uint32_t (&a)[4], uint64_t b) {
+  if constexpr (std::is_same_v<T, BFloat16>)
+    WGMMA_64("bf16", "0", BEGUN_4);
+  else
+    WGMMA_64("f16", "0", BEGUN_4);
+}
 
-#define BEGUN_1(s, n) "=f"(s[n][0]), "=f"(s[n][1]), "=f"(s[n][2]), "=f"(s[n][3])
-#define BEGUN_4(s, n) BEGUN_1(s, n), BEGUN_1(s, n + 1), BEGUN_1(s, n + 2), BEGUN_1(s, n + 3)
 #define WGMMA_SHARED_64(type, adds, SUMS)                                                                           \
   asm volatile("{ .reg .pred adds; setp.ne.b32 adds, " adds ", 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type \
                "." type " {" REGISTERS_32 "}, %32, %33, adds, 1, 1, %34, %35; }"                                    \

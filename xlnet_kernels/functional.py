@@ -293,6 +293,8 @@ def _check_distances(rel_key: Tensor, key_len: int, mem_len: int, max_distance: 
         )
     elif rows == farthest + key_len - 1:
         conformer = f"; a Conformer's table begins at distance M + K - 1: give max_distance={farthest - 1}"
+    if max_distance <= -key_len:
+        raise ValueError(f"max_distance must be at least -(K - 1) = {1 - key_len}, the last key's, got {max_distance}")
     if is_window:
         raise ValueError(
             f"rel_key must have 1 to {max_distance + key_len} rows from max_distance={max_distance} down to "

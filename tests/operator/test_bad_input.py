@@ -168,7 +168,7 @@ BAD = {
     "scale-nan": (dict(scale=math.nan), "scale must be a finite number, got nan"),
     "scale-infinite": (dict(scale=math.inf), "scale must be a finite number, got inf"),
     "scale-text": (dict(scale="1"), "scale must be a finite number, got '1'"),
-    "max-distance-small": (dict(max_distance=-6), "rel_key must have 1 to 0 rows from max_distance=-6"),
+    "max-distance-small": (dict(max_distance=-6), r"max_distance must be at least -\(K - 1\) = -5, .* got -6"),
     "max-distance-large": (dict(max_distance=2**30), r"max_distance must be an integer below 2\^30, got 1073741824"),
     "max-distance-float": (dict(max_distance=10.0), "max_distance must be an integer .* got 10.0"),
     "backend-unknown": (dict(backend="cudnn"), "backend must be None or one of .* got 'cudnn'"),

@@ -17,8 +17,10 @@ from .ops import rank_vectors
 from .segments import Segments
 
 _plain_call = getattr(_extension.module, "plain_call", None)
-# By the type of device, which is their name too
-_OF_DEVICE = {"cpu": cpu, "cuda": cuda} if getattr(_extension.module, "cuda_version", None) else {"cpu": cpu}
+# By the type of device: its backend's name and module
+_OF_DEVICE = {"cpu": ("cpu", cpu)}
+if getattr(_extension.module, "cuda_version", None):
+    _OF_DEVICE["cuda"] = ("cuda", cuda)
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -48,9 +50,10 @@ def attend_plainly(
     if type(query) not in _PLAIN or query.dim() != 4:
         return None
     device = query.device.type
-    if device not in _OF_DEVICE or backend not in (None, device):
+    name, module = _OF_DEVICE.get(device, (None, None))
+    if name is None or backend not in (None, name):
         return None
-    if choose(None, device, query.dtype, query.shape[-1], query.device) is not _OF_DEVICE[device]:
+    if choose(None, device, query.dtype, query.shape[-1], query.device) is not module:
         return None
     query_rank = key_rank = query_floor = sees_self = None
     if type(mask) is RankMask:

@@ -75,7 +75,7 @@ def problem(full: bool) -> tuple[list[Tensor], dict]:
     if full:
         content, position, bias = torch.randn(3, HEADS, HEAD_DIM, dtype=torch.bfloat16).requires_grad_()
         embed = torch.randn(2, HEADS, HEAD_DIM, dtype=torch.bfloat16).requires_grad_()
-        ids = torch.arange(LENGTH).expand(BATCH, LENGTH).contiguous() // 20
+        ids = torch.arange(LENGTH, dtype=torch.int32).expand(BATCH, LENGTH).contiguous() // 20  # as models make them
         order = torch.stack([torch.randperm(LENGTH) for _ in range(BATCH)])
         mask = xk.RankMask.from_order(order, torch.zeros(BATCH, LENGTH, dtype=torch.bool))
         options = dict(content_bias=content, position_bias=position, mask=mask)

@@ -98,6 +98,8 @@ void check_inputs(const Inputs& in) {
   check_integers("key_rank", in.key_rank, M + K);
   check_integers("query_floor", in.query_floor, L);
   check_integers("query_positions", in.query_positions, L);
+  check_integers("query_order", in.query_order, L);
+  TORCH_CHECK_VALUE(!in.query_order || in.query_positions, "query_order must come with query_positions");
   check("sees_self", in.sees_self, {B, L}, at::kBool);
   if (in.mask) check("mask", in.mask->expand({B, H, L, M + K}), {B, H, L, M + K}, at::kBool);
   TORCH_CHECK_VALUE(in.dropout_p >= 0 && in.dropout_p < 1, "dropout_p must be in [0, 1), got ", in.dropout_p);
@@ -105,10 +107,10 @@ void check_inputs(const Inputs& in) {
   check("dropout_state", in.dropout_state, {2}, at::kLong);
 }
 
-void check_positions(const Tensor& positions, int64_t key_len) {
-  const auto [low, high] = positions.aminmax();
-  TORCH_CHECK_VALUE(low.item<int64_t>() >= 0 && high.item<int64_t>() < key_len, "query_positions must lie in [0, ",
-                    key_len, "), got values from ", low.item<int64_t>(), " to ", high.item<int64_t>());
+void check_range(const char* name, const Tensor& values, int64_t end) {
+  const auto [low, high] = values.aminmax();
+  TORCH_CHECK_VALUE(low.item<int64_t>() >= 0 && high.item<int64_t>() < end, name, " must lie in [0, ", end,
+                    "), got values from ", low.item<int64_t>(), " to ", high.item<int64_t>());
 }
 
 }  // namespace
@@ -183,8 +185,14 @@ PreparedCall prepare(const Inputs& in) {
                  static_cast<const bool*>(small(in.sees_self))};
   if (in.mask) p.mask = strided(call.keep(in.mask->expand({p.batch, p.heads, p.length, p.mem_len + p.key_len})));
   if (in.query_positions && p.length > 0 && p.batch > 0) {
-    if (in.query.is_cpu()) check_positions(*in.query_positions, p.key_len);
-    const auto [positions, order] = in.query_positions->sort(/*stable=*/true, /*dim=*/1, /*descending=*/false);
+    Tensor positions = *in.query_positions, order;
+    if (in.query.is_cpu()) check_range("query_positions", positions, p.key_len);
+    if (in.query_order) {
+      order = *in.query_order;
+      if (in.query.is_cpu()) check_range("query_order", order, p.length);
+    } else {
+      std::tie(positions, order) = positions.sort(/*stable=*/true, /*dim=*/1, /*descending=*/false);
+    }
     p.rows.position = ints(positions);
     p.rows.order = ints(order);
   }

@@ -41,7 +41,8 @@ using OptionalTensor = std::optional<Tensor>;
   _(OptionalTensor, query_floor) SEPARATOR _(OptionalTensor, sees_self) \
   SEPARATOR                                                             \
   _(OptionalTensor, mask) SEPARATOR _(OptionalTensor, query_positions)  \
-  SEPARATOR _(OptionalTensor, dropout_state)
+  SEPARATOR                                                             \
+  _(OptionalTensor, query_order) SEPARATOR _(OptionalTensor, dropout_state)
 
 #define COMMA ,
 #define FIELD(type, name) type name;

@@ -25,6 +25,7 @@ from .model import (
 )
 from .positions import relative_positions
 from .segments import Segments
+from .streams import RowPositions
 from .tensor_parallel import tensor_parallel_plan
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = [
     "Linear",
     "ProjectedMemory",
     "RankMask",
+    "RowPositions",
     "Segments",
     "TwoStreamAttention",
     "Unavailable",

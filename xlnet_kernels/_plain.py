@@ -15,6 +15,7 @@ from .backends import choose, cpu, cuda
 from .masks import RankMask
 from .ops import rank_vectors
 from .segments import Segments
+from .streams import RowPositions, split_positions
 
 _plain_call = getattr(_extension.module, "plain_call", None)
 # By the type of device: its backend's name and module
@@ -33,7 +34,7 @@ def attend_plainly(
     position_bias: Tensor | None,
     segments: Segments | None,
     mask: RankMask | Tensor | None,
-    query_positions: Tensor | None,
+    query_positions: Tensor | RowPositions | None,
     max_distance: int | None,
     memory: tuple[Tensor, Tensor] | None,
     scale: float | None,
@@ -75,6 +76,6 @@ def attend_plainly(
         return None
     return _plain_call(
         query, key, value, rel_key, content_bias, position_bias, memory_key, memory_value, segment_embed, segment_bias,
-        query_ids, key_ids, query_rank, key_rank, query_floor, sees_self, None, query_positions, None, max_distance,
-        0.0, scale, deterministic,
+        query_ids, key_ids, query_rank, key_rank, query_floor, sees_self, None, *split_positions(query_positions), None,
+        max_distance, 0.0, scale, deterministic,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from .linear import linear
 from .masks import RankMask
 from .positions import kept_positions
 from .segments import Segments
-from .streams import mask_of_targets, stack_mask, stack_segments
+from .streams import RowPositions, mask_of_targets, stack_mask, stack_segments
 
 NORMS = ("post", "pre", None)
 
@@ -194,7 +194,7 @@ class TwoStreamAttention(nn.Module):
             memory=None if mems is None else self.project(mems),
             mask=mask,
             segment_rows=segment_rows,
-            positions=positions,
+            positions=None if positions is None else RowPositions(positions),
         )
         if g is None:
             return out, None
@@ -220,7 +220,7 @@ class TwoStreamAttention(nn.Module):
         memory: tuple[Tensor, Tensor] | None = None,
         mask: RankMask | Tensor | None = None,
         segment_rows: tuple[Tensor, Tensor] | None = None,
-        positions: Tensor | None = None,
+        positions: Tensor | RowPositions | None = None,
         mapping: Tensor | None = None,
         need_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
@@ -231,7 +231,7 @@ class TwoStreamAttention(nn.Module):
             key_value: of the segment, from `project`; `memory` likewise, of what came before it, or None.
             rel_key: from `project_positions`, (H, P, D) or (B, H, P, D).
             mask: of all rows, from `stack_mask`; segment_rows likewise from `stack_segments`.
-            positions: (B, L + N) integers, where each row is; default arange.
+            positions: (B, L + N) integers, where each row is, or RowPositions of them; default arange.
             mapping: (B, N, L), for targets that are mixtures of positions: heads of the query rows are mixed into L
                 rows, which attend and are mixed back. mask, segment_rows and positions are those of 2 L rows then.
             need_weights: also return the attention map (after dropout). The reference computes it; fused kernels never

@@ -15,6 +15,7 @@ from ._plain import attend_plainly
 from .backends import choose
 from .masks import RankMask
 from .segments import Segments
+from .streams import RowPositions, position_of_rows
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
@@ -25,17 +26,17 @@ MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 def rel_attention(
     query: Tensor, key: Tensor, value: Tensor, rel_key: Tensor, *, content_bias: Tensor | None = ...,
     position_bias: Tensor | None = ..., segments: Segments | None = ..., mask: RankMask | Tensor | None = ...,
-    query_positions: Tensor | None = ..., max_distance: int | None = ..., memory: tuple[Tensor, Tensor] | None = ...,
-    dropout_p: float = ..., scale: float | None = ..., return_lse: Literal[False] = ...,
-    deterministic: bool | None = ..., backend: str | None = ...,
+    query_positions: Tensor | RowPositions | None = ..., max_distance: int | None = ...,
+    memory: tuple[Tensor, Tensor] | None = ..., dropout_p: float = ..., scale: float | None = ...,
+    return_lse: Literal[False] = ..., deterministic: bool | None = ..., backend: str | None = ...,
 ) -> Tensor: ...
 @overload
 def rel_attention(
     query: Tensor, key: Tensor, value: Tensor, rel_key: Tensor, *, content_bias: Tensor | None = ...,
     position_bias: Tensor | None = ..., segments: Segments | None = ..., mask: RankMask | Tensor | None = ...,
-    query_positions: Tensor | None = ..., max_distance: int | None = ..., memory: tuple[Tensor, Tensor] | None = ...,
-    dropout_p: float = ..., scale: float | None = ..., return_lse: Literal[True],
-    deterministic: bool | None = ..., backend: str | None = ...,
+    query_positions: Tensor | RowPositions | None = ..., max_distance: int | None = ...,
+    memory: tuple[Tensor, Tensor] | None = ..., dropout_p: float = ..., scale: float | None = ...,
+    return_lse: Literal[True], deterministic: bool | None = ..., backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 # fmt: on
 
@@ -50,7 +51,7 @@ def rel_attention(
     position_bias: Tensor | None = None,
     segments: Segments | None = None,
     mask: RankMask | Tensor | None = None,
-    query_positions: Tensor | None = None,
+    query_positions: Tensor | RowPositions | None = None,
     max_distance: int | None = None,
     memory: tuple[Tensor, Tensor] | None = None,
     dropout_p: float = 0.0,
@@ -83,6 +84,7 @@ def rel_attention(
         segments: the relative segment term, or None.
         mask: RankMask, or bool tensor broadcastable to (B, H, L, M + K), True = may attend.
         query_positions: (B, L) integers in [0, K), the position of each query row in the segment; default arange(L).
+            Or RowPositions, where several calls share them: they are sorted once.
         max_distance: the distance of rel_key's row 0; default M + K (XLNet's order). M + K - 1 is the Conformer order.
         memory: (mem_key, mem_value), each (B, H, M, D), placed before `key` and `value`.
         dropout_p: probability of dropping an attention probability, in [0, 1).
@@ -163,7 +165,7 @@ def rel_attention(
         for index in (0, 1):
             _check(f"memory[{index}]", memory[index], query, (batch, heads, mem_len, width))
         memory = (memory[0], memory[1])
-    max_distance = _check_positions(query, key_len, mem_len, rel_key, max_distance, query_positions)
+    max_distance = _check_positions(query, key_len, mem_len, rel_key, max_distance, position_of_rows(query_positions))
     for name, bias in (("content_bias", content_bias), ("position_bias", position_bias)):
         if bias is not None:
             _check(name, bias, query, (heads, width))

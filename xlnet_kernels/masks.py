@@ -276,6 +276,8 @@ class RankMask:
 
     def expand(self, batch: int) -> RankMask:
         """The same mask for `batch` sequences, from one or as many."""
+        if self.query_rank.shape[0] == batch:
+            return self
         return self._map(lambda values: values.expand(batch, -1))
 
     def rows(self, positions: Tensor) -> RankMask:
@@ -293,6 +295,10 @@ class RankMask:
         """The mask of the query rows from number `first` on."""
         batch, rows = self.query_rank.shape
         return self.rows(torch.arange(first, rows, device=self.query_rank.device).expand(batch, -1))
+
+    def contiguous(self) -> RankMask:
+        """The same mask, each vector in memory as kernels read it: they copy others, in every call."""
+        return self._map(lambda values: values.contiguous())
 
     def to(self, device: torch.device | str) -> RankMask:
         """The same mask on `device`."""

@@ -8,6 +8,9 @@ the output and the log-sum-exp, forward leaves what backward needs to be exact (
     out_residual      like out: what rounding to 16 bits took from it; empty in other dtypes and where no gradient is
                       wanted (`needs_backward`)
 
+query_positions[b, n] is the position of row query_order[b, n], ascending in n; without query_order that of row n, and
+each pass sorts them.
+
 Where the extension is there, csrc/autograd.cpp wires up the gradients: the same in a tenth of the time.
 
 "rel_attention" is implemented in csrc/cpu/register.cpp for the CPU and csrc/cuda/register.cpp for CUDA,
@@ -26,12 +29,13 @@ from ._ops import add_op_namespace_prefix, ops
 from ._torch import is_batch_of_gradients
 from .masks import RankMask
 from .segments import Segments
+from .streams import RowPositions, split_positions
 
 _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor rel_key, Tensor? content_bias, Tensor? position_bias, "
     "Tensor? memory_key, Tensor? memory_value, Tensor? segment_embed, Tensor? segment_bias, "
     "Tensor? query_ids, Tensor? key_ids, Tensor? query_rank, Tensor? key_rank, Tensor? query_floor, "
-    "Tensor? sees_self, Tensor? mask, Tensor? query_positions, Tensor? dropout_state"
+    "Tensor? sees_self, Tensor? mask, Tensor? query_positions, Tensor? query_order, Tensor? dropout_state"
 )
 _INPUTS = _TENSORS + ", SymInt max_distance, float dropout_p, float scale, bool deterministic"
 INPUT_NAMES = tuple(tensor.split()[1] for tensor in _TENSORS.split(", "))
@@ -101,7 +105,7 @@ def _flatten(
     position_bias: Tensor | None,
     segments: Segments | None,
     mask: RankMask | Tensor | None,
-    query_positions: Tensor | None,
+    query_positions: Tensor | RowPositions | None,
     max_distance: int,
     memory: tuple[Tensor, Tensor] | None,
     dropout_p: float,
@@ -119,9 +123,10 @@ def _flatten(
     if isinstance(mask, RankMask):
         query_rank, key_rank, query_floor, sees_self = rank_vectors(mask)
         mask = None
+    positions, order = split_positions(query_positions)
     return (
         query, key, value, rel_key, content_bias, position_bias, memory_key, memory_value, segment_embed, segment_bias,
-        query_ids, key_ids, query_rank, key_rank, query_floor, sees_self, mask, query_positions, dropout_state,
+        query_ids, key_ids, query_rank, key_rank, query_floor, sees_self, mask, positions, order, dropout_state,
         max_distance, dropout_p, scale, deterministic,
     )  # fmt: skip
 

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from .functional import autocasts, rel_attention
 from .masks import RankMask
 from .segments import Segments
+from .streams import RowPositions
 
 
 def ring_attention(
@@ -33,7 +34,7 @@ def ring_attention(
     position_bias: Tensor | None = None,
     segments: Segments | None = None,
     mask: RankMask | None = None,
-    query_positions: Tensor | None = None,
+    query_positions: Tensor | RowPositions | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,

@@ -16,6 +16,7 @@ from . import dropout
 from ._checks import check_dense_mask, check_rank
 from .masks import RankMask
 from .segments import Segments
+from .streams import RowPositions, position_of_rows
 
 _SHARED = ("sequences", "heads")  # dimensions 0 and 1 of query
 
@@ -31,7 +32,7 @@ def attend_on_shards(
     position_bias: Tensor | None = None,
     segments: Segments | None = None,
     mask: RankMask | Tensor | None = None,
-    query_positions: Tensor | None = None,
+    query_positions: Tensor | RowPositions | None = None,
     memory: tuple[Tensor, Tensor] | None = None,
     **options: Any,
 ) -> Any:
@@ -105,6 +106,9 @@ def attend_on_shards(
             own("segments.embed", segments.embed, "SHD"),
             own("segments.bias", segments.bias, "HD"),
         )
+    positions = own("query_positions", position_of_rows(query_positions), "BL")
+    if isinstance(query_positions, RowPositions):
+        positions = RowPositions(positions)
     with dropout.of_shard(*_shard(query)) if options.get("dropout_p") else nullcontext():
         found = function(
             own("query", query, "BHLD"),
@@ -115,7 +119,7 @@ def attend_on_shards(
             position_bias=own("position_bias", position_bias, "HD"),
             segments=segments,
             mask=mask,
-            query_positions=own("query_positions", query_positions, "BL"),
+            query_positions=positions,
             memory=memory and (own("memory[0]", memory[0], "BHMD"), own("memory[1]", memory[1], "BHMD")),
             **options,
         )

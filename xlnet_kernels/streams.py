@@ -1,18 +1,75 @@
-"""Content and query rows stacked for one call of the operator: their masks and segments."""
+"""Content and query rows stacked for one call of the operator: their positions, masks and segments."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import check_bool_mask, check_not_padding
-from .masks import RankMask
+from ._checks import check_bool_mask, check_matrix, check_not_padding, check_range
+from ._torch import register
+from .masks import HIGHEST, LOWEST, RankMask
+
+
+@register
+@dataclass(frozen=True, eq=False)
+class RowPositions:
+    """The positions of query rows, sorted once for all calls that share them: layers, and their backward passes.
+
+    `rel_attention` takes it wherever it takes `query_positions`; given a tensor, each pass sorts it again. Made anew
+    when positions change: it has copies.
+
+    Args:
+        position: (B, L) int32 or int64, the position of each query row in the segment.
+
+    Attributes:
+        ascending: (B, L) int32, the same positions in ascending order.
+        row: (B, L) int32, the rows that have them; of one position the first row first.
+
+    Raises:
+        ValueError: `position` has the wrong shape or dtype.
+
+    >>> RowPositions(torch.tensor([[0, 1, 2, 1]])).row.tolist()
+    [[0, 1, 3, 2]]
+    """
+
+    position: Tensor
+    ascending: Tensor = field(init=False)
+    row: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        position = check_matrix("RowPositions: position", self.position)
+        if position.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"RowPositions: position must hold int32 or int64, got {position.dtype}")
+        ascending, row = position.sort(dim=1, stable=True)
+        object.__setattr__(self, "ascending", ascending.clamp(LOWEST, HIGHEST).int())
+        object.__setattr__(self, "row", row.int())
+
+    def to(self, device: torch.device | str) -> RowPositions:
+        """The same positions on `device`."""
+        return RowPositions(self.position.to(device))
+
+
+def split_positions(positions: Tensor | RowPositions | None) -> tuple[Tensor | None, Tensor | None]:
+    """query_positions and query_order as the operator takes them: see ops.py."""
+    if isinstance(positions, RowPositions):
+        return positions.ascending, positions.row
+    return positions, None
+
+
+def position_of_rows(positions: Tensor | RowPositions | None) -> Tensor | None:
+    """(B, L), of each query row."""
+    return positions.position if isinstance(positions, RowPositions) else positions
 
 
 def stack_segments(segment_ids: Tensor, positions: Tensor | None, mem_len: int) -> tuple[Tensor, Tensor]:
-    """Segments of all rows and of all keys, from those of the current segment (B, L); memory is segment 0."""
-    return segment_ids if positions is None else segment_ids.gather(1, positions), F.pad(segment_ids, (mem_len, 0))
+    """Segments of all rows and of all keys, int32, from those of the current segment (B, L); memory is segment 0."""
+    if segment_ids.dtype == torch.int64:
+        check_range("segment_ids", segment_ids, -(2**31), 2**31)
+    ids = segment_ids.int()
+    return ids if positions is None else ids.gather(1, positions), F.pad(ids, (mem_len, 0))
 
 
 def mask_of_targets(targets: Tensor, length: int, mem_len: int, ahead: bool) -> RankMask:
@@ -49,9 +106,12 @@ def stack_mask(
     if isinstance(mask, RankMask):
         check_rank_mask(mask, batch, length, keys)
         if positions is None:
-            return mask.for_stream("content")
-        sees_self = torch.arange(positions.shape[1], device=h.device) < length
-        return mask.for_stream("query").rows(positions).seeing_self(sees_self.expand(batch, -1))
+            mask = mask.expand(batch)
+            sees_self = torch.ones_like(mask.query_rank, dtype=torch.bool)
+        else:
+            mask = mask.rows(positions)
+            sees_self = (torch.arange(positions.shape[1], device=h.device) < length).expand(batch, -1)
+        return mask.seeing_self(sees_self).contiguous()
 
     mask = check_bool_mask(mask, h, "h")
     check_not_padding(mask, batch, length, keys)

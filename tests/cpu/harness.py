@@ -130,8 +130,8 @@ def _inputs(inputs: Sequence) -> tuple[bytes, list[Tensor | None]]:
     (batch, heads, length, width), key_len = query.shape, key.shape[2]
     sizes = [batch, heads, length, key_len, mem_len, rel_key.shape[-2], width, max_distance]
     numbers = struct.pack("<10q2d", THREADS, DTYPES.index(query.dtype), *sizes, dropout_p, scale)
-    positions, order = of.pop("query_positions"), None
-    if positions is not None:
+    positions, order = of.pop("query_positions"), of.pop("query_order")
+    if positions is not None and order is None:
         positions, order = positions.sort(dim=1, stable=True)
     state = of.pop("dropout_state")
     if of["mask"] is not None:

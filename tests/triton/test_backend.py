@@ -23,6 +23,7 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from xlnet_kernels.backends.triton import launch, plan, shift, tuning  # noqa: E402
+from xlnet_kernels.streams import split_positions  # noqa: E402
 
 DEVICE = MODULES["triton"].DEVICE
 INTERPRETED = triton.knobs.runtime.interpret
@@ -95,15 +96,23 @@ def test_tiles_that_are_all_seen_or_of_one_segment(monkeypatch, mask):
 
 
 def test_positions_outside_of_the_segment_are_clamped():
-    x, rel_key = torch.zeros(1, 1, 3, 16), torch.zeros(1, 6, 16)
-    positions = torch.tensor([[-(2**40), 1, 2**40]])
-    call = launch.Call((x, x, x, rel_key, *[None] * 13, positions, None, 3, 0.0, 1.0, False))
-    assert call.arguments["positions"].position.tolist() == [[0, 1, 2]]
+    x, rel_key = torch.randn(1, 1, 3, 16), torch.randn(1, 6, 16)
+    far, near = torch.tensor([[-(2**40), 1, 2**40]]), torch.tensor([[0, 1, 2]])
+    mask = [torch.tensor([[1, 2, 3]]), torch.tensor([[0, 1, 2]]), None, torch.ones(1, 3, dtype=torch.bool), None]
+    for positions in (split_positions(far), split_positions(xk.RowPositions(far))):
+        found = [
+            launch.forward(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments))[0]
+            for arguments in (
+                (x, x, x, rel_key, *[None] * 8, *mask, *of, None, 3, 0.0, 1.0, False, False)
+                for of in (positions, (near, None))
+            )
+        ]
+        assert torch.equal(*found)
 
 
 def test_rel_key_is_copied_once_and_not_for_every_batch():
     x, rel_key = torch.zeros(5, 2, 3, 16), torch.zeros(2, 16, 6).transpose(1, 2)
-    call = launch.Call((x, x, x, rel_key, *[None] * 15, 3, 0.0, 1.0, False))
+    call = launch.Call((x, x, x, rel_key, *[None] * 16, 3, 0.0, 1.0, False))
     given = call.arguments["rel_key"]
     assert given.stride_b == 0 and given.data.untyped_storage().nbytes() == rel_key.untyped_storage().nbytes()
 
@@ -114,7 +123,7 @@ def test_float32_precision_is_what_the_user_said_in_the_new_way_or_the_old(monke
 
     def precision(dtype: torch.dtype, dropout_p: float = 0.0) -> str:
         x, rel_key = torch.zeros(1, 1, 3, 16, dtype=dtype), torch.zeros(1, 6, 16, dtype=dtype)
-        return plan.find((x, x, x, rel_key, *[None] * 15, 3, dropout_p, 1.0, False)).precision
+        return plan.find((x, x, x, rel_key, *[None] * 16, 3, dropout_p, 1.0, False)).precision
 
     before = matmul.fp32_precision
     try:
@@ -177,7 +186,7 @@ def test_any_number_of_heads_fits_into_a_grid(monkeypatch):
     for name in kernels:
         monkeypatch.setattr(launch, name, Kernel())
     x, rel_key = torch.zeros(2**16, 1, 1, 16), torch.zeros(2**16, 1, 2, 16)
-    inputs = (x, x, x, rel_key, *[None] * 15, 1, 0.0, 1.0, False)
+    inputs = (x, x, x, rel_key, *[None] * 16, 1, 0.0, 1.0, False)
     out, _, row_max, row_sum, out_residual = launch.forward(*inputs, True)
     launch.backward(x, None, out, out_residual, row_max, row_sum, [True] * 10, *inputs)
     assert len(grids) >= len(kernels) == 5 and all(size < 2**16 for grid in grids for size in grid[1:])  # CUDA's limit
@@ -266,7 +275,7 @@ def test_fragments_are_taken_apart_where_they_are_known(monkeypatch):
     found = []
     x, rel_key = torch.zeros(1, 1, 3, 16, dtype=torch.bfloat16), torch.zeros(1, 6, 16, dtype=torch.bfloat16)
     monkeypatch.setattr(plan, "plans", {})
-    call = launch.Call((x, x, x, rel_key, *[None] * 15, 3, 0.0, 1.0, False))
+    call = launch.Call((x, x, x, rel_key, *[None] * 16, 3, 0.0, 1.0, False))
     monkeypatch.setattr(plan.Plan, "capability", (9, 0))
     for keeps_fragments in (False, True):  # Triton before 3.9, and since
         monkeypatch.setattr(plan, "_KEEPS_FRAGMENTS", keeps_fragments)

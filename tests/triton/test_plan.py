@@ -21,7 +21,7 @@ def no_plans(monkeypatch):
 def inputs(length: int = 3, dtype: torch.dtype = torch.float16, scale: float = 1.0, bias: bool = False) -> list:
     x, rel_key = torch.zeros(2, 2, length, 16, dtype=dtype), torch.zeros(2, 2 * length, 16, dtype=dtype)
     biases = torch.zeros(2, 16, dtype=dtype) if bias else None
-    return [x, x, x, rel_key, biases, *[None] * 14, length, 0.0, scale, False]
+    return [x, x, x, rel_key, biases, *[None] * 15, length, 0.0, scale, False]
 
 
 def test_a_plan_serves_calls_of_one_signature():

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..dropout import keep_mask
 from ..masks import RankMask
 from ..segments import Segments
+from ..streams import RowPositions, position_of_rows
 
 DEVICE = None  # any
 DTYPES = None  # any
@@ -37,7 +38,7 @@ def rel_attention(
     position_bias: Tensor | None,
     segments: Segments | None,
     mask: RankMask | Tensor | None,
-    query_positions: Tensor | None,
+    query_positions: Tensor | RowPositions | None,
     max_distance: int,
     memory: tuple[Tensor, Tensor] | None,
     dropout_p: float,
@@ -78,7 +79,7 @@ def attention_map(
     position_bias: Tensor | None,
     segments: Segments | None,
     mask: RankMask | Tensor | None,
-    query_positions: Tensor | None,
+    query_positions: Tensor | RowPositions | None,
     max_distance: int,
     dropout_p: float,
     dropout_state: Tensor | None,
@@ -89,9 +90,10 @@ def attention_map(
     keys = key.shape[2]
 
     # distance of each (query, key) pair, and the row of rel_key that encodes it
-    if query_positions is None:
-        query_positions = torch.arange(length, device=query.device)[None]
-    distance = (query_positions + mem_len)[:, :, None] - torch.arange(keys, device=query.device)  # (B or 1, L, M + K)
+    position = position_of_rows(query_positions)
+    if position is None:
+        position = torch.arange(length, device=query.device)[None]
+    distance = (position + mem_len)[:, :, None] - torch.arange(keys, device=query.device)  # (B or 1, L, M + K)
     row = max_distance - distance
     has_row = (row >= 0) & (row < rel_key.shape[-2])  # other pairs are invisible
 
@@ -112,7 +114,7 @@ def attention_map(
 
     visible = has_row[:, None]
     if isinstance(mask, RankMask):
-        visible = visible & mask.to_bool(None, query_positions, mem_len)[:, None]
+        visible = visible & mask.to_bool(None, position, mem_len)[:, None]
     elif mask is not None:
         visible = visible & mask
     visible = visible.expand_as(score)

@@ -13,12 +13,13 @@ from ..backends import reference
 from ..functional import autocasts
 from ..masks import RankMask
 from ..segments import Segments
+from ..streams import RowPositions
 
 _SLOPE = 2.0**-20
 
 
 def find_blind_rows(
-    mask: RankMask | Tensor, positions: Tensor, empty: Tensor | None, length: int, mem_len: int, unidirectional: bool
+    mask: RankMask | Tensor, position: Tensor, empty: Tensor | None, length: int, mem_len: int, unidirectional: bool
 ) -> tuple[Tensor, Tensor] | None:
     """Fully masked query rows, those of empty targets aside.
 
@@ -26,15 +27,14 @@ def find_blind_rows(
         Their indices (B, n) among all rows, n the most that a sequence has, and which of these count; None for none.
     """
     keys = mem_len + length
-    count = positions.shape[1] - length
-    batch, device = positions.shape[0], positions.device
+    batch, count, device = position.shape[0], position.shape[1] - length, position.device
     if isinstance(mask, RankMask):
         rows = torch.arange(length, length + count, device=device).expand(batch, -1)
         visible = mask.rows(rows).for_stream("query").to_bool()
     else:
         visible = mask[:, 0, length:]
     if unidirectional:
-        visible = visible & (torch.arange(keys, device=device) <= positions[:, length:, None] + mem_len)
+        visible = visible & (torch.arange(keys, device=device) <= position[:, length:, None] + mem_len)
     blind = ~visible.any(-1)
     if empty is not None:
         blind = blind & ~empty
@@ -54,7 +54,7 @@ def average_weights(
     index: Tensor,
     *,
     segments: Segments | None,
-    query_positions: Tensor,
+    query_positions: RowPositions,
     dropout_p: float,
     memory: tuple[Tensor, Tensor] | None,
     **biases: Tensor,
@@ -83,7 +83,7 @@ def average_weights(
             mem_len=mem_len,
             segments=segments,
             mask=None,
-            query_positions=query_positions.gather(1, index),
+            query_positions=query_positions.position.gather(1, index),
             max_distance=keys,
             dropout_p=0.0,
             dropout_state=None,

@@ -17,6 +17,7 @@ from ..attention import TwoStreamAttention
 from ..masks import RankMask
 from ..model.inputs import find_mask, find_padding, find_targets, of_rows, stack_rows
 from ..segments import Segments
+from ..streams import RowPositions
 from ._blind import average_weights, find_blind_rows
 
 
@@ -30,7 +31,7 @@ class Rows:
 
     mask: RankMask | Tensor | None
     segment_rows: tuple[Tensor, Tensor] | None
-    positions: Tensor | None
+    positions: RowPositions | None
     mapping: Tensor | None
     blind: tuple[Tensor, Tensor] | None
     query_rows_only: bool = False
@@ -38,8 +39,9 @@ class Rows:
     def of_query_rows(self, length: int) -> Rows:
         """For a last layer, whose L content rows nobody reads: they are keys and values alone."""
         assert self.positions is not None and self.mapping is None, "there are query rows, each at a position"
-        batch, total = self.positions.shape
-        wanted = torch.arange(length, total, device=self.positions.device).expand(batch, -1)
+        position = self.positions.position
+        batch, total = position.shape
+        wanted = torch.arange(length, total, device=position.device).expand(batch, -1)
         mask, segment_rows, positions = of_rows(wanted, self.mask, self.segment_rows, self.positions)
         blind = None if self.blind is None else (self.blind[0] - length, self.blind[1])
         return Rows(mask, segment_rows, positions, None, blind, query_rows_only=True)
@@ -191,7 +193,7 @@ class XLNetModel(modeling_xlnet.XLNetModel):
         blind = None
         # All see the memory, but for a window that begins in the segment.
         if mask is not None and positions is not None and (past == 0 or same_length):
-            blind = find_blind_rows(mask, positions, empty, h.shape[1], past, unidirectional)
+            blind = find_blind_rows(mask, positions.position, empty, h.shape[1], past, unidirectional)
         return Rows(mask, segment_rows, positions, mapping, blind)
 
     def _find_positions(self, words: Tensor, past: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..masks import RankMask
 from ..positions import kept_positions
+from ..streams import RowPositions, stack_segments
 from .encoder import XLNetModel
 
 
@@ -29,7 +30,8 @@ class Decoder:
     def __init__(
         self, model: XLNetModel, mask: RankMask, token_type_ids: Tensor | None = None, ahead: bool = True
     ) -> None:
-        self.model, self.mask, self.token_type_ids, config = model, mask, token_type_ids, model.config
+        self.model, self.mask, config = model, mask, model.config
+        self.key_ids = None if token_type_ids is None else stack_segments(token_type_ids, None, 0)[1]
         length = mask.key_rank.shape[1]
         rel_pos = kept_positions(
             model.mask_emb,
@@ -62,17 +64,18 @@ class Decoder:
         rows = torch.cat([model.word_embedding(ids), model.mask_emb.expand(batch, targets.shape[1], -1)], 1)
         places = torch.cat([positions, targets], 1)
         content = torch.arange(places.shape[1], device=places.device) < count
-        mask = self.mask.rows(places).seeing_self(content.expand(batch, -1))
+        mask = self.mask.rows(places).seeing_self(content.expand(batch, -1)).contiguous()
         segment_rows = None
-        if self.token_type_ids is not None:
-            segment_rows = self.token_type_ids.gather(1, places), self.token_type_ids
+        if self.key_ids is not None:
+            segment_rows = self.key_ids.gather(1, places), self.key_ids
         sequence, row = known.nonzero(as_tuple=True)
         place = positions[sequence, row]
+        row_positions = RowPositions(places)
         for layer, cached, rel_key in zip(self.layers, self.cache, self.rel_keys, strict=True):
             for kept, new in zip(cached, layer.rel_attn.project(rows[:, :count]), strict=True):
                 kept[sequence, :, place] = new[sequence, :, row]
             rows, _ = layer.rel_attn.attend(
-                rows, tuple(cached), rel_key, mask=mask, segment_rows=segment_rows, positions=places
+                rows, tuple(cached), rel_key, mask=mask, segment_rows=segment_rows, positions=row_positions
             )
             rows = layer.ff(rows)
         return rows

@@ -16,7 +16,7 @@ from ..dropout import Dropout
 from ..linear import Linear
 from ..masks import RankMask
 from ..positions import kept_positions
-from ..streams import mask_of_targets
+from ..streams import RowPositions, mask_of_targets
 from .checkpoint import PretrainedModel
 from .config import ACTIVATIONS, XLNetConfig
 from .inputs import (
@@ -64,7 +64,7 @@ class Shared:
     rel_rows: tuple[int, int]
     mask: RankMask | Tensor | None
     segment_rows: tuple[Tensor, Tensor] | None
-    positions: Tensor | None
+    positions: RowPositions | None
     mapping: Tensor | None
     need_weights: bool
     wanted: Tensor | None = None  # (B, n), the rows that attend; None for all; the others are keys and values alone
@@ -239,7 +239,7 @@ class XLNetModel(PretrainedModel):
         )
         g = None
         if positions is not None:
-            count = positions.shape[1] - length if mapping is None else mapping.shape[1]
+            count = positions.position.shape[1] - length if mapping is None else mapping.shape[1]
             g = self.mask_emb.expand(batch, count, -1)
         else:
             h = with_unused(h, self.mask_emb)

@@ -9,7 +9,7 @@ from torch import Tensor
 from .._checks import check_range, is_integer, readable
 from ..functional import autocasts
 from ..masks import HIGHEST, LOWEST, RankMask
-from ..streams import check_rank_mask, stack_mask, stack_segments
+from ..streams import RowPositions, check_rank_mask, stack_mask, stack_segments
 from .config import XLNetConfig
 from .memory import ProjectedMemory
 
@@ -189,17 +189,21 @@ def pick_rows(rows: Tensor, wanted: Tensor) -> Tensor:
 
 
 def of_rows(
-    wanted: Tensor, mask: RankMask | Tensor | None, segment_rows: tuple[Tensor, Tensor] | None, positions: Tensor | None
-) -> tuple[RankMask | Tensor | None, tuple[Tensor, Tensor] | None, Tensor]:
+    wanted: Tensor,
+    mask: RankMask | Tensor | None,
+    segment_rows: tuple[Tensor, Tensor] | None,
+    positions: RowPositions | None,
+) -> tuple[RankMask | Tensor | None, tuple[Tensor, Tensor] | None, RowPositions]:
     """What `stack_rows` returns of all rows, mask, segment_rows and positions, for the rows `wanted` (B, n) alone."""
     if isinstance(mask, RankMask):
-        mask = mask.rows(wanted)
+        mask = mask.rows(wanted).contiguous()
     elif mask is not None:
         index = wanted[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
         mask = mask.expand(wanted.shape[0], -1, -1, -1).gather(2, index)
     if segment_rows is not None:
         segment_rows = (segment_rows[0].gather(1, wanted), segment_rows[1])
-    return mask, segment_rows, wanted if positions is None else positions.gather(1, wanted)
+    position = wanted if positions is None else positions.position.gather(1, wanted)
+    return mask, segment_rows, RowPositions(position)
 
 
 def _one_hot_positions(mapping: Tensor) -> tuple[Tensor, Tensor | None] | None:
@@ -243,7 +247,7 @@ def stack_rows(
     if token_type_ids is not None:
         check_tensor("token_type_ids", token_type_ids, h.shape[:2], h, integers=True)
         segment_rows = stack_segments(token_type_ids, positions, mem_len)
-    return mask, segment_rows, positions, mapping, empty
+    return mask, segment_rows, None if positions is None else RowPositions(positions), mapping, empty
 
 
 def hide_from_rows(mask: RankMask | Tensor | None, rows: Tensor, keys: int) -> RankMask | Tensor:

@@ -77,6 +77,13 @@ class RankMask(NamedTuple):
     sees_self: Pointer = None  # (B, L) uint8 or None
 
 
+class KeyVectors(NamedTuple):
+    """What prepare.py pads."""
+
+    ids: Pointer = None  # (B, M + K) int32: segments of keys
+    rank: Pointer = None  # (B, M + K) int32
+
+
 class DenseMask(NamedTuple):
     """Row i sees key j where data[i, j] is not zero."""
 
@@ -131,7 +138,7 @@ class Given(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What prepare.py makes of it, in the order of the rows' positions and padded; then bounds, from the host."""
+    """What prepare.py makes of it, in the order of the rows' positions and padded."""
 
     grad_out: Pointer = None  # (B, H, padded L, D), zeros in fully masked rows
     row_max: Pointer = None  # (B, H, padded L) float32, infinity in rows that do not exist
@@ -255,3 +262,11 @@ def load_or(pointer, start, index, inside, other):
         return tl.full(index.shape, other, tl.int32)
     else:  # code after a return would be compiled
         return tl.load((pointer + start) + index, mask=inside, other=other)
+
+
+@triton.jit
+def load_position(positions, at, exists, size):
+    """Positions number `at`, inside of the segment: no one has looked at them on a GPU, and additions to rel_key's
+    gradient are not tested."""
+    position = tl.load(positions.position + at, mask=exists, other=0)
+    return tl.maximum(tl.minimum(position, size.keys - size.mem_len - 1), 0)

@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...masks import HIGHEST, LOWEST
+from ...masks import HIGHEST
 from ...ops import DIFFERENTIABLE, INPUT_NAMES, rows_first
 from . import arguments as args
 from . import plan, tuning
@@ -134,7 +134,7 @@ class Call:
             "segments": self._segments(),
             "rank_mask": self._rank_mask(),
             "dense_mask": self._dense_mask(),
-            "positions": self._positions(known.numbers["key_len"]),
+            "positions": self._positions(),
             "dropout": args.Dropout(_dense(t["dropout_state"]), known.kept_scale),
             **known.numbers,
         }
@@ -162,48 +162,55 @@ class Call:
             if t["segment_bias"] is not None:
                 raise ValueError("segment_bias must come with segment_embed")
             return args.Segments()
-        key_ids, least, largest = self._padded_keys(t["key_ids"], 0)
-        query_ids = t["query_ids"].int().contiguous()
-        return args.Segments(_dense(t["segment_embed"]), _dense(t["segment_bias"]), query_ids, key_ids, least, largest)
+        vectors = (_int32(t["query_ids"]), *self._room_for_keys())
+        return args.Segments(_dense(t["segment_embed"]), _dense(t["segment_bias"]), *vectors)
 
     def _rank_mask(self) -> args.RankMask:
         rank, floor, own = (self.tensors[name] for name in ("query_rank", "query_floor", "sees_self"))
         if rank is None:
             return args.RankMask()
-        key_rank, least, largest = self._padded_keys(self.tensors["key_rank"], HIGHEST)
-        floor = None if floor is None else floor.int().contiguous()
+        floor = None if floor is None else _int32(floor)
         own = None if own is None else own.contiguous().view(torch.uint8)
-        return args.RankMask(rank.int().contiguous(), key_rank, least, largest, floor, own)
+        return args.RankMask(_int32(rank), *self._room_for_keys(), floor, own)
+
+    def _key_vectors(self) -> args.KeyVectors:
+        ids, rank = self.tensors["key_ids"], self.tensors["key_rank"]
+        return args.KeyVectors(None if ids is None else _int32(ids), None if rank is None else _int32(rank))
 
     def _dense_mask(self) -> args.DenseMask:
         mask = self.tensors["mask"]
         return args.DenseMask() if mask is None else args.DenseMask(mask.view(torch.uint8), *mask.stride())
 
-    def _positions(self, key_len: int) -> args.Positions:
-        positions = self.tensors["query_positions"]
+    def _positions(self) -> args.Positions:
+        """Sorted, so that rows of one tile are near each other, a query row beside its content row."""
+        positions, row = self.tensors["query_positions"], self.tensors["query_order"]
         if positions is None:
             return args.Positions()
-        # Sorted, so that rows of one tile are near each other, a query row beside its content row.
-        # Clamped: no one has looked at positions on a GPU, and additions to rel_key's gradient are not tested.
-        positions = positions.clamp(0, max(key_len - 1, 0)).int().contiguous()
-        positions, row = positions.sort(dim=1, stable=True)
-        return args.Positions(row.int(), positions)
+        if row is None:
+            positions, row = positions.clamp(0, HIGHEST).sort(dim=1, stable=True)
+        return args.Positions(_int32(row), _int32(positions))
 
-    def _padded_keys(self, values: Tensor, beyond: int) -> tuple[Tensor, Tensor, Tensor]:
-        """One number per key, padded with `beyond`, and the least and the largest of every BOUND of them."""
-        values = _padded(values.int(), beyond)
-        return values, *_by_bound(values).aminmax(dim=2)
+    def _room_for_keys(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For one number per key, padded, and the least and the largest of every BOUND of them."""
+        new, batch, count = self.tensors["query"].new_empty, self.plan.batch, self.plan.padded_keys
+        least, largest = (new(batch, count // BOUND.value, dtype=torch.int32) for _ in range(2))
+        return new(batch, count, dtype=torch.int32), least, largest
 
     def prepare(self, given: args.Given | None = None) -> args.Backward:
         """Launches what comes before the main kernels; `given` to backward, and then what it makes of that."""
         prepared = args.Backward()
         if given is not None:
             grad_out = self._new_rows(self.plan.head_dim, dtype=given.grad_out.data.dtype)
-            prepared = args.Backward(grad_out, *(self._new_rows() for _ in range(3)), *self._row_bounds())
-        config = self.plan.config("prepare")
-        tiles = _tiles(self.plan.length, args.PADDING.value) * (args.PADDING.value // config.BLOCK_M)
-        programs = tiles * self.plan.batch * self.plan.heads
-        self.launch(prepare_kernel, programs, config, given=given or args.Given(), backward=prepared)
+            prepared = args.Backward(grad_out, *(self._new_rows() for _ in range(3)), *self._room_for_row_bounds())
+        known, config, vectors = self.plan, self.plan.config("prepare"), self._key_vectors()
+        length = known.prepared_rows[2]
+        programs = row_programs = length // config.BLOCK_M * known.batch * known.heads
+        if vectors.ids is not None or vectors.rank is not None:
+            programs += known.batch * (max(known.padded_keys, length) // args.PADDING.value)
+        self.launch(
+            prepare_kernel, programs, config, vectors=vectors, given=given or args.Given(), backward=prepared,
+            row_programs=row_programs,
+        )  # fmt: skip
         return prepared
 
     def finish(
@@ -221,17 +228,14 @@ class Call:
             key_tiles=key_sums.shape[2], slots=slots, groups=groups, room=room, parts=parts,
         )  # fmt: skip
 
-    def _row_bounds(self) -> tuple[Tensor | None, ...]:
-        """The least and the largest rank and floor of every BOUND rows, in the order of their positions."""
-        bounds: list[Tensor | None] = []
-        mask, row = self.arguments["rank_mask"], self.arguments["positions"].row
-        for values in (mask.query_rank, mask.query_floor):
-            if values is None:
-                bounds += [None, None]
-            else:
-                values = values if row is None else values.gather(1, row.long())
-                bounds += _by_bound(_padded(values, LOWEST)).aminmax(dim=2)
-        return tuple(bounds)
+    def _room_for_row_bounds(self) -> tuple[Tensor | None, ...]:
+        """For the least and the largest rank and floor of every BOUND rows, in the order of their positions."""
+        query, rank, floor = (self.tensors[name] for name in ("query", "query_rank", "query_floor"))
+        size = (self.plan.batch, self.plan.prepared_rows[2] // BOUND.value)
+        return tuple(
+            None if values is None else query.new_empty(size, dtype=torch.int32)
+            for values in (rank, rank, floor, floor)
+        )
 
     def launch(
         self,
@@ -277,19 +281,12 @@ def _tiles(length: int, size: int) -> int:
     return -(-length // size)
 
 
+def _int32(tensor: Tensor) -> Tensor:
+    return tensor.int().contiguous()
+
+
 def _dense(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
-
-
-def _padded(values: Tensor, beyond: int) -> Tensor:
-    """(B, length) values to whole PADDINGs, so that vectors of them are read without a mask and aligned."""
-    missing = -values.shape[1] % args.PADDING.value
-    return torch.constant_pad_nd(values, (0, missing), beyond) if missing else values.contiguous()
-
-
-def _by_bound(values: Tensor) -> Tensor:
-    """Padded values (B, length) as (B, length / BOUND, BOUND)."""
-    return values.view(values.shape[0], values.shape[1] // BOUND.value, BOUND.value)
 
 
 def _matrix(tensor: Tensor) -> args.Matrix:

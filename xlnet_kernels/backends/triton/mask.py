@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import load_or, of_rows, padded
+from .arguments import load_or, load_position, of_rows, padded
 
 LOWEST = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**31 - 1)
@@ -214,9 +214,9 @@ def span_of_rows(positions, mask, backward, head, j0, size, META):
             some = first < size.length
             last = tl.minimum(first + BOUND, size.length) - 1
             if positions.position is not None:
-                position = positions.position + of_rows(head, size)
-                first = tl.load(position + first, mask=some, other=0)
-                last = tl.load(position + last, mask=some, other=0)
+                start_of_rows = of_rows(head, size)
+                first = load_position(positions, start_of_rows + first, some, size)
+                last = load_position(positions, start_of_rows + last, some, size)
             first += size.mem_len
             last += size.mem_len
             if mask.rank.query_rank is not None:

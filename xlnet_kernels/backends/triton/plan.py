@@ -63,7 +63,8 @@ class Plan:
             "threshold": bits - 2**32 if bits >= 2**31 else bits,  # kernels take int32
         }  # fmt: skip
         self.rows = (self.batch, self.heads, self.length)
-        self.prepared_rows = (self.batch, self.heads, -(-self.length // PADDING.value) * PADDING.value)
+        self.padded_keys, length = (-(-count // PADDING.value) * PADDING.value for count in (self.keys, self.length))
+        self.prepared_rows = (self.batch, self.heads, length)
         self.strides = {  # of what kernels read as it is
             name: matrix_strides(tensors[name]) if name not in self.negated and is_addressable(tensors[name]) else None
             for name in _MATRICES

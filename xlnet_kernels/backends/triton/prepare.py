@@ -1,4 +1,5 @@
-"""What a pass makes of the query rows before its main kernel: once for a row instead of once for each tile of keys.
+"""What a pass makes of its inputs before its main kernel: of query rows, once for a row instead of once for each tile
+of keys; of ranks and segments, once for all heads.
 
 Operands that come straight from memory are what wgmma can take from shared memory; with a bias added on the way there
 they would fill registers. Rows are written in the order of their positions.
@@ -9,8 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arguments import Sizes, head_at, matrix_at, of_head_rows, of_prepared, of_rows, padded, program
+from .arguments import PADDING, Sizes, head_at, matrix_at, of_head_rows, of_prepared, of_rows, padded, program
 from .chunks import SomeRows, add_bias, columns, load_query, load_rows
+from .mask import BOUND, HIGHEST, LOWEST
 from .segments import store_row_segments
 from .softmax import load_out
 
@@ -42,19 +44,67 @@ def _store_statistics(given, backward, tile, exists, inverse, size, META):
     tl.store(backward.row_max + at, tl.load(given.row_max + row, mask=exists, other=float("inf")))
 
 
-@triton.jit(do_not_specialize=["heads", "length"])
-def prepare_kernel(rows, segments, positions, given, backward, heads, length, META):
+@triton.jit
+def _store_bounds(values, least, largest, at):
+    """Keeps the least and the largest of every BOUND of values (PADDING,), the first of which is number `at` of all."""
+    bound = at // BOUND + tl.arange(0, PADDING // BOUND)
+    values = tl.reshape(values, (PADDING // BOUND, BOUND))
+    tl.store(least + bound, tl.min(values, 1))
+    tl.store(largest + bound, tl.max(values, 1))
+
+
+@triton.jit
+def _pad_keys(given, kept, least, largest, b, first, keys, beyond: tl.constexpr):
+    """Keeps numbers first .. first + PADDING - 1 of a batch's keys, `beyond` after the last key, and their bounds."""
+    j = first + tl.arange(0, PADDING)
+    values = tl.load((given + b * keys) + j, mask=j < keys, other=beyond)
+    start = b * padded(keys)
+    tl.store((kept + start) + j, values)
+    _store_bounds(values, least, largest, start + first)
+
+
+@triton.jit
+def _bound_rows(given, least, largest, positions, b, first, length):
+    """Keeps the bounds of a batch's rows first .. first + PADDING - 1, in the order of their positions."""
+    row = first + tl.arange(0, PADDING)
+    inside = row < length
+    if positions.row is not None:
+        row = tl.load((positions.row + b * length) + row, mask=inside, other=0)
+    values = tl.load((given + b * length) + row, mask=inside, other=LOWEST)
+    _store_bounds(values, least, largest, b * padded(length) + first)
+
+
+@triton.jit
+def _prepare_vectors(vectors, segments, rank_mask, positions, backward, number, length, keys):
+    """What main kernels read of keys and, in backward, rows of all heads: program `number` of batches and parts."""
+    parts = tl.maximum(padded(keys), padded(length)) // PADDING
+    b = (number // parts).to(tl.int64)
+    first = number % parts * PADDING
+    if first < keys:
+        if vectors.ids is not None:
+            _pad_keys(vectors.ids, segments.key_ids, segments.least, segments.largest, b, first, keys, 0)
+        if vectors.rank is not None:
+            _pad_keys(vectors.rank, rank_mask.key_rank, rank_mask.least, rank_mask.largest, b, first, keys, HIGHEST)
+    if first < length:
+        if backward.rank_least is not None:
+            given = rank_mask.query_rank
+            _bound_rows(given, backward.rank_least, backward.rank_largest, positions, b, first, length)
+        if backward.floor_least is not None:
+            given = rank_mask.query_floor
+            _bound_rows(given, backward.floor_least, backward.floor_largest, positions, b, first, length)
+
+
+@triton.jit
+def _prepare_rows(rows, segments, positions, given, backward, size, META):
     """Query rows plus each of the biases, their segment terms; for backward, grad_out's rows and their statistics.
-    Program (tile, b * heads + h); arguments.py says what the tuples hold.
 
     In backward, what fully masked rows hold is zero: 0 times NaN is NaN.
     """
-    size = Sizes(heads, length, 0, 0, 0, 0)
-    number, index = program(padded(length) // META.BLOCK_M)
+    number, index = program(padded(size.length) // META.BLOCK_M)
     head = head_at(index, size)
     n = number * META.BLOCK_M + tl.arange(0, META.BLOCK_M)
     row = n
-    inside = n < length
+    inside = n < size.length
     if positions.row is not None:
         row = tl.load((positions.row + of_rows(head, size)) + n, mask=inside, other=0)
     if given.row_sum is not None:
@@ -69,3 +119,17 @@ def prepare_kernel(rows, segments, positions, given, backward, heads, length, ME
         _store_rows(rows.content, add_bias(query, rows.content_bias, tile, c, META), tile, c, size, META)
         _store_rows(rows.position, add_bias(query, rows.position_bias, tile, c, META), tile, c, size, META)
     store_row_segments(rows, segments, tile, size, META)
+
+
+@triton.jit(do_not_specialize=["heads", "length", "mem_len", "key_len", "row_programs"])
+def prepare_kernel(
+    rows, vectors, segments, rank_mask, positions, given, backward, heads, length, mem_len, key_len, row_programs, META
+):  # fmt: skip
+    """Programs (tile, b * heads + h) for rows, `row_programs` in all; and then (b, part) for what all heads share.
+    arguments.py says what the tuples hold."""
+    size = Sizes(heads, length, 0, 0, 0, 0)
+    if tl.program_id(0) < row_programs:
+        _prepare_rows(rows, segments, positions, given, backward, size, META)
+    else:
+        number = tl.program_id(0) - row_programs
+        _prepare_vectors(vectors, segments, rank_mask, positions, backward, number, length, mem_len + key_len)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import of_rows
+from .arguments import load_position, of_rows
 from .chunks import load_rel_key, row_chunk
 
 
@@ -46,9 +46,9 @@ def load_tile(positions, head, tile, size, META):
     else:
         start = of_rows(head, size)
         row = tl.load((positions.row + start) + n, mask=inside, other=0)
-        position = tl.load((positions.position + start) + n, mask=inside, other=0)
-        first = tl.load((positions.position + start) + tile * META.BLOCK_M)
-        last = tl.load((positions.position + start) + end)
+        position = load_position(positions, start + n, inside, size)
+        first = load_position(positions, start + tile * META.BLOCK_M, True, size)
+        last = load_position(positions, start + end, True, size)
     shift = tl.where(inside, last - position, 0)
     origin = size.max_distance - size.mem_len - last
     return RowTile(head, tile * META.BLOCK_M, row, position, inside, first, last, shift, origin)
@@ -70,12 +70,12 @@ def are_narrow(positions, head, span, size, META):
         return True
     else:
         CHUNK: tl.constexpr = 64
-        base = positions.position + of_rows(head, size)
+        start = of_rows(head, size)
         widest = 0
         for chunk in range(span.begin, span.end, CHUNK * META.BLOCK_M):
             n = chunk + tl.arange(0, CHUNK) * META.BLOCK_M
-            first = tl.load(base + n, mask=n < span.end, other=0)
-            last = tl.load(base + tl.minimum(n + META.BLOCK_M, size.length) - 1, mask=n < span.end, other=0)
+            first = load_position(positions, start + n, n < span.end, size)
+            last = load_position(positions, start + tl.minimum(n + META.BLOCK_M, size.length) - 1, n < span.end, size)
             widest = tl.maximum(widest, tl.max(last - first, 0))
         return widest < tl.maximum(META.BLOCK_M, META.BLOCK_N)
 

@@ -72,9 +72,11 @@ DEVICE void clear_key_labels(const KeyLabels& labels, int count) {
   }
 }
 
-// Starts to copy the labels of COUNT keys from j0 on, of those kinds that there are; `thread` of THREADS.
+// Starts to copy the labels of COUNT keys from j0 on, of those kinds that there are and someone asks for; `thread` of
+// THREADS.
 template <int THREADS, int COUNT>
-DEVICE void copy_key_labels(const Call& call, const KeyLabels& labels, int b, int h, int j0, int thread) {
+DEVICE void copy_key_labels(const Call& call, const KeyLabels& labels, int b, int h, int j0, int thread,
+                            bool asks_rank = true, bool asks_segment = true) {
   const RelAttention& p = call.p;
   const int keys = int(p.mem_len + p.key_len);
   const auto copy = [&](auto* to, const auto* from, int64_t row) {
@@ -82,8 +84,8 @@ DEVICE void copy_key_labels(const Call& call, const KeyLabels& labels, int b, in
 #pragma unroll
     for (int k = thread; k < COUNT; k += THREADS) copy_async<4>(to + k, from + row * keys + j0 + k, j0 + k < keys);
   };
-  copy(labels.rank, p.rank_mask.key_rank, b);
-  copy(labels.segment, p.segments.key_ids, b);
+  if (asks_rank) copy(labels.rank, p.rank_mask.key_rank, b);
+  if (asks_segment) copy(labels.segment, p.segments.key_ids, b);
   copy(labels.bias, call.workspace.key_bias, b * p.heads + h);
 }
 template <int THREADS, int COUNT>

@@ -34,7 +34,7 @@ DEVICE void add_row(float* to, const float (&product)[8][4], int r) {
 // The warp has no more to read there.
 DEVICE void release(const Barrier& barrier, int lane) {
   sync_warp();
-  if (lane == 0) barrier.arrive();
+  if (kept_in_register(lane) == 0) barrier.arrive();  // whether it is 0 would be kept, where registers are scarce
 }
 
 }  // namespace xlnet_kernels::cuda

@@ -22,8 +22,8 @@ struct Consumer {
   const WarpgroupMemory<S> memory;
   const float scale;
   const QuadShift shift;
+  const bool is_second;  // of the block's two warpgroups: its rows of rel_key are those of the stage before
   RingPlace<S::STAGES> stage;
-  RingPlace<S::SLOTS> slot;
   Fragment q[STEPS];
   RowLabels labels[2];
   uint32_t ranks = 0;       // of both rows, as halves
@@ -36,12 +36,12 @@ struct Consumer {
         tile(tile),
         memory(memory),
         scale(float(call.p.scale) * LOG2_E),
-        shift(consecutive_shift(tile.lane.id)) {}
+        shift(consecutive_shift(tile.lane.id)),
+        is_second(tile.lane.warp >= WARPGROUP / WARP) {}
 
   DEVICE float* lse() const { return static_cast<float*>(call.p.lse) + int64_t(tile.head) * call.p.length; }
 
-  // Whether there was one: its window comes before it.
-  DEVICE bool had_tile() const { return slot.passed > 0; }
+  DEVICE bool had_tile() const { return stage.passed > 0; }
 
   // Leaves in lse what segments give to every key, until the end.
   DEVICE void load_rows() {
@@ -76,14 +76,27 @@ struct Consumer {
   // One tile; false if there was no more.
   DEVICE bool step(const Band& lower, Band& upper) {
     memory.full_stage(stage.index()).wait(stage.parity());
-    const TileInfo info = memory.info(stage.index());
+    TileInfo info = memory.info(stage.index());
+    if (info.has(TileInfo::FIRST_ROWS)) {  // the second warpgroup comes back to them
+      if (stage.passed >= is_second)
+        advance();
+      else
+        stage.advance();
+      memory.full_stage(stage.index()).wait(stage.parity());
+      info = memory.info(stage.index());
+    }
     if (info.first_key == NO_KEY) return false;
-    if (info.begins_window) skip_slot();
-    multiply_slot(upper);
-    if (!info.begins_window) attend(lower, upper, info);
-    release(memory.empty_stage(stage.index()), tile.lane.id);
-    stage.advance();
+    multiply_rel_key(upper, last_read().index());
+    if (!info.has(TileInfo::LAST_ROWS)) attend(lower, upper, info);
+    advance();
     return true;
+  }
+
+  DEVICE RingPlace<S::STAGES> last_read() const { return {stage.passed - is_second}; }
+  // To the next stage: what this warpgroup reads last of the ring is free.
+  DEVICE void advance() {
+    release(memory.empty_stage(last_read().index()), tile.lane.id);
+    stage.advance();
   }
 
   DEVICE void attend(const Band& lower, const Band& upper, const TileInfo& info) {
@@ -110,13 +123,12 @@ struct Consumer {
   // Segments, mask, softmax: scores become exponentials, as the product with the values takes them.
   DEVICE void weigh(float (&score)[TILES][4], const TileInfo& info, Fragment (&weights)[TILES / 2]) {
     const KeyLabels keys = memory.labels(stage.index());
-    // unless registers are too few for two ways
-    if ((!S::DROPOUT || D <= 64) && info.is_one_segment)
+    if (S::HAS_ONE_SEGMENT_WAY && info.has(TileInfo::ONE_SEGMENT))
       add_segment(score, scale, info.segment, labels, different);
     else
       add_segments(score, scale, keys.segment, labels, different, tile.lane.t);
     const uint32_t* const rank_pairs = memory.rank_pairs(stage.index());
-    if (info.owns)
+    if (info.has(TileInfo::OWNS))
       hide_by_rank_but_own(score, ranks, rank_pairs, call.p, tile.b, tile.sorted_row(0), info.first_key, tile.lane.t);
     else if (info.visibility == Visibility::by_rank && call.p.rank_mask.query_floor == nullptr)
       hide_by_rank(score, ranks, rank_pairs, tile.lane.t);
@@ -151,23 +163,12 @@ struct Consumer {
     return bits;
   }
 
-  // The first slot of a window is the lower rows' alone, the last one of the window before as well.
-  DEVICE void skip_slot() {
-    if (tile.lane.warp >= 4 && !had_tile()) return;
-    memory.full_slot(slot.index()).wait(slot.parity());
-    release(memory.empty_slot(slot.index()), tile.lane.id);
-    slot.advance();
-  }
-  // (q + v).r of the slot's rows
-  DEVICE void multiply_slot(Band& band) {
-    memory.full_slot(slot.index()).wait(slot.parity());
-    fence_shared_memory();  // for the products of the stage, too, which is here already
-    start_scores(band, memory.rel_bias(slot.index()), tile.lane.t);
+  // (q + v).r of a stage's rows of rel_key
+  DEVICE void multiply_rel_key(Band& band, int stage) {
+    fence_shared_memory();  // for the products of this step's stage, too
+    start_scores(band, memory.rel_bias(stage), tile.lane.t);
     add_product<0>(
-        band, [&](int k) { return q[k]; },
-        [&](int k) { return memory.rel_key(slot.index()).columns_from(k * DEPTH<T>); });
-    release(memory.empty_slot(slot.index()), tile.lane.id);
-    slot.advance();
+        band, [&](int k) { return q[k]; }, [&](int k) { return memory.rel_key(stage).columns_from(k * DEPTH<T>); });
   }
 
   // sum += a b, a(k) and b(k) at depth 16 k. As deep as b has rows, or columns if they are not transposed.

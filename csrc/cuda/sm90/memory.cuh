@@ -1,4 +1,4 @@
-// Shared memory of the warpgroup kernels: matrices as wgmma reads them, and the two rings that they come in.
+// Shared memory of the warpgroup kernels: matrices as wgmma reads them, and the ring that they come in.
 #pragma once
 
 #include <type_traits>
@@ -14,6 +14,8 @@ struct WarpgroupShape : WarpgroupSizes<HEAD_DIM_> {
   using T = Element;
   static constexpr bool DROPOUT = DROPOUT_;
   static constexpr int M_TILES = 1;  // of 16 rows, of one warp
+  // For keys of one segment a way of its own, unless registers are too few for two.
+  static constexpr bool HAS_ONE_SEGMENT_WAY = !DROPOUT || HEAD_DIM_ <= 64;
 };
 
 // 64 rows of COLUMNS 16-bit numbers: panels of 64 columns, rows of 128 bytes whose chunks of 16 are exchanged by the
@@ -53,15 +55,18 @@ struct RingPlace {
   DEVICE void advance() { ++passed; }
 };
 
-// What the producer announces: a tile of keys; or, before a tile that does not follow the one before, the beginning of
-// its window of rel_key, without keys.
+// What the producer announces: a tile of keys; or, before a tile that does not follow the one before, twice 64 rows of
+// its window of rel_key without keys.
 struct alignas(16) TileInfo {
   int first_key;    // or NO_KEY: there are no more tiles
   int32_t segment;  // of the first key
   Visibility visibility;
-  bool begins_window;
-  bool owns;            // by_rank, and rows see their own keys as well
-  bool is_one_segment;  // all keys are of the first one's
+  uint32_t flags;
+  // by_rank, and rows see their own keys as well; all keys are of the first one's segment; no keys: of two stages of
+  // rows the first one, the second one
+  enum : uint32_t { OWNS = 1, ONE_SEGMENT = 2, FIRST_ROWS = 4, LAST_ROWS = 8 };
+
+  DEVICE bool has(uint32_t flag) const { return flags & flag; }
 };
 constexpr int NO_KEY = -1;
 
@@ -73,33 +78,28 @@ struct WarpgroupMemory {
   DEVICE Rows matrix(int index) const { return {data + index * S::MATRIX}; }
   DEVICE Rows keys(int stage) const { return matrix(2 * stage); }
   DEVICE Rows values(int stage) const { return matrix(2 * stage + 1); }
-  DEVICE Rows rel_key(int slot) const { return matrix(2 * S::STAGES + slot); }
+  DEVICE Rows rel_key(int stage) const { return matrix(2 * S::STAGES + stage); }
   DEVICE KeyLabels labels(int stage) const {
     return key_labels_at(data + S::MATRICES * S::MATRIX + stage * S::LABELS, S::BLOCK_N);
   }
   DEVICE uint32_t* rank_pairs(int stage) const {
     return reinterpret_cast<uint32_t*>(labels(stage + 1).rank) - S::BLOCK_N / 2;
   }
-  DEVICE float* rel_bias(int slot) const {  // v.r of the slot's rows
-    return reinterpret_cast<float*>(labels(S::STAGES).rank) + slot * S::BLOCK_N;
+  DEVICE float* rel_bias(int stage) const {  // v.r of the rows of rel_key
+    return reinterpret_cast<float*>(labels(S::STAGES).rank) + stage * S::BLOCK_N;
   }
-  DEVICE TileInfo& info(int stage) const { return reinterpret_cast<TileInfo*>(rel_bias(S::SLOTS))[stage]; }
+  DEVICE TileInfo& info(int stage) const { return reinterpret_cast<TileInfo*>(rel_bias(S::STAGES))[stage]; }
   DEVICE Barrier barrier(int index) const { return {reinterpret_cast<uint64_t*>(&info(S::STAGES)) + index}; }
 
-  // Filled and emptied: of stages, of slots
   DEVICE Barrier full_stage(int stage) const { return barrier(stage); }
   DEVICE Barrier empty_stage(int stage) const { return barrier(S::STAGES + stage); }
-  DEVICE Barrier full_slot(int slot) const { return barrier(2 * S::STAGES + slot); }
-  DEVICE Barrier empty_slot(int slot) const { return barrier(2 * S::STAGES + S::SLOTS + slot); }
 
   // The whole block calls it.
   DEVICE void init() const {
     constexpr int WARPS = 4 * S::CONSUMERS;
     if (shared_address(data) % 1024) trap();  // the swizzle's pattern would begin elsewhere
-    if (thread_index() == 0) {
+    if (thread_index() == 0)
       for (int i = 0; i < S::STAGES; ++i) full_stage(i).init(WARP + 1), empty_stage(i).init(WARPS);
-      for (int i = 0; i < S::SLOTS; ++i) full_slot(i).init(WARP), empty_slot(i).init(WARPS);
-    }
     for (int i = 0; i < S::STAGES; ++i) clear_key_labels<S::THREADS>(labels(i), S::BLOCK_N);
     sync_block();
   }

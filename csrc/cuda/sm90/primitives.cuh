@@ -153,6 +153,11 @@ DEVICE void add_atomically_at(float* to, float first, float second) {
                : "memory");
 }
 
+// As copy_async of 16 bytes that are inside, to an address of shared memory.
+DEVICE void copy_whole(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
 // A barrier in shared memory, which counts arrivals; phases have parities 0, 1, 0, .. The one before the first is over.
 struct Barrier {
   uint64_t* state;
@@ -184,6 +189,9 @@ DEVICE uint32_t kept_in_register(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+
+// The same number, of which the compiler does not know that it is the same in all lanes.
+DEVICE int in_each_lane(int x, int lane) { return int(__byte_perm(x, x, 0x3210 + lane % 2 * 0x4444)); }
 
 // Warpgroup: gives registers back; asks for more, and waits until they are there.
 template <int COUNT>

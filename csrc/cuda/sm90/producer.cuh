@@ -4,8 +4,8 @@
 // It copies by cp.async, not by TMA: keys of memory and segment, any strides, the table's ends and the labels then take
 // one way, and the swizzle is an address. A lane arrives at a barrier when its copies have.
 //
-// rel_key comes in slots of 64 rows. For the first 64 rows of the block a tile's window is the second and the third
-// slot that it begins with, for the last 64 the first and the second; from tile to tile one slot more.
+// A tile's stage has 64 rows of rel_key, too. For the first 64 rows of the block a tile's window is those and the 64 of
+// the stage before, for the last 64 those of the two stages before.
 #pragma once
 
 #include "../scheduler.cuh"
@@ -13,7 +13,7 @@
 
 namespace xlnet_kernels::cuda {
 
-// First row of rel_key in the first slot of the tile that begins with key 0: that of the block's last row.
+// First row of the 192 of rel_key for the tile that begins with key 0: that of the block's last row.
 template <typename S>
 DEVICE int first_rel_row(const RelAttention& p, int first_row) {
   return int(p.rel_key.max_distance - p.mem_len) - (first_row + S::BLOCK_M - 1);
@@ -29,7 +29,6 @@ struct Producer {
   const HeadRows<const T> rel_rows;
   const float* const rel_bias;
   RingPlace<S::STAGES> stage;
-  RingPlace<S::SLOTS> slot;
 
   DEVICE Producer(const Call& call, const WarpgroupMemory<S>& memory, int b, int h, int first_row)
       : call(call),
@@ -58,21 +57,22 @@ struct Producer {
       if (tile >= scheduler.tiles) break;
       const bool owns = visibility == Visibility::some && is_by_rank_and_own(p, rows, tile * S::BLOCK_N, S::BLOCK_N);
       if (owns) visibility = Visibility::by_rank;
+      const bool asks_rank = visibility == Visibility::some || call.p.rank_mask.query_floor;
       const KeySegment segment = key_segment(tile);
-      const bool begins_window = tile != before + 1;
-      if (begins_window) {
-        announce({tile * S::BLOCK_N, 0, visibility, true, false, true});
+#pragma unroll 1
+      for (int i = tile == before + 1 ? 2 : 0; i < 2; ++i) {
+        announce({tile * S::BLOCK_N, 0, visibility, i ? TileInfo::LAST_ROWS : TileInfo::FIRST_ROWS});
+        copy_rel_key(first_rel_row<S>(call.p, first_row) + (tile + i) * S::BLOCK_N);
         publish();
       }
-      announce({tile * S::BLOCK_N, segment.first, visibility, false, owns, segment.is_only != 0});
-      copy_keys(tile * S::BLOCK_N);
+      announce({tile * S::BLOCK_N, segment.first, visibility,
+                (owns ? TileInfo::OWNS : 0) | (segment.is_only ? TileInfo::ONE_SEGMENT : 0)});
+      copy_keys(tile * S::BLOCK_N, asks_rank, !S::HAS_ONE_SEGMENT_WAY || !segment.is_only);
+      copy_rel_key(first_rel_row<S>(call.p, first_row) + (tile + 2) * S::BLOCK_N);
       publish();
-#pragma unroll 1
-      for (int i = begins_window ? 0 : 2; i < 3; ++i)
-        copy_rel_key(first_rel_row<S>(call.p, first_row) + (tile + i) * S::BLOCK_N);
       before = tile;
     }
-    announce({NO_KEY, 0, Visibility::none, false, false, true});
+    announce({NO_KEY, 0, Visibility::none, 0});
     const RingPlace<S::STAGES> last = stage;
     publish();
     memory.full_stage(last.index()).wait(last.parity());  // no lane ends with copies or arrivals under way
@@ -101,18 +101,18 @@ struct Producer {
   DEVICE void copy_rows(const Panels<T, S::HEAD_DIM>& to, Source source, int from, int count) {
     constexpr int CHUNKS = S::HEAD_DIM / CHUNK<T>, STEP = WARP / CHUNKS;  // rows that are copied at a time
     const int column = lane % CHUNKS * CHUNK<T>, start = lane / CHUNKS;
-    // Every eighth row has the same swizzle; start < STEP, so that row start + i exchanges chunks by start and by i.
-    const uintptr_t first = reinterpret_cast<uintptr_t>(to.at(start, column));
-    const auto into = [&](int i) { return reinterpret_cast<char*>((first ^ i * 16) + i * to.ROW); };
     if constexpr (std::is_same_v<Source, HeadRows<const T>>) {
       if (from >= 0 && from + S::BLOCK_N <= count) {  // as mostly: nothing to ask
-        const int64_t eight = int64_t(8) * source.stride;
-#pragma unroll 1
-        for (int way = 0; way < 8; way += STEP) {
-          const T* at = source(from + start + way) + column;
+        // Every eighth row has the same swizzle; start < STEP, so that row start + i exchanges chunks by start and i.
+        const uint32_t first = shared_address(to.at(start, column));
+        const char* const global = reinterpret_cast<const char*>(source(from + start) + column);
+        // where registers allow in no uniform one, from which it would be moved for each row
+        const int bytes = source.stride * int(sizeof(T)), stride = S::HEAD_DIM > 64 ? bytes : in_each_lane(bytes, lane);
 #pragma unroll
-          for (int i = 0; i < S::BLOCK_N; i += 8, at += eight) copy_async<16>(into(way) + i * to.ROW, at, true);
-        }
+        for (int way = 0; way < 8; way += STEP)
+#pragma unroll
+          for (int i = way; i < S::BLOCK_N; i += 8)
+            copy_whole((first ^ way * 16) + i * to.ROW, global + int64_t(i) * stride);
         return;
       }
     }
@@ -123,7 +123,7 @@ struct Producer {
     }
   }
 
-  DEVICE void copy_keys(int j0) {
+  DEVICE void copy_keys(int j0, bool asks_rank, bool asks_segment) {
     if (j0 >= key_rows.mem_len || j0 + S::BLOCK_N <= key_rows.mem_len) {
       const bool in_memory = j0 < key_rows.mem_len;
       copy_rows(memory.keys(stage.index()), in_memory ? key_rows.memory : key_rows.segment, j0, keys);
@@ -132,18 +132,15 @@ struct Producer {
       copy_rows(memory.keys(stage.index()), key_rows, j0, keys);
       copy_rows(memory.values(stage.index()), value_rows, j0, keys);
     }
-    copy_key_labels<WARP, S::BLOCK_N>(call, memory.labels(stage.index()), b, h, j0, lane);
+    copy_key_labels<WARP, S::BLOCK_N>(call, memory.labels(stage.index()), b, h, j0, lane, asks_rank, asks_segment);
     copy_rank_pairs<S::BLOCK_N>(call, memory.rank_pairs(stage.index()), b, j0, lane);
   }
 
   DEVICE void copy_rel_key(int begin) {
-    memory.empty_slot(slot.index()).wait(slot.parity() ^ 1);
     const int rel_len = int(call.p.rel_len);
-    copy_rows(memory.rel_key(slot.index()), rel_rows, begin, rel_len);
+    copy_rows(memory.rel_key(stage.index()), rel_rows, begin, rel_len);
     for (int i = lane; i < S::BLOCK_N; i += WARP)
-      copy_async<4>(memory.rel_bias(slot.index()) + i, rel_bias + begin + i, uint32_t(begin + i) < uint32_t(rel_len));
-    memory.full_slot(slot.index()).arrive_after_copies();
-    slot.advance();
+      copy_async<4>(memory.rel_bias(stage.index()) + i, rel_bias + begin + i, uint32_t(begin + i) < uint32_t(rel_len));
   }
 };
 

@@ -15,15 +15,13 @@ struct WarpgroupSizes {
   // Of a thread: when the block starts, the same for all, as many as a multiprocessor has; then no more than those in
   // all, or the consumers would wait for ever.
   static constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
-  static constexpr int PRODUCER_REGISTERS = HEAD_DIM > 64 ? 40 : 72, CONSUMER_REGISTERS = HEAD_DIM > 64 ? 232 : 216;
+  static constexpr int PRODUCER_REGISTERS = HEAD_DIM > 64 ? 56 : 72, CONSUMER_REGISTERS = HEAD_DIM > 64 ? 224 : 216;
   static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * START_REGISTERS);
-  static constexpr int STAGES = 4;  // of keys and values
-  // Of rel_key, 64 rows each: three for the first tile, and the one that the lower half of the rows has yet to read
-  static constexpr int SLOTS = 4;
-  static constexpr int MATRIX = BLOCK_N * HEAD_DIM * 2, MATRICES = 2 * STAGES + SLOTS;
+  static constexpr int STAGES = 4;  // of keys, values and as many rows of rel_key
+  static constexpr int MATRIX = BLOCK_N * HEAD_DIM * 2, MATRICES = 3 * STAGES;
   static constexpr int RANKS = BLOCK_N * 2, LABELS = 3 * BLOCK_N * 4 + RANKS, BIAS = BLOCK_N * 4;
-  static constexpr int INFO = 16, BARRIERS = 2 * (STAGES + SLOTS) * 8;
-  static constexpr int SHARED = MATRICES * MATRIX + STAGES * (LABELS + INFO) + SLOTS * BIAS + BARRIERS;
+  static constexpr int INFO = 16, BARRIERS = 2 * STAGES * 8;
+  static constexpr int SHARED = MATRICES * MATRIX + STAGES * (LABELS + BIAS + INFO) + BARRIERS;
 };
 
 // Backward: a block has 64 keys of each of two consumer warpgroups, and goes to tiles of 64 rows.

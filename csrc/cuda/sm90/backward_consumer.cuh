@@ -126,7 +126,7 @@ struct BackwardConsumer {
     return ~0u;
   }
 
-  // In forward's order of additions: content and position, scale and segments, mask.
+  // In forward's order of additions: u.k, position, content, scale and segments, mask.
   DEVICE void make_scores(int first_row, Visibility visibility, Scores& score) {
     const auto queries = memory.queries(stage.index());
     Fragment query[QUERY_IN_REGISTERS ? D / 16 : 1];
@@ -144,22 +144,24 @@ struct BackwardConsumer {
     };
     Scores half;
     float carried[2][2] = {};
+    const auto multiply_half = [&](bool is_upper) {
+      start_scores(half, memory.rel_bias(window_half(is_upper)), lane.t);
+      pin(half);
+      fence_products();
+      multiply_query(half, memory.rel_key(window_half(is_upper)));
+      finish_products();
+      pin(half);
+    };
+    multiply_half(false);
     start_scores(score, labels().bias, lane.t);
-    start_scores(half, memory.rel_bias(window_half(false)), lane.t);
-    pin(score), pin(half);
+    add_shifted_half<false>(score, half, carried, shift, lane.warp);
+    multiply_half(true);
+    add_shifted_half<true>(score, half, carried, shift, lane.warp);
+    pin(score);
     fence_products();
     multiply_query(score, memory.keys(consumer));
-    multiply_query(half, memory.rel_key(window_half(false)));
     finish_products();
-    pin(score), pin(half);
-    add_shifted_half<false>(score, half, carried, shift, lane.warp);
-    start_scores(half, memory.rel_bias(window_half(true)), lane.t);
-    pin(half);
-    fence_products();
-    multiply_query(half, memory.rel_key(window_half(true)));
-    finish_products();
-    pin(half);
-    add_shifted_half<true>(score, half, carried, shift, lane.warp);
+    pin(score);
 
     add_segment_term(first_row, score);
     if (visibility == Visibility::all) return;

@@ -101,14 +101,13 @@ struct Consumer {
 
   DEVICE void attend(const Band& lower, const Band& upper, const TileInfo& info) {
     float score[TILES][4];
-    // u.k, which content and position are added to
+    // u.k, position, content: in backward's order. Content comes last, since a sum of two needs no register's move to
+    // where products are added.
     start_scores(score, memory.labels(stage.index()).bias, tile.lane.t);
-
-    // content, position: in backward's order
+    add_shifted_band(score, lower, upper, shift, tile.lane.warp);
     add_product<0>(
         score, [&](int k) { return q[k]; },
         [&](int k) { return memory.keys(stage.index()).columns_from(k * DEPTH<T>); });
-    add_shifted_band(score, lower, upper, shift, tile.lane.warp);
 
     Fragment weights[TILES / 2];
     weigh(score, info, weights);

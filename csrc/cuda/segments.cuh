@@ -56,14 +56,16 @@ DEVICE bool is_different(const int32_t* key_segment, const RowLabels (&row)[2], 
 // Scales the scores of 8 N keys, and adds `different` where the key is of another segment. One rounding in all: a score
 // is the same number in both passes, but for roundings of `different`, which backward sums in another order, and, where
 // forward is that of sm_90a and backward not, of products by wgmma, which need not be those of mma to the last bit.
+// Less `base`, if there is one.
 template <int N>
 DEVICE void add_segments(float (&score)[N][4], float scale, const int32_t* key_segment, const RowLabels (&row)[2],
-                         const float (&different)[2], int t) {
+                         const float (&different)[2], int t, const float (&base)[2] = {}) {
+  const float others[2] = {different[0] - base[0], different[1] - base[1]};
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      score[n][i] = score[n][i] * scale + (is_different(key_segment, row, n, i, t) ? different[i / 2] : 0.f);
+      score[n][i] = score[n][i] * scale + (is_different(key_segment, row, n, i, t) ? others[i / 2] : -base[i / 2]);
 }
 
 // Whether the labels of COUNT keys are of one segment. All lanes of a warp ask.
@@ -78,9 +80,9 @@ DEVICE bool is_one_segment(const int32_t* key_segment, int lane) {
 // The same for keys that are all of this segment: one multiply-add.
 template <int N>
 DEVICE void add_segment(float (&score)[N][4], float scale, int32_t segment, const RowLabels (&row)[2],
-                        const float (&different)[2]) {
+                        const float (&different)[2], const float (&base)[2] = {}) {
   float added[2];
-  for (int r = 0; r < 2; ++r) added[r] = row[r].segment != segment ? different[r] : 0.f;
+  for (int r = 0; r < 2; ++r) added[r] = (row[r].segment != segment ? different[r] : 0.f) - base[r];
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll

@@ -12,6 +12,10 @@ constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 // and the output have the same factor, which falls out of their quotient; float16 has room for it.
 constexpr float LARGEST_SUM = 256;
 
+// Of row_max, in magnitude, that may be subtracted before a score is rounded: exp2 of the difference is then within
+// 2^-13 of what it is otherwise, less than 16 bits tell.
+constexpr float LARGEST_BASE = 1024;
+
 // Fragments that the exponentials of 8 N keys make.
 template <typename T, int N>
 constexpr int WEIGHTS = 8 * N / DEPTH<T>;
@@ -37,18 +41,52 @@ struct OnlineSoftmax {
   template <typename T, int N, int COLUMNS>
   DEVICE void step(int m, const float (&score)[N][4], float (&out)[COLUMNS][4], Fragment (&weights)[WEIGHTS<T, N>]) {
     float sum[2];
-    exponentials<T>(score, row_max[m], weights, sum);                     // of a row that has seen nothing: inf, or NaN
-    const bool fits = (sum[0] <= LARGEST_SUM) & (sum[1] <= LARGEST_SUM);  // NaN does not
-    if (ballot(!fits)) {
-      raise_maximum(m, score, out);
-      const float bases[2] = {base(m, 0), base(m, 1)};
-      exponentials<T>(score, bases, weights, sum);
+    exponentials<T>(score, row_max[m], weights, sum);  // of a row that has seen nothing: inf, or NaN
+    if (!fits(sum)) raise<T>(m, score, out, weights, sum);
+    add_sums<T>(m, weights, sum);
+  }
+
+  // The same of scores as products have them: scale(score, base) scales and hides them, less `base`, in one
+  // multiply-add. Where row_max is raised, and for rows of large scores, base is subtracted afterwards: backward does,
+  // and a row that sees one key has P = 1. Elsewhere both agree as far as scores are rounded.
+  template <typename T, int N, int COLUMNS, typename Scale>
+  DEVICE void step(int m, float (&score)[N][4], float (&out)[COLUMNS][4], Fragment (&weights)[WEIGHTS<T, N>],
+                   Scale scale) {
+    float sum[2], less_base[N][4], bases[2];
+    for (int r = 0; r < 2; ++r) bases[r] = fabsf(row_max[m][r]) <= LARGEST_BASE ? row_max[m][r] : NAN;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) less_base[n][i] = score[n][i];
+    scale(less_base, bases);
+    exponentials<T>(less_base, {}, weights, sum);
+    if (!fits(sum)) {
+      scale(score, {});
+      raise<T>(m, score, out, weights, sum);
     }
+    add_sums<T>(m, weights, sum);
+  }
+
+  // Whether all lanes' sums are such that row_max need not be raised.
+  DEVICE static bool fits(const float (&sum)[2]) {
+    return !ballot(!((sum[0] <= LARGEST_SUM) & (sum[1] <= LARGEST_SUM)));  // NaN does not
+  }
+
+  template <typename T, int N, int COLUMNS>
+  DEVICE void raise(int m, const float (&score)[N][4], float (&out)[COLUMNS][4], Fragment (&weights)[WEIGHTS<T, N>],
+                    float (&sum)[2]) {
+    raise_maximum(m, score, out);
+    const float bases[2] = {base(m, 0), base(m, 1)};
+    exponentials<T>(score, bases, weights, sum);
+  }
+
+  template <typename T, int WORDS>
+  DEVICE void add_sums(int m, const Fragment (&weights)[WORDS], const float (&sum)[2]) {
     for (int r = 0; r < 2; ++r) row_sum[m][r] += sum[r];
     if constexpr (sizeof(T) == 2) {
       float rounded[4] = {};
 #pragma unroll
-      for (int k = 0; k < WEIGHTS<T, N>; ++k) multiply<T>(rounded, weights[k], ones<T>(), 0, false);
+      for (int k = 0; k < WORDS; ++k) multiply<T>(rounded, weights[k], ones<T>(), 0, false);
       for (int r = 0; r < 2; ++r) rounded_sum[m][r] += rounded[2 * r];
     }
   }

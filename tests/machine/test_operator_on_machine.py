@@ -179,6 +179,19 @@ def test_one_visible_key_of_a_large_score_has_probability_one(dtype, segments):
 
 
 @NEEDS_NVCC
+def test_equal_keys_have_equal_weights_however_large_their_score():
+    """In whatever tile of keys: what rounding takes of a score of 10 ** 9 is more than exponentials have room for."""
+    torch.manual_seed(0)
+    query, key = (torch.randn(1, 4, 1, 64).bfloat16().expand(1, 4, 128, 64).contiguous() for _ in range(2))
+    value = (torch.arange(128) // 64).bfloat16()[None, None, :, None].expand_as(query).contiguous()
+    rel_key = torch.zeros(1, 4, 256, 64).bfloat16()
+    with serving(90) as record:
+        out = xk.rel_attention(query, key, value, rel_key, scale=1e8, backend="cuda")
+    assert "warpgroup_forward_kernel" in record.launches[1].name
+    assert (out == 0.5).all()
+
+
+@NEEDS_NVCC
 @pytest.mark.parametrize("ranks", ANY_RANKS, ids=str)
 def test_ranks_of_any_size(ranks):
     with serving(90) as record:

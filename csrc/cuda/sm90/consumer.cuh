@@ -121,11 +121,22 @@ struct Consumer {
 
   // Segments, mask, softmax: scores become exponentials, as the product with the values takes them.
   DEVICE void weigh(float (&score)[TILES][4], const TileInfo& info, Fragment (&weights)[TILES / 2]) {
+    if constexpr (S::KEEPS_SCORES) {
+      softmax.template step<T>(0, score, out[0], weights,
+                               [&](float (&of)[TILES][4], const float (&base)[2]) { scale_scores(of, info, base); });
+    } else {
+      scale_scores(score, info, {});
+      softmax.template step<T>(0, score, out[0], weights);
+    }
+  }
+
+  // Scale, segments and mask; less `base` of each row.
+  DEVICE void scale_scores(float (&score)[TILES][4], const TileInfo& info, const float (&base)[2]) {
     const KeyLabels keys = memory.labels(stage.index());
     if (S::HAS_ONE_SEGMENT_WAY && info.has(TileInfo::ONE_SEGMENT))
-      add_segment(score, scale, info.segment, labels, different);
+      add_segment(score, scale, info.segment, labels, different, base);
     else
-      add_segments(score, scale, keys.segment, labels, different, tile.lane.t);
+      add_segments(score, scale, keys.segment, labels, different, tile.lane.t, base);
     const uint32_t* const rank_pairs = memory.rank_pairs(stage.index());
     if (info.has(TileInfo::OWNS))
       hide_by_rank_but_own(score, ranks, rank_pairs, call.p, tile.b, tile.sorted_row(0), info.first_key, tile.lane.t);
@@ -133,7 +144,6 @@ struct Consumer {
       hide_by_rank(score, ranks, rank_pairs, tile.lane.t);
     else if (info.visibility != Visibility::all)
       hide_pair_by_pair(score, info.first_key, keys.rank);
-    softmax.template step<T>(0, score, out[0], weights);
   }
 
   // Whatever else decides, found in a loop of its own as bits: small code, which the tiles before need not step over.

@@ -16,6 +16,8 @@ struct WarpgroupShape : WarpgroupSizes<HEAD_DIM_> {
   static constexpr int M_TILES = 1;  // of 16 rows, of one warp
   // For keys of one segment a way of its own, unless registers are too few for two.
   static constexpr bool HAS_ONE_SEGMENT_WAY = !DROPOUT || HEAD_DIM_ <= 64;
+  // Scores stay until their exponentials are known to fit.
+  static constexpr bool KEEPS_SCORES = HEAD_DIM_ <= 64;
 };
 
 // 64 rows of COLUMNS 16-bit numbers: panels of 64 columns, rows of 128 bytes whose chunks of 16 are exchanged by the

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <primitives.cuh>
+#include <type_traits>
 
 #include "shapes.h"
 
@@ -235,7 +236,7 @@ template <typename T>
 DEVICE Fragment ones() {
   const uint32_t one = bits_of(1.f);
   if constexpr (sizeof(T) == 2) {
-    const uint32_t two = pack<T>(1.f, 1.f);
+    constexpr uint32_t two = std::is_same_v<T, BFloat16> ? 0x3f803f80 : 0x3c003c00;
     return {{two, two, two, two}};
   } else {
     return {{one, one, one, one}};

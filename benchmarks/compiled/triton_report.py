@@ -150,10 +150,10 @@ def inputs(head_dim: int, dtype: torch.dtype, stacked: bool) -> list:
         torch.zeros(heads, head_dim, dtype=dtype), torch.zeros(heads, head_dim, dtype=dtype),
         rows(mem) if stacked else None, rows(mem) if stacked else None,
         torch.zeros(2, heads, head_dim, dtype=dtype), torch.zeros(heads, head_dim, dtype=dtype),
-        torch.zeros(batch, length, dtype=torch.int64), torch.zeros(batch, keys, dtype=torch.int64),
+        torch.zeros(batch, length, dtype=torch.int32), torch.zeros(batch, keys, dtype=torch.int32),
         torch.zeros(batch, length, dtype=torch.int32), torch.zeros(batch, keys, dtype=torch.int32), None,
         torch.zeros(batch, length, dtype=torch.bool), None,
-        torch.zeros(batch, length, dtype=torch.int64) if stacked else None, None,
+        *(torch.zeros(batch, length, dtype=torch.int32) if stacked else None for _ in range(2)), None,
         keys, 0.0, head_dim**-0.5, False,
     ]  # fmt: skip
 

@@ -200,7 +200,7 @@ def test_bounds_of_ranks_follow_rows_sorted_by_position(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "capability, family", [((8, 0), 80), ((8, 9), 80), ((9, 0), 90), ((10, 0), 90), ((12, 0), 80), ((13, 0), 80)]
+    "capability, family", [((8, 0), 80), ((8, 9), 80), ((9, 0), 90), ((10, 0), 100), ((12, 0), 80), ((13, 0), 80)]
 )
 def test_gpus_that_are_not_in_the_table_have_a_family(capability, family):
     assert tuning.family(capability) == family

@@ -47,7 +47,7 @@ def check(row: dict) -> None:
             assert ways["shortest"]["shuffles"] * 1024 / scores <= SHUFFLES[row["kernel"]], row
     assert row["spills"] <= (SPILLS_OF_FLOAT32 if row["kind"] == "float32" else SPILLS)[row["kernel"]], row
     if row["kernel"] == "forward" and row["kind"] == "16-bit" and not row["stacked"] and row["architecture"] < 100:
-        assert row["spills"] <= (100 if row["head_dim"] == 128 else 8), row
+        assert row["spills"] <= (120 if row["head_dim"] == 128 else 8), row
     if row["kind"] == "ieee":
         assert set(row["products"]) == {"FFMA"} and row["products"]["FFMA"] > 500, row
     else:

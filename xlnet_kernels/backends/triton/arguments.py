@@ -191,6 +191,8 @@ class Meta(NamedTuple):
     BOUNDED_AHEAD: Any  # for some key after it
     PRECISION: Any  # of float32 products: "tf32", "tf32x3" or "ieee"
     QUADS: Any  # see shift.py's `rotate`
+    WINDOW: Any  # see window.py
+    LAZY: Any  # see softmax.py's LARGEST_SUM
     IN_REGISTERS: Any  # see chunks.py's `row_operand`
     NEEDS_REL: Any = None  # the gradient of rel_key is asked for
     ATOMIC: Any = None  # and added atomically: not in a fixed order

@@ -62,9 +62,18 @@ def load_rows(base, row, stride, inside, c, META):
 
 
 @triton.jit
+def _rows_of_tile(step, META):
+    """(BLOCK_N,) from 0; with WINDOW registers are too few to keep in a loop what is made of them."""
+    row = tl.arange(0, META.BLOCK_N)
+    if META.WINDOW:
+        row = in_loop(row, step)
+    return row
+
+
+@triton.jit
 def load_rel_key(rel_key, head, start, c, size, META):
     """Chunk c (BLOCK_N, BLOCK_D) of rows start .. start + BLOCK_N - 1 of rel_key; zeros for those it does not have."""
-    column = tl.arange(0, META.BLOCK_N)
+    column = _rows_of_tile(tl.maximum(start, 0), META)
     inside = column < size.rel_len - start
     if META.BOUNDED_BEHIND:
         inside = inside & (column >= -start)
@@ -75,7 +84,7 @@ def load_rel_key(rel_key, head, start, c, size, META):
 @triton.jit
 def key_pointers(memory, memory_stride, current, stride, j0, c, size, META):
     """Pointers (BLOCK_N, BLOCK_D) to keys or values from j0 on, of the memory and then the current segment."""
-    column = tl.arange(0, META.BLOCK_N)
+    column = _rows_of_tile(j0, META)
     d = columns(c, META)
     pointer = (current + tl.cast(j0 - size.mem_len, tl.int64) * stride) + (column[:, None] * stride + d[None, :])
     if memory is not None:
@@ -149,6 +158,15 @@ def zeros(ROWS: tl.constexpr, META):
     for _ in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
         chunks = chunks + (tl.zeros((ROWS, META.BLOCK_D), tl.float32),)
     return chunks
+
+
+@triton.jit
+def scaled(chunks, factor):
+    """Chunks (ROWS, BLOCK_D), each row times its factor (ROWS,)."""
+    found = ()
+    for c in tl.static_range(len(chunks)):
+        found = found + (chunks[c] * factor[:, None],)
+    return found
 
 
 @triton.jit

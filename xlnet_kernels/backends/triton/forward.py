@@ -6,12 +6,13 @@ import triton
 import triton.language as tl
 
 from .arguments import SIZES, Dropout, Mask, Sizes, head_at, of_head_rows, program
-from .chunks import KeyOperand, add_product, columns, in_loop, key_chunk, row_operand, zeros
+from .chunks import KeyOperand, add_product, columns, in_loop, key_chunk, row_operand, scaled, zeros
 from .dropout import kept
 from .mask import RowMask, hide, load_row_mask, rank_range, span_of_keys, visibility
 from .segments import add_segments, id_range, load_row_segments
 from .shift import is_narrow, load_tile, open_ring, rel_product, shift_blocks, shift_in
-from .softmax import LOG2_E, fully_masked_or_nan, log_sum_exp, online_softmax, residual_of
+from .softmax import LARGEST_SUM, LOG2_E, UNSEEN, exponentials, fully_masked_or_nan, log_sum_exp, raised, residual_of
+from .window import pinned
 
 
 @triton.jit
@@ -22,14 +23,18 @@ def _main_loop(
     """All keys that a tile of rows may see: (row_max, row_sum, the sum of P as its product takes it, the sum of values
     in chunks (BLOCK_M, BLOCK_D))."""
     KEEP: tl.constexpr = META.KEEP
-    row_max = tl.full((META.BLOCK_M,), -float("inf"), tl.float32)
+    # Two tiles a step, so that the ring's blocks need not change registers; where that is not too much for them.
+    simple: tl.constexpr = mask.rank.sees_self is None and mask.rank.query_floor is None and mask.dense.data is None
+    ordinary: tl.constexpr = memory.key.data is None and dropout.state is None and RING
+    UNROLL: tl.constexpr = 2 if META.WINDOW and KEEP and META.HEAD_DIM <= 64 and simple and ordinary else 1
+    row_max = tl.full((META.BLOCK_M,), UNSEEN, tl.float32)
     row_sum = tl.zeros((META.BLOCK_M,), tl.float32)
     acc = zeros(META.BLOCK_M, META)
     ROUNDED: tl.constexpr = keys.value.data.dtype.element_ty != tl.float32
     rounded_sum = tl.zeros((META.BLOCK_M, 16), tl.float32)  # all columns are the same: 16 is the least of a product
     if RING:
         first, middle = open_ring(position_query, tile, rel_key, tile.origin + span.begin, 0, size, META, KEEP)
-    for j0 in range(span.begin, span.end, META.BLOCK_N):
+    for j0 in tl.range(span.begin, span.end, META.BLOCK_N, loop_unroll_factor=UNROLL):
         # position
         if RING:
             at = tile.origin + j0 + tl.maximum(META.BLOCK_M, META.BLOCK_N)
@@ -56,22 +61,37 @@ def _main_loop(
         score = hide(score, tile, row_mask, mask, every, near, j0, size, META)
 
         # softmax, dropout
-        probability, row_max, row_sum, correction = online_softmax(score, term, row_max, row_sum, scale)
-        operand = probability.to(keys.value.data.dtype.element_ty)
+        if META.LAZY:
+            probability, sums = exponentials(score, term, row_max, scale)
+            operand = probability.to(keys.value.data.dtype.element_ty)
+            if tl.max(tl.where(sums <= LARGEST_SUM, 0, 1), 0) != 0:  # NaN is not
+                row_max, correction, probability, sums = raised(score, term, row_max, scale)
+                operand = probability.to(keys.value.data.dtype.element_ty)
+                row_sum *= correction
+                rounded_sum *= correction[:, None]
+                acc = scaled(acc, correction)
+        else:
+            row_max, correction, probability, sums = raised(score, term, row_max, scale)
+            operand = probability.to(keys.value.data.dtype.element_ty)
+            row_sum *= correction
+            rounded_sum *= correction[:, None]
+            acc = scaled(acc, correction)
+        if META.WINDOW and ROUNDED:
+            operand = pinned(operand)
+        row_sum += sums
         if ROUNDED:  # normalised by its own sum, P weighs what values have in common right: delta depends on it
             ones = tl.full((META.BLOCK_N, 16), 1.0, operand.dtype)
-            rounded_sum = tl.dot(operand, ones, acc=rounded_sum * correction[:, None])
+            rounded_sum = tl.dot(operand, ones, acc=rounded_sum)
         if dropout.state is not None:
             operand = tl.where(kept(dropout, tile, j0, META), operand, 0.0)
 
         # values
         tile_v = KeyOperand((), keys.value, memory.value, tile.head, j0)
-        sums = ()
+        added = ()
         for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
             values = key_chunk(tile_v, c, 0, size, META, False)  # (BLOCK_N, BLOCK_D)
-            corrected = acc[c] * correction[:, None]
-            sums = sums + (tl.dot(operand, values, acc=corrected, input_precision=META.PRECISION),)
-        acc = sums
+            added = added + (tl.dot(operand, values, acc=acc[c], input_precision=META.PRECISION),)
+        acc = added
     return row_max, row_sum, tl.max(rounded_sum, 1) if ROUNDED else row_sum, acc
 
 
@@ -108,11 +128,15 @@ def forward_kernel(
         row_max, row_sum, rounded_sum, acc = _main_loop(*arguments, META, False)
 
     # epilogue
+    turn, index = program(in_loop(tiles, span.end))  # again, as all below: the main loop has no registers to keep it in
+    number = tiles - 1 - turn
+    head = head_at(index, size)
+    tile = load_tile(positions, head, number, size, META)
+    terms = load_row_segments(rows, segments, tile, size, META)
     row = of_head_rows(head, size) + tile.row
     tl.store(output.lse + row, log_sum_exp(row_max, row_sum, terms.same * (rows.scale * LOG2_E)), mask=tile.inside)
-    number = in_loop(tiles - 1 - turn, span.end)
     row_sum = fully_masked_or_nan(row_sum, positions, mask, head, number, span, size, META)
-    tl.store(output.row_max + row, row_max, mask=tile.inside)
+    tl.store(output.row_max + row, tl.where(row_max == UNSEEN, -float("inf"), row_max), mask=tile.inside)
     tl.store(output.row_sum + row, row_sum, mask=tile.inside)
     factor = tl.where(row_sum != 0, dropout.kept_scale / tl.where(row_sum == row_sum, rounded_sum, row_sum), 0.0)
     out_row = ((head.b * length + tile.row) * heads + head.h)[:, None] * META.HEAD_DIM

@@ -45,7 +45,8 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     residual = out_residual if has_residual else None
     call.launch(
         forward_kernel, programs, config, in_registers=tuning.in_registers(known.capability),
-        output=args.Output(*results[:4], residual),
+        window=tuning.takes_windows(config, known.kind, known.capability),
+        lazy=tuning.raises_late(config, known.capability), output=args.Output(*results[:4], residual),
     )  # fmt: skip
     return results
 
@@ -243,6 +244,8 @@ class Call:
         count: int,
         config: tuning.Config,
         in_registers: bool = False,
+        window: bool = False,
+        lazy: bool = False,
         needs_rel: bool = False,
         atomic: bool = False,
         **arguments,
@@ -253,8 +256,9 @@ class Call:
         def describe() -> dict[str, Any]:
             quads = known.takes_quads(config)
             meta = _meta(
-                config, known.head_dim, *known.bounded, known.precision, quads, in_registers, needs_rel, atomic
-            )
+                config, known.head_dim, *known.bounded, known.precision, quads, window, lazy, in_registers, needs_rel,
+                atomic,
+            )  # fmt: skip
             return {
                 "META": meta,
                 "num_warps": config.num_warps,

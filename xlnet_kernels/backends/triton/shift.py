@@ -16,6 +16,7 @@ import triton.language as tl
 
 from .arguments import load_position, of_rows
 from .chunks import load_rel_key, row_chunk
+from .window import join_fragment, shift_window, split_fragment
 
 
 class RowTile(NamedTuple):
@@ -89,55 +90,20 @@ def _swap(x, BIT: tl.constexpr):
 
 
 @triton.jit
-def _halves(parts):
-    """Each of some (ROWS, 4, COUNT) as two of (ROWS, 4, COUNT / 2)."""
-    found = ()
-    for i in tl.static_range(len(parts)):
-        x = parts[i]
-        even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
-        found = found + (even, odd)
-    return found
-
-
-@triton.jit
-def _wholes(halves):
-    """The inverse of `_halves`."""
-    found = ()
-    for i in tl.static_range(len(halves) // 2):
-        x = tl.join(halves[2 * i], halves[2 * i + 1])
-        found = found + (tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] * 2)),)
-    return found
-
-
-@triton.jit
 def _pairs_from(x, lane):
     """out[i, g, c] = x[i, g, 2 lane[i, c] + c % 2] for x (BLOCK_M, GROUPS, 8) and lane (BLOCK_M, 1, 8): one shuffle an
     element where a thread has the pairs of columns of one quarter of each group, as in a fragment.
 
-    By itself the compiler would put all of x elsewhere for a gather. So each register of a fragment, a column of two in
-    a group and every second row of 16, becomes a tensor of its own, which can only lie as it does already. As a gather
-    of tensors it is right wherever they lie.
+    By itself the compiler would put all of x elsewhere for a gather. So each register of a fragment becomes a tensor of
+    its own, which can only lie as it does already. As a gather of tensors it is right wherever they lie.
     """
-    ROWS: tl.constexpr = x.shape[0] // 2
     GROUPS: tl.constexpr = x.shape[1]
-    x = tl.permute(tl.reshape(x, (ROWS // 8, 2, 8, GROUPS, 4, 2)), (0, 2, 4, 3, 1, 5))
-    lane = tl.permute(tl.reshape(lane, (ROWS // 8, 2, 8, 4, 2)), (0, 2, 3, 1, 4))
-    parts = _halves(_halves((tl.reshape(x, (ROWS, 4, GROUPS * 4)),)))  # by the two last dimensions
-    lanes = _halves(_halves((tl.reshape(lane, (ROWS, 4, 4)),)))
-    for k in tl.static_range(5):
-        if (1 << k) < GROUPS:
-            parts = _halves(parts)
+    parts = split_fragment(x)
+    lanes = split_fragment(lane)
     found = ()
     for i in tl.static_range(GROUPS * 4):
-        part = tl.reshape(parts[i], (ROWS, 4))
-        found = found + (tl.reshape(tl.gather(part, tl.reshape(lanes[i // GROUPS], (ROWS, 4)), 1), (ROWS, 4, 1)),)
-    found = _wholes(_wholes(found))
-    for k in tl.static_range(5):
-        if (1 << k) < GROUPS:
-            found = _wholes(found)
-    x = tl.permute(tl.reshape(found[0], (ROWS // 8, 8, 4, GROUPS, 2, 2)), (0, 4, 1, 3, 2, 5))
-    # A sum of one number each: products with what comes from tl.join would be laid out for operands of 8 bits.
-    return tl.sum(tl.reshape(x, (ROWS * 2, GROUPS, 8, 1)), 3)
+        found = found + (tl.gather(parts[i], lanes[i // GROUPS], 1),)
+    return join_fragment(found, GROUPS)
 
 
 @triton.jit
@@ -195,8 +161,12 @@ def shift_in(first, middle, new, shift, META):
         second = tl.where((shift >= META.BLOCK_N)[:, None], new, middle)
     else:
         second = new
-    near = tl.arange(0, META.BLOCK_N)[None, :] >= (shift % META.BLOCK_N)[:, None]
-    return rotate(tl.where(near, first, second), shift, META.QUADS), second, new
+    if META.WINDOW:
+        score = shift_window(first, second, shift % META.BLOCK_N)
+    else:
+        near = tl.arange(0, META.BLOCK_N)[None, :] >= (shift % META.BLOCK_N)[:, None]
+        score = rotate(tl.where(near, first, second), shift, META.QUADS)
+    return score, second, new
 
 
 @triton.jit

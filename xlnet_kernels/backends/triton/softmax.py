@@ -14,6 +14,10 @@ from .mask import RowMask, load_row_mask, sees_any_key, visible
 from .shift import load_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+# Exponentials are taken of scores less row_max before the largest score is known. Only where those of a row sum up to
+# more than this in a tile is row_max raised. The quotient does not depend on it, and float16 has room for it.
+LARGEST_SUM = tl.constexpr(16384.0)
+UNSEEN = tl.constexpr(-3.4028234663852886e38)  # row_max before the first key: any exponential is infinite, or 0 of -inf
 
 
 class Statistics(NamedTuple):
@@ -25,16 +29,20 @@ class Statistics(NamedTuple):
 
 
 @triton.jit
-def online_softmax(score, term, row_max, row_sum, scale):
-    """One step: (unnormalised P (BLOCK_M, BLOCK_N), row_max, row_sum, what earlier sums are multiplied with).
+def exponentials(score, term, row_max, scale):
+    """(unnormalised P (BLOCK_M, BLOCK_N), its sum for each row) of scores score + term (BLOCK_M,), times scale, less
+    row_max."""
+    probability = tl.exp2(score * scale + (term * scale - row_max)[:, None])
+    return probability, tl.sum(probability, 1)
 
-    The scores are score + term (BLOCK_M,), times scale.
-    """
+
+@triton.jit
+def raised(score, term, row_max, scale):
+    """(row_max, no less than the largest score; what earlier sums are multiplied with; P and its sums)."""
     larger = tl.maximum(row_max, (tl.max(score, 1) + term) * scale)
-    unseen = larger == -float("inf")  # -inf - -inf would give NaN, and the term of a row that sees nothing may be NaN
+    unseen = larger == UNSEEN  # the term of a row that sees nothing may be NaN
     probability = tl.exp2(score * scale + tl.where(unseen, 0.0, term * scale - larger)[:, None])
-    correction = tl.exp2(row_max - tl.where(unseen, 0.0, larger))
-    return probability, larger, row_sum * correction + tl.sum(probability, 1), correction
+    return larger, tl.exp2(row_max - larger), probability, tl.sum(probability, 1)
 
 
 @triton.jit
@@ -93,7 +101,7 @@ def softmax_backward(
 ):  # fmt: skip
     """(P with dropout, dS / scale) of one tile, both (BLOCK_M, BLOCK_N).
 
-    The scores are those of `online_softmax`; every, near: as mask.py's `visibility` says. 16 bits have no room for dS
+    The scores are those of forward's `raised`; every, near: as mask.py's `visibility` says. 16 bits have no room for dS
     times scale: whoever sums it multiplies the sum.
     """
     if dropout.state is not None:

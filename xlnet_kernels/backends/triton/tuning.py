@@ -3,8 +3,8 @@
 Not measured on a GPU yet. Entries "by counts" are those whose busiest resource has least to do, as tests/machine counts
 it (docs/notebook/triton.md); those "by spills" compile with the fewest register spills among those that use the widest
 matrix instructions of their GPUs. Family 80 stays within the 99 KB of shared memory that a program may have on sm_86,
-sm_89 and sm_120, family 90 within 227 KB. benchmarks/results/triton-compiled.json holds what the compiler made of them.
-benchmarks/tune_triton.py measures candidates on a GPU and writes entries of this form.
+sm_89 and sm_120, the others within 227 KB. benchmarks/results/triton-compiled.json holds what the compiler made of
+them. benchmarks/tune_triton.py measures candidates on a GPU and writes entries of this form.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ TABLE = {
     # by spills
     (80, "ieee", 256): ((16, 32, 32, False, 8, 1), (16, 32, 32, False, 8, 1), (16, 32, 32, False, 8, 1)),
     # by counts
-    (90, "16-bit", 64): ((64, 64, 64, True, 4, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 1)),
+    (90, "16-bit", 64): ((128, 64, 64, True, 8, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 1)),
     # by counts
     (90, "16-bit", 128): ((128, 64, 64, True, 8, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 1)),
     # by spills
     (90, "16-bit", 256): ((64, 32, 64, False, 8, 1), (64, 32, 64, False, 8, 1), (64, 32, 64, False, 8, 1)),
+    # by spills
+    (100, "16-bit", 64): ((64, 64, 64, True, 4, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 1)),
 }
 PREPARE = Config(32, 32, 64, True, 4, 1)  # bound by memory; BLOCK_D is that of forward
 _INTERPRETED = Config(64, 64, 64, True, 4, 1)  # few and large tiles
@@ -56,10 +58,10 @@ _INTERPRETED = Config(64, 64, 64, True, 4, 1)  # few and large tiles
 def family(capability: tuple[int, int]) -> int:
     """Which GPUs of the table one of a compute capability belongs to.
 
-    90: matrix instructions for 64 rows at once (sm_90 wgmma; sm_100, sm_103 and sm_110 tcgen05). 80: all others, sm_120
-    too, which has the instructions of sm_80 for these dtypes.
+    90 and 100: matrix instructions for 64 rows at once (sm_90 wgmma; sm_100, sm_103 and sm_110 tcgen05). 80: all
+    others, sm_120 too, which has the instructions of sm_80 for these dtypes.
     """
-    return 90 if capability[0] in (9, 10, 11) else 80
+    return {9: 90, 10: 100, 11: 100}.get(capability[0], 80)
 
 
 def in_registers(capability: tuple[int, int] | None) -> bool:
@@ -74,6 +76,19 @@ def in_quads(config: Config, kind: str, capability: tuple[int, int] | None) -> b
     if capability is None or capability[0] in (10, 11) or kind == "ieee":
         return False
     return config.BLOCK_M == 16 * config.num_warps
+
+
+def takes_windows(config: Config, kind: str, capability: tuple[int, int] | None) -> bool:
+    """Whether forward shifts fragments as window.py does: on sm_90. On sm_80, which shared memory bounds, it would save
+    issue alone; and without a mask Triton 3.9 lays the content product over columns then, for a third more of that."""
+    is_sm_90 = capability is not None and capability[0] == 9
+    return is_sm_90 and config.BLOCK_N == 64 and in_quads(config, kind, capability)
+
+
+def raises_late(config: Config, capability: tuple[int, int] | None) -> bool:
+    """Whether forward looks for the largest score only where it must: see softmax.py's LARGEST_SUM. On sm_100 it would
+    spill twice as much; on sm_80 shared memory is what bounds, of which it takes more."""
+    return config.KEEP and (capability is None or capability[0] == 9)
 
 
 def choose(kernel: str, kind: str, head_dim: int, capability: tuple[int, int] | None) -> Config:

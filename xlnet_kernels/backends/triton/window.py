@@ -1,0 +1,165 @@
+"""The relative shift of forward where tiles lie as wgmma leaves them: a part of shift.py's `shift_in` in PTX.
+
+Four lanes have eight columns of a row, lane t of them columns 2 t and 2 t + 1 of each *group* of eight. The scores of
+a row with shift s are columns s to s + 63 of its window, two blocks of 64. Each register first takes the first column
+from s on that has its place in a group, and those that follow in steps of eight: from the group that s is in, or from
+the next. So the rows of a warp, 16 that come one after the other, take the same registers: a branch finds them, where
+selections would have to try every bit of the group's number. Then the columns of a pair change places where s is odd,
+and each is read from its lane.
+
+The PTX is elementwise, over tensors each of which is one register of a fragment. So it is right wherever the compiler
+lets tensors lie, and for rows at any positions, which take another branch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+GROUPS = tl.constexpr(8)  # of a block
+_REGISTERS = 4 * 8  # of a block: columns of a pair, rows of either half of 16, groups
+
+
+def _register(column: int, half: int, group: int) -> int:
+    """Where `split_fragment` has a column of the pairs of a group, in rows of one half of 16."""
+    return (2 * column + half) * 8 + (group % 2 * 4 + group // 2 % 2 * 2 + group // 4)
+
+
+def _window(column: int, half: int, group: int) -> str:
+    """The operand that holds it, of the 16 groups of both blocks."""
+    return f"${(1 + group // 8) * _REGISTERS + _register(column, half, group % 8)}"
+
+
+def _take(half: int, begin: int) -> list[str]:
+    """What rows take whose shift is in group `begin`."""
+    places = [(column, group) for column in (0, 1) for group in range(8)]
+    return [
+        f"selp.f32 taken{_register(column, half, group)}, {_window(column, half, begin + group + 1)}, "
+        f"{_window(column, half, begin + group)}, later{column}{half};"
+        for column, group in places
+    ]
+
+
+def _one_of(ways: list[list[str]], number: str, name: str, first: int = 0) -> list[str]:
+    """ways[number - first], found by bisection."""
+    if len(ways) == 1:
+        return [*ways[0], f"bra {name}_DONE;"]
+    middle = len(ways) // 2
+    label = f"{name}_{first + middle}"
+    return [
+        f"setp.ge.s32 choice, {number}, {first + middle};",
+        f"@choice bra {label};",
+        *_one_of(ways[:middle], number, name, first),
+        f"{label}:",
+        *_one_of(ways[middle:], number, name, first + middle),
+    ]
+
+
+def _pick() -> str:
+    """Operands: registers of a block for the result and for both blocks of the window, the shifts of rows of either
+    half, and the lane's number among four."""
+    shifts, lane = [f"${3 * _REGISTERS + half}" for half in (0, 1)], f"${3 * _REGISTERS + 2}"
+    lines = [".reg .pred choice, odd0, odd1, later00, later01, later10, later11;", f".reg .f32 taken<{_REGISTERS}>;"]
+    lines += [".reg .b32 column0, column1, begin0, begin1, bits, parity;"]
+    lines += [f"shl.b32 column0, {lane}, 1;", "or.b32 column1, column0, 1;"]
+    for half in (0, 1):
+        lines += [f"shr.u32 begin{half}, {shifts[half]}, 3;", f"and.b32 bits, {shifts[half]}, 7;"]
+        lines += [f"setp.lt.s32 later{column}{half}, column{column}, bits;" for column in (0, 1)]
+        lines += [f"and.b32 bits, {shifts[half]}, 1;", f"setp.ne.b32 odd{half}, bits, 0;"]
+    # one after the other: rows of the second half begin in an even group, those of the first in the one behind it
+    lines += ["sub.s32 bits, begin0, begin1;", "xor.b32 bits, bits, 1;", "and.b32 parity, begin1, 1;"]
+    lines += ["or.b32 bits, bits, parity;", "setp.ne.b32 choice, bits, 0;", "@choice bra APART;"]
+    both = [[*_take(0, begin + 1), *_take(1, begin)] for begin in range(0, 8, 2)]
+    lines += ["shr.u32 bits, begin1, 1;", *_one_of(both, "bits", "BOTH"), "APART:"]
+    for half in (0, 1):
+        ways = [_take(half, begin) for begin in range(8)]
+        lines += [*_one_of(ways, f"begin{half}", f"HALF{half}"), f"HALF{half}_DONE:"]
+    lines += ["BOTH_DONE:"]
+    for half in (0, 1):
+        for group in range(8):
+            pair = [_register(column, half, group) for column in (0, 1)]
+            lines += [f"selp.f32 ${to}, taken{other}, taken{to}, odd{half};" for to, other in (pair, pair[::-1])]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+PICK = tl.constexpr(_pick())
+OPERANDS = tl.constexpr(",".join(["=&f"] * _REGISTERS + ["f"] * 2 * _REGISTERS + ["r"] * 3))
+
+
+@triton.jit
+def _halves(parts):
+    """Each of some (ROWS, 4, COUNT) as two of (ROWS, 4, COUNT / 2)."""
+    found = ()
+    for i in tl.static_range(len(parts)):
+        x = parts[i]
+        even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
+        found = found + (even, odd)
+    return found
+
+
+@triton.jit
+def _wholes(halves):
+    """The inverse of `_halves`."""
+    found = ()
+    for i in tl.static_range(len(halves) // 2):
+        x = tl.join(halves[2 * i], halves[2 * i + 1])
+        found = found + (tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] * 2)),)
+    return found
+
+
+@triton.jit
+def split_fragment(x):
+    """(BLOCK_M, GROUPS, 8) as 4 GROUPS of (BLOCK_M / 2, 4), each of them one register of a fragment: a column of two in
+    a group and every second row of 16."""
+    ROWS: tl.constexpr = x.shape[0] // 2
+    GROUPS: tl.constexpr = x.shape[1]
+    x = tl.permute(tl.reshape(x, (ROWS // 8, 2, 8, GROUPS, 4, 2)), (0, 2, 4, 3, 1, 5))
+    parts = _halves(_halves((tl.reshape(x, (ROWS, 4, GROUPS * 4)),)))  # by the two last dimensions
+    for k in tl.static_range(5):
+        if (1 << k) < GROUPS:
+            parts = _halves(parts)
+    found = ()
+    for i in tl.static_range(GROUPS * 4):
+        found = found + (tl.reshape(parts[i], (ROWS, 4)),)
+    return found
+
+
+@triton.jit
+def join_fragment(parts, GROUPS: tl.constexpr):
+    """The inverse of `split_fragment`."""
+    ROWS: tl.constexpr = parts[0].shape[0]
+    found = ()
+    for i in tl.static_range(GROUPS * 4):
+        found = found + (tl.reshape(parts[i], (ROWS, 4, 1)),)
+    found = _wholes(_wholes(found))
+    for k in tl.static_range(5):
+        if (1 << k) < GROUPS:
+            found = _wholes(found)
+    x = tl.permute(tl.reshape(found[0], (ROWS // 8, 8, 4, GROUPS, 2, 2)), (0, 4, 1, 3, 2, 5))
+    # A sum of one number each: products with what comes from tl.join would be laid out for operands of 8 bits.
+    return tl.sum(tl.reshape(x, (ROWS * 2, GROUPS, 8, 1)), 3)
+
+
+@triton.jit
+def shift_window(first, second, shift):
+    """out[i, c] = window[i, shift[i] + c] for the blocks `first` and `second` (BLOCK_M, 64) of the window and shifts
+    (BLOCK_M,) from 0 to 63."""
+    shape: tl.constexpr = (first.shape[0], GROUPS, 8)
+    lower = split_fragment(tl.reshape(first, shape))
+    upper = split_fragment(tl.reshape(second, shape))
+    shifts = split_fragment(shift[:, None, None] + tl.zeros((1, 1, 8), tl.int32))  # column of a pair, half
+    lane = tl.arange(0, 4)[None, :]
+    operands = lower + upper + (shifts[0], shifts[1], lane)
+    taken = tl.inline_asm_elementwise(PICK, OPERANDS, operands, (tl.float32,) * 32, is_pure=True, pack=1)
+    found = ()
+    for i in tl.static_range(32):
+        source = (2 * lane + i // 16 + shifts[i // 8] >> 1) & 3
+        found = found + (tl.gather(taken[i], source, 1),)
+    return tl.reshape(join_fragment(found, GROUPS), (first.shape[0], 64))
+
+
+@triton.jit
+def pinned(x):
+    """x (ROWS, COLUMNS) of 16 bits, computed once: where what it is made of comes out of branches, the compiler would
+    compute it again for each layout that asks for it."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", (x,), x.dtype, is_pure=False, pack=2)

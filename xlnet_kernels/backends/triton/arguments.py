@@ -159,6 +159,14 @@ class RowGradients(NamedTuple):
     # (q + segment bias); dS of others times it; and dQ's segment term
 
 
+class KeySums(NamedTuple):
+    """What the kernel of rows adds to where it serves keys too; zeros before it. Memory first, without scale."""
+
+    key: Pointer = None  # (B, H, padded M + K, D) float32: dK
+    value: Pointer = None  # as key: dV
+    column: Pointer = None  # (B, H, padded M + K) float32: colsum(dS)
+
+
 class KeyGradients(NamedTuple):
     """What the kernel of keys writes."""
 
@@ -196,6 +204,7 @@ class Meta(NamedTuple):
     IN_REGISTERS: Any  # see chunks.py's `row_operand`
     NEEDS_REL: Any = None  # the gradient of rel_key is asked for
     ATOMIC: Any = None  # and added atomically: not in a fixed order
+    ONE_PASS: Any = None  # the kernel of rows makes the sums over rows, too, that of keys only finishes them
 
 
 class Sizes(NamedTuple):
@@ -249,6 +258,12 @@ def of_head_rows(head, size):
 @triton.jit
 def padded(count):
     return tl.cdiv(count, PADDING) * PADDING
+
+
+@triton.jit
+def of_key_sums(head, size):
+    """Where a head's keys begin in KeySums."""
+    return head.index.to(tl.int64) * padded(size.keys)
 
 
 @triton.jit

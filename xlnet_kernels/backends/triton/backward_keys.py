@@ -1,4 +1,5 @@
-"""The backward kernel that visits the rows of each tile of keys: gradients of key and value, the memory's too.
+"""The backward kernel that visits the rows of each tile of keys: gradients of key and value, the memory's too. With
+ONE_PASS the kernel of rows was there already, and this one finishes its sums.
 
 Rows and what dS is made of are as prepare.py leaves them.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arguments import SIZES, Dropout, Mask, Sizes, head_at, program
+from .arguments import SIZES, Dropout, Mask, Sizes, head_at, of_key_sums, program
 from .chunks import (
     KeyOperand,
     add_product,
@@ -104,9 +105,25 @@ def _main_loop(
     return acc_k, acc_v, column_sum
 
 
+@triton.jit
+def _load_sums(key_sums, head, j0, size, META):
+    """The same of one pass."""
+    at = of_key_sums(head, size) + j0
+    column = tl.arange(0, META.BLOCK_N)
+    acc_k = ()
+    acc_v = ()
+    for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
+        d = columns(c, META)
+        offset = column[:, None] * META.HEAD_DIM + d[None, :]
+        mask = (d < META.HEAD_DIM)[None, :]
+        acc_k = acc_k + (tl.load((key_sums.key + at * META.HEAD_DIM) + offset, mask=mask, other=0.0),)
+        acc_v = acc_v + (tl.load((key_sums.value + at * META.HEAD_DIM) + offset, mask=mask, other=0.0),)
+    return acc_k, acc_v, tl.load((key_sums.column + at) + column)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def keys_kernel(
-    rows, keys, memory, rel_key, segments, rank_mask, dense_mask, positions, dropout, backward, result,
+    rows, keys, memory, rel_key, segments, rank_mask, dense_mask, positions, dropout, backward, result, key_sums,
     heads, length, mem_len, key_len, rel_len, max_distance, threshold, META,
 ):  # fmt: skip
     """dK and dV, the memory's too, and what content_bias's gradient is made of. Program (tile, b * heads + h);
@@ -120,15 +137,18 @@ def keys_kernel(
     j0 = number * META.BLOCK_N
 
     # load
-    span = span_of_rows(positions, mask, backward, head, j0, size, META)
-    arguments = (
-        rows, keys, memory, head, span, j0, rel_key, segments, mask, positions, dropout, backward, size,
-    )  # fmt: skip
-    if are_narrow(positions, head, span, size, META):
-        acc_k, acc_v, column_sum = _main_loop(*arguments, META, True)
+    if META.ONE_PASS:
+        acc_k, acc_v, column_sum = _load_sums(key_sums, head, j0, size, META)
     else:
-        acc_k, acc_v, column_sum = _main_loop(*arguments, META, False)
-    j0 = in_loop(j0, span.end)  # what follows loads keys again: the main loop has no registers to spare
+        span = span_of_rows(positions, mask, backward, head, j0, size, META)
+        arguments = (
+            rows, keys, memory, head, span, j0, rel_key, segments, mask, positions, dropout, backward, size,
+        )  # fmt: skip
+        if are_narrow(positions, head, span, size, META):
+            acc_k, acc_v, column_sum = _main_loop(*arguments, META, True)
+        else:
+            acc_k, acc_v, column_sum = _main_loop(*arguments, META, False)
+        j0 = in_loop(j0, span.end)  # what follows loads keys again: the main loop has no registers to spare
 
     # epilogue
     store_keys(result.memory_key, result.key, head, j0, acc_k, rows.scale, size, META)

@@ -1,4 +1,5 @@
-"""The backward kernel that visits the keys of each tile of rows: gradients of query, rel_key and the small parameters.
+"""The backward kernel that visits the keys of each tile of rows: gradients of query, rel_key and the small parameters;
+with ONE_PASS also the sums over rows that the gradients of key and value are.
 
 The probabilities are recomputed from row_max and row_sum. With dP = dO V^T and delta = rowsum(dO * O) - dlse,
 dS = P * (dP - delta) * scale; the rest is products of dS with what the scores were made of. O is the output before it
@@ -10,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arguments import ROOM, SIZES, Dropout, Mask, Sizes, head_at, of_head_rows, program
+from .arguments import ROOM, SIZES, Dropout, Mask, Sizes, head_at, of_head_rows, of_key_sums, program
 from .chunks import (
     KeyOperand,
     SomeRows,
@@ -85,8 +86,31 @@ def _add_band(grad_rel, grad_query, rel_key, start, end, band, position_query, s
 
 
 @triton.jit
+def _add_to_keys(key_sums, head, j0, dropped, dS, content_query, grad_rows, size, META):
+    """Adds dK / scale, dV and colsum(dS) / scale of one tile (BLOCK_M, BLOCK_N) atomically: P after dropout, and dS as
+    dQ takes it. What is added for padding is zero."""
+    at = of_key_sums(head, size) + j0
+    column = tl.arange(0, META.BLOCK_N)
+    dropped = tl.trans(dropped.to(dS.dtype))  # (BLOCK_N, BLOCK_M)
+    dS = tl.trans(dS)
+    for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
+        d = columns(c, META)
+        offset = column[:, None] * META.HEAD_DIM + d[None, :]
+        mask = None
+        if META.HEAD_DIM % META.BLOCK_D != 0:
+            mask = (d < META.HEAD_DIM)[None, :]
+        chunk = tl.dot(dropped, row_chunk(grad_rows, c, j0, META, META.KEEP), input_precision=META.PRECISION)
+        tl.atomic_add((key_sums.value + at * META.HEAD_DIM) + offset, chunk, mask=mask, sem="relaxed")
+        chunk = tl.dot(dS, row_chunk(content_query, c, j0, META, META.KEEP), input_precision=META.PRECISION)
+        tl.atomic_add((key_sums.key + at * META.HEAD_DIM) + offset, chunk, mask=mask, sem="relaxed")
+    ones = tl.full((META.BLOCK_M, 16), 1.0, dS.dtype)
+    column_sum = tl.max(tl.dot(dS, ones, input_precision=META.PRECISION), 1)
+    tl.atomic_add((key_sums.column + at) + column, column_sum, sem="relaxed")
+
+
+@triton.jit
 def _main_loop(
-    tile, content_query, position_query, grad_rows, terms, row_mask, span, statistics, grad_rel, keys, memory,
+    tile, content_query, position_query, grad_rows, terms, row_mask, span, statistics, grad_rel, key_sums, keys, memory,
     rel_key, segments, mask, dropout, scale, size, META, RING: tl.constexpr,
 ):  # fmt: skip
     """dQ / scale of a tile of rows less the segment term, in chunks (BLOCK_M, BLOCK_D), and rowsum(dS) / scale over the
@@ -127,7 +151,7 @@ def _main_loop(
         if KEEP:  # without, scores that go through branches cost hundreds of spills
             rank_least, rank_largest = rank_range(mask, tile.head, j0, size, META)
             every, near = visibility(tile, row_mask, mask, rank_least, rank_largest, j0, size, META)
-        _, dS = softmax_backward(
+        dropped, dS = softmax_backward(
             score, term, dP, statistics, scale * LOG2_E, dropout, tile, mask, row_mask, every, near, j0, size, META
         )  # fmt: skip
 
@@ -141,6 +165,8 @@ def _main_loop(
             chunk = key_chunk(tile_k, c, 0, size, META, KEEP)
             sums = sums + (tl.dot(narrowed, chunk, acc=acc[c], input_precision=META.PRECISION),)
         acc = sums
+        if META.ONE_PASS:
+            _add_to_keys(key_sums, tile.head, j0, dropped, narrowed, content_query, grad_rows, size, META)
         start = tile.origin + j0
         if RING:
             # another name for the shift: conditions that the compiler kept from above would cost more than new ones
@@ -198,7 +224,7 @@ def _store_gradients(result, rows, segments, tile, alive, sums_row, out_row, acc
 
 @triton.jit(do_not_specialize=[*SIZES, "items", "programs"])
 def rows_kernel(
-    rows, keys, memory, rel_key, segments, rank_mask, dense_mask, positions, dropout, given, backward, result,
+    rows, keys, memory, rel_key, segments, rank_mask, dense_mask, positions, dropout, given, backward, result, key_sums,
     heads, length, mem_len, key_len, rel_len, max_distance, threshold, items, programs, META,
 ):  # fmt: skip
     """dQ, drel_key and the sums that the biases' gradients are made of; arguments.py says what the tuples hold.
@@ -233,8 +259,8 @@ def rows_kernel(
         statistics = load_statistics(backward, tile, size, META)
 
         arguments = (
-            tile, content_query, position_query, grad_rows, terms, row_mask, span, statistics, grad_rel, keys,
-            memory, rel_key, segments, mask, dropout, rows.scale, size,
+            tile, content_query, position_query, grad_rows, terms, row_mask, span, statistics, grad_rel, key_sums,
+            keys, memory, rel_key, segments, mask, dropout, rows.scale, size,
         )  # fmt: skip
         if is_narrow(positions, tile, META):
             acc, dS_different = _main_loop(*arguments, META, True)

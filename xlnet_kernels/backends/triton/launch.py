@@ -65,6 +65,7 @@ def backward(
     call = Call(inputs, (grad_out, grad_lse, out, out_residual, row_max, row_sum, *needs))
     known, tensors, deterministic = call.plan, call.tensors, inputs[-1]
     query, groups = tensors["query"], known.groups
+    one_pass = known.takes_one_pass and not deterministic
     rows_config, keys_config = known.config("rows"), known.config("keys")
     row_tiles, key_tiles = _tiles(known.length, rows_config.BLOCK_M), _tiles(known.keys, keys_config.BLOCK_N)
     items = row_tiles * known.batch * known.heads // max(groups, 1)
@@ -93,14 +94,19 @@ def backward(
             _of_rows(out), residual, row_max.contiguous(), row_sum.contiguous(), _matrix(grad_out),
             _dense(grad_lse),
         )  # fmt: skip
-        prepared = call.prepare(given)
+        prepared = call.prepare(given, bounds_rows=not one_pass)
+        sums_of_keys = call.room_for_key_sums() if one_pass else args.KeySums()
         call.launch(
             rows_kernel, programs * groups, rows_config, given=given, backward=prepared, items=items, programs=programs,
-            result=args.RowGradients(grads["query"], grad_rel, sums),
-            needs_rel=needs[INPUT_NAMES.index("rel_key")], atomic=not deterministic,
+            result=args.RowGradients(grads["query"], grad_rel, sums), key_sums=sums_of_keys,
+            window=tuning.takes_windows(rows_config, known.kind, known.capability),
+            needs_rel=needs[INPUT_NAMES.index("rel_key")], atomic=not deterministic, one_pass=one_pass,
         )  # fmt: skip
         result = args.KeyGradients(grads["key"], grads["value"], grads["memory_key"], grads["memory_value"], key_sums)
-        call.launch(keys_kernel, key_tiles * known.batch * known.heads, keys_config, backward=prepared, result=result)
+        call.launch(
+            keys_kernel, key_tiles * known.batch * known.heads, keys_config, backward=prepared, result=result,
+            key_sums=sums_of_keys, one_pass=one_pass,
+        )  # fmt: skip
         call.finish([grads[name] for name in args.ParameterGradients._fields], sums, key_sums, grad_rel, room)
 
     found = []
@@ -197,12 +203,13 @@ class Call:
         least, largest = (new(batch, count // BOUND.value, dtype=torch.int32) for _ in range(2))
         return new(batch, count, dtype=torch.int32), least, largest
 
-    def prepare(self, given: args.Given | None = None) -> args.Backward:
+    def prepare(self, given: args.Given | None = None, bounds_rows: bool = False) -> args.Backward:
         """Launches what comes before the main kernels; `given` to backward, and then what it makes of that."""
         prepared = args.Backward()
         if given is not None:
             grad_out = self._new_rows(self.plan.head_dim, dtype=given.grad_out.data.dtype)
-            prepared = args.Backward(grad_out, *(self._new_rows() for _ in range(3)), *self._room_for_row_bounds())
+            bounds = self._room_for_row_bounds() if bounds_rows else ()
+            prepared = args.Backward(grad_out, *(self._new_rows() for _ in range(3)), *bounds)
         known, config, vectors = self.plan, self.plan.config("prepare"), self._key_vectors()
         length = known.prepared_rows[2]
         programs = row_programs = length // config.BLOCK_M * known.batch * known.heads
@@ -229,6 +236,12 @@ class Call:
             key_tiles=key_sums.shape[2], slots=slots, groups=groups, room=room, parts=parts,
         )  # fmt: skip
 
+    def room_for_key_sums(self) -> args.KeySums:
+        known = self.plan
+        count = known.batch * known.heads * known.padded_keys
+        sums = self.tensors["query"].new_zeros(count * (2 * known.head_dim + 1), dtype=torch.float32)
+        return args.KeySums(*sums.split([count * known.head_dim, count * known.head_dim, count]))
+
     def _room_for_row_bounds(self) -> tuple[Tensor | None, ...]:
         """For the least and the largest rank and floor of every BOUND rows, in the order of their positions."""
         query, rank, floor = (self.tensors[name] for name in ("query", "query_rank", "query_floor"))
@@ -248,6 +261,7 @@ class Call:
         lazy: bool = False,
         needs_rel: bool = False,
         atomic: bool = False,
+        one_pass: bool = False,
         **arguments,
     ) -> None:
         """`count` programs of a kernel."""
@@ -257,7 +271,7 @@ class Call:
             quads = known.takes_quads(config)
             meta = _meta(
                 config, known.head_dim, *known.bounded, known.precision, quads, window, lazy, in_registers, needs_rel,
-                atomic,
+                atomic, one_pass,
             )  # fmt: skip
             return {
                 "META": meta,

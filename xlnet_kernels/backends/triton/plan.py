@@ -90,6 +90,10 @@ class Plan:
         return _KEEPS_FRAGMENTS and tuning.in_quads(config, self.kind, self.capability)
 
     @functools.cached_property
+    def takes_one_pass(self) -> bool:
+        return tuning.takes_one_pass(self.config("rows"), self.kind, self.head_dim, self.capability)
+
+    @functools.cached_property
     def most_slots(self) -> int:
         """Copies of rel_key's gradient in deterministic mode: programs that can run at once, within _SLOT_BYTES."""
         cuda = self.device.type == "cuda"

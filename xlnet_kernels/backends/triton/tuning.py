@@ -79,7 +79,7 @@ def in_quads(config: Config, kind: str, capability: tuple[int, int] | None) -> b
 
 
 def takes_windows(config: Config, kind: str, capability: tuple[int, int] | None) -> bool:
-    """Whether forward shifts fragments as window.py does: on sm_90. On sm_80, which shared memory bounds, it would save
+    """Whether scores are shifted as window.py does: on sm_90. On sm_80, which shared memory bounds, it would save
     issue alone; and without a mask Triton 3.9 lays the content product over columns then, for a third more of that."""
     is_sm_90 = capability is not None and capability[0] == 9
     return is_sm_90 and config.BLOCK_N == 64 and in_quads(config, kind, capability)
@@ -89,6 +89,13 @@ def raises_late(config: Config, capability: tuple[int, int] | None) -> bool:
     """Whether forward looks for the largest score only where it must: see softmax.py's LARGEST_SUM. On sm_100 it would
     spill twice as much; on sm_80 shared memory is what bounds, of which it takes more."""
     return config.KEEP and (capability is None or capability[0] == 9)
+
+
+def takes_one_pass(config: Config, kind: str, head_dim: int, capability: tuple[int, int] | None) -> bool:
+    """Whether backward makes the gradients of keys while it visits rows, where it need not be deterministic. By counts:
+    docs/notebook/triton.md, *One pass backward*. On sm_90 additions of wide heads may cost as much as they save."""
+    widest = {80: 256, 90: 64, 100: 0}[80 if capability is None else family(capability)]
+    return config.KEEP and kind == "16-bit" and head_dim <= widest
 
 
 def choose(kernel: str, kind: str, head_dim: int, capability: tuple[int, int] | None) -> Config:

@@ -1,4 +1,4 @@
-"""The relative shift of forward where tiles lie as wgmma leaves them: a part of shift.py's `shift_in` in PTX.
+"""The relative shift of scores where tiles lie as wgmma leaves them: a part of shift.py's `shift_in` in PTX.
 
 Four lanes have eight columns of a row, lane t of them columns 2 t and 2 t + 1 of each *group* of eight. The scores of
 a row with shift s are columns s to s + 63 of its window, two blocks of 64. Each register first takes the first column

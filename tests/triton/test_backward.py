@@ -1,0 +1,68 @@
+"""Triton's backward in one pass over rows or in two: gradients of key and value."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import xlnet_kernels as xk
+from tests.cases import READY, assert_right, make
+
+pytest.importorskip("triton")
+if "triton" not in READY:
+    pytest.skip(f"the Triton backend is {xk.backends()['triton']}", allow_module_level=True)
+
+import triton  # noqa: E402
+
+from xlnet_kernels.backends.triton import launch, plan, tuning  # noqa: E402
+
+interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="a GPU's own table decides there")
+PROBLEMS = {
+    "memory-and-segments": dict(length=70, mem=37, mask="order"),
+    "odd-width-window": dict(length=75, mem=5, width=24, window=(20, 31)),
+    "rows-far-apart": dict(length=40, keys=150, mem=20, positions=True, mask="ranks"),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=["", "dropout"])
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_one_pass_and_two_passes(monkeypatch, problem, dropout_p):
+    taken = {}
+
+    def watch(self, kernel, *rest, one_pass=False, **arguments):
+        taken[kernel.__name__] = one_pass
+        return original(self, kernel, *rest, one_pass=one_pass, **arguments)
+
+    original = launch.Call.launch
+    monkeypatch.setattr(launch.Call, "launch", watch)
+    given = make(2, 2, dtype=torch.float16, **PROBLEMS[problem]).with_options(dropout_p=dropout_p)
+    for deterministic in (False, True):
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            assert_right(given.with_options(deterministic=deterministic), "triton")
+        assert taken["rows_kernel"] is taken["keys_kernel"] is (not deterministic)
+    assert_right(make(1, 2, 40).with_options(deterministic=False), "triton")
+    assert not taken["keys_kernel"]  # in float32
+
+
+def test_one_pass_is_taken_where_counts_favour_it():
+    kept = tuning.Config(64, 64, 64, True, num_warps=4, num_stages=1)
+    for capability in ((8, 0), (8, 9), (12, 0), None):
+        assert tuning.takes_one_pass(kept, "16-bit", 64, capability)
+        assert tuning.takes_one_pass(kept, "16-bit", 128, capability)
+        assert not tuning.takes_one_pass(kept._replace(KEEP=False), "16-bit", 128, capability)
+        assert not tuning.takes_one_pass(kept, "float32", 64, capability)
+    assert tuning.takes_one_pass(kept, "16-bit", 64, (9, 0))
+    assert not tuning.takes_one_pass(kept, "16-bit", 128, (9, 0))
+    assert not tuning.takes_one_pass(kept, "16-bit", 64, (10, 0))
+
+
+def test_sums_of_keys_are_cleared_and_padded(monkeypatch):
+    x = torch.randn(2, 3, 100, 16, dtype=torch.float16)
+    rel_key = torch.randn(3, 200, 16, dtype=torch.float16)
+    monkeypatch.setattr(plan, "plans", {})
+    call = launch.Call((x, x, x, rel_key, *[None] * 16, 100, 0.0, 1.0, False))
+    sums = call.room_for_key_sums()
+    assert [values.numel() for values in sums] == [2 * 3 * 128 * 16, 2 * 3 * 128 * 16, 2 * 3 * 128]
+    assert all(values.dtype == torch.float32 and not values.any() for values in sums)

@@ -159,8 +159,12 @@ def inputs(head_dim: int, dtype: torch.dtype, stacked: bool) -> list:
 
 
 def compile_kernel(architecture: int | str, kernel: str, call: list) -> tuple[tuning.Config, bytes, int]:
-    """Of one kernel of a forward and backward call: tiles, binary and bytes of shared memory."""
+    """Of one kernel of a forward and backward call: tiles, binary and bytes of shared memory.
+
+    "keys" is that of a deterministic call, in two passes; after a single pass over rows it only rounds sums.
+    """
     driver = pretend(architecture)
+    call = [*call[:-1], kernel == "keys"]
     configs = []
 
     def only_this(self, jit, count, config, **arguments):
@@ -232,9 +236,12 @@ def loop_over_tiles(code: list[tuple[int, str, str, str]]) -> dict[str, Counter]
     own = [loop for loop in loops if products(loop[2]) and 0 not in loop[2]]  # entered at their heads alone
     # or else elsewhere, where a compiler has turned a loop round: what its head leads to, too
     loops = own or [(head, latch, inside & _reached(head, leads)) for head, latch, inside in loops if products(inside)]
-    innermost = [loop for loop in loops if not any(other[2] < loop[2] for other in loops)]
-    if not innermost:
+    if not loops:
         return {}
+    # A loop around all has two over tiles at most, of memory and of keys; loops over chunks of a tile have less.
+    most = max(products(inside) for *_, inside in loops)
+    loops = [loop for loop in loops if 3 * products(loop[2]) >= most]
+    innermost = [loop for loop in loops if not any(other[2] < loop[2] for other in loops)]
     head, latch, inside = max(innermost, key=lambda loop: products(loop[2]))
     return {
         name: Counter(classify(code[i][2]) for i in _way(head, latch, inside, leads, choose))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -128,7 +129,7 @@ def test_processes_are_no_more_than_memory_has_room_for(monkeypatch):
 
 def test_each_row_of_the_table_says_how_it_was_chosen():
     lines = (ROOT / "xlnet_kernels/backends/triton/tuning.py").read_text().splitlines()
-    before = [lines[at - 1].strip() for at, line in enumerate(lines) if line.startswith(("    (80, ", "    (90, "))]
+    before = [lines[at - 1].strip() for at, line in enumerate(lines) if re.match(r"    \(\d+, ", line)]
     assert len(before) == len(tuning.TABLE)
     assert all(line.startswith(("# by counts", "# by spills", "# measured: ")) for line in before)
 

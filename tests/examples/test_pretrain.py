@@ -226,6 +226,7 @@ def test_bfloat16_follows_float32(pretrain, tmp_path):
 
 
 PROCESSES = """
+import os
 import sys
 import torch.distributed as dist
 import pretrain
@@ -241,6 +242,7 @@ for kind in ("ddp", "fsdp2"):
     assert pretrain.main([*common, f"{output}/{kind}-stopped", "--resume", *saving]) == 0
 assert pretrain.main([*arguments, "--batch-size", "3", "--output", f"{output}/odd"]) == 2
 dist.destroy_process_group()
+os._exit(0)  # see tests/processes.py
 """
 
 

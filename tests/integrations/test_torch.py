@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
-import subprocess
-import sys
 from importlib import import_module
 
 import pytest
@@ -17,9 +14,9 @@ from torch.export import Dim
 from torch.utils.checkpoint import checkpoint
 
 import xlnet_kernels as xk
-from tests import ROOT
 from tests.cases import COMPILED
 from tests.model.twins import B, L, M, N, assert_same, ours, theirs
+from tests.processes import run_in_processes
 
 WIDTH, HEADS = 16, 2
 KINDS = ("operator", "module", "model", "accelerated")
@@ -123,9 +120,7 @@ def test_checkpointing_the_layer_draws_the_same_dropout(use_reentrant):
 
 
 PROCESSES = """
-import sys, warnings
-sys.path.insert(0, ".")
-import torch.distributed as dist
+import warnings
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -133,8 +128,6 @@ import torch
 from tests.integrations import test_torch as tests
 
 warnings.simplefilter("ignore")
-store, rank = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 mesh = init_device_mesh("cpu", (2,))
 
 def step(kind, model, rows=slice(None)):
@@ -171,18 +164,12 @@ for kind in ("module", "model without targets", "accelerated"):
         for name, gradient in wanted.items():
             error = (found[name] - gradient).norm() / gradient.norm()
             assert error < (0.1 if "in" in how else 1e-4) or gradient.norm() < 1e-5, f"{kind} {how} {name}: {error}"
-dist.destroy_process_group()
 """
 
 
 def test_ddp_and_fsdp2_in_two_processes(tmp_path):
     """Our model: examples/test_pretrain.py. Gradients are those of one process with the whole batch."""
-    command = [sys.executable, "-c", PROCESSES, str(tmp_path / "store")]
-    how = dict(cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
-    both = [subprocess.Popen([*command, str(rank)], **how) for rank in range(2)]
-    for process in both:
-        errors = process.communicate()[1]
-        assert process.returncode == 0, errors
+    run_in_processes(PROCESSES, 2, tmp_path)
 
 
 EXPORTED = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import xlnet_kernels as xk
 from tests import ROOT
+from tests.processes import run_in_processes
 
 HEADS, SIZE = 4, 2
 EXACT = dict(rtol=1e-10, atol=1e-12)  # float64; sums over processes are in another order
@@ -254,24 +254,8 @@ def compare(size: int) -> None:
     refuse(mesh)
 
 
-SCRIPT = """
-import sys, torch, torch.distributed as dist
-from tests.model import test_tensor_parallel
-store, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-torch.set_num_threads(1)
-dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-test_tensor_parallel.compare(size)
-dist.destroy_process_group()
-"""
-
-
 def test_two_processes_are_one(tmp_path):
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store")]
-    how = dict(cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
-    processes = [subprocess.Popen([*command, str(rank), str(SIZE)], **how) for rank in range(SIZE)]
-    for process in processes:
-        errors = process.communicate(timeout=400)[1]
-        assert process.returncode == 0, errors
+    run_in_processes("from tests.model import test_tensor_parallel as t; t.compare(size)", SIZE, tmp_path)
 
 
 def test_models_without_the_attention_have_no_plan():

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import xlnet_kernels as xk
-from tests import ROOT
+from tests.processes import run_in_processes
 from xlnet_kernels.ring import ring_attention
 
 B, H, N, D = 2, 2, 5, 4  # N keys in each process
@@ -122,25 +118,9 @@ def compare(rank: int, size: int) -> None:
         raise AssertionError("chunks of different lengths were taken")
 
 
-SCRIPT = """
-import sys, torch, torch.distributed as dist
-from tests.operator import test_ring
-store, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-torch.set_num_threads(1)
-dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-test_ring.compare(rank, size)
-dist.destroy_process_group()
-"""
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_in_a_ring_are_one(tmp_path, size):
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store")]
-    how = dict(cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
-    processes = [subprocess.Popen([*command, str(rank), str(size)], **how) for rank in range(size)]
-    for process in processes:
-        errors = process.communicate(timeout=120)[1]
-        assert process.returncode == 0, errors
+    run_in_processes("from tests.operator import test_ring as t; t.compare(rank, size)", size, tmp_path)
 
 
 def test_one_process_alone_is_the_operator():

@@ -22,8 +22,8 @@ from xlnet_kernels.backends.triton import tuning  # noqa: E402
 SCRIPT = ROOT / "benchmarks/compiled/triton_report.py"
 COMMITTED = ROOT / "benchmarks/results/triton-compiled.json"
 ARCHITECTURES = (80, 90, 100)
-# Spilled loads and stores in all of a kernel's code, at most. A plain forward in 16 bits has none, but for heads of 128;
-# with memory and query positions a kernel holds two loops.
+# Spilled loads and stores in all of a kernel's code, at most. A plain forward in 16 bits has none, but for heads of
+# 128; with memory and query positions a kernel holds two loops.
 SPILLS = {"forward": 400, "rows": 1400, "keys": 1700}
 SPILLS_OF_FLOAT32 = {"forward": 1900, "rows": 5000, "keys": 4000}  # on tensor cores, in heads of 256: chosen by counts
 # Instructions of a warp for 1024 scores, at most, in 16 bits at head_dim 64 where all keys of a tile are seen and of

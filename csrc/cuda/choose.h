@@ -18,11 +18,18 @@ inline constexpr bool compiled_for_sm90a() {
 #endif
 }
 
+// Whether query rows are likely to be sorted between content rows, each at the position of the row before it or one
+// further: there are more rows than positions. The warpgroup kernels are right for all others, but take rows that are
+// far apart one after the other.
+inline constexpr bool positions_are_close(const RelAttention& p) {
+  return p.rows.position == nullptr || p.length > p.key_len;
+}
+
 // Whether the warpgroup kernels can serve anything of this call.
 inline constexpr bool warpgroups_serve(const Call& call, int capability) {
   const RelAttention& p = call.p;
   return compiled_for_sm90a() && capability == 90 && (p.dtype == DType::float16 || p.dtype == DType::bfloat16) &&
-         (p.head_dim == 64 || p.head_dim == 128) && p.rows.position == nullptr;
+         (p.head_dim == 64 || p.head_dim == 128);
 }
 
 // By count a multiprocessor goes through keys up to 2.6 times as fast with the kernels of sm_90a
@@ -40,16 +47,18 @@ struct BackwardChoice {
 
 // The first that serves the call.
 inline constexpr ForwardChoice FORWARD_CHOICES[] = {
-    {"sm_90a", "float16 and bfloat16, head_dim 64 and 128, without query_positions, keys not split by 8, on sm_90",
+    {"sm_90a",
+     "float16 and bfloat16, head_dim 64 and 128, no query_positions or more rows than keys, keys not split by 8, on "
+     "sm_90",
      [](const Call& call, int capability) {
-       return warpgroups_serve(call, capability) && call.splits < SPLITS_THAT_PAY;
+       return warpgroups_serve(call, capability) && positions_are_close(call.p) && call.splits < SPLITS_THAT_PAY;
      }},
     {"sm_80", "all others", [](const Call&, int) { return true; }},
 };
 inline constexpr BackwardChoice BACKWARD_CHOICES[] = {
     {"sm_90a", "float16 and bfloat16, head_dim 64 and 128, without query_positions, not deterministic, on sm_90",
      [](const Call& call, bool deterministic, int capability) {
-       return warpgroups_serve(call, capability) && !deterministic;
+       return warpgroups_serve(call, capability) && call.p.rows.position == nullptr && !deterministic;
      }},
     {"sm_80", "all others", [](const Call&, bool, int) { return true; }},
 };

@@ -26,10 +26,14 @@ KERNELS = {
 }
 
 
+# Bytes of forward's wide heads where rows have positions: a few in the main loop, most of them at its ends.
+POSITIONS_SPILL = 320
+
+
 @pytest.mark.parametrize(("direction", "spills"), [("forward", 0), ("backward", 320)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_warpgroup_kernels_keep_to_their_registers(direction, spills, dtype, tmp_path):
-    """No spills but of wide heads in backward, no wgmma that waits for the one before or for what ptxas puts in."""
+    """Wide heads spill, in backward or with positions; no wgmma waits for the one before or for what ptxas adds."""
     command = ["nvcc", "-std=c++20", "-O3", "-arch=sm_90a", f"-I{CUDA}", f"-I{CUDA.parent}", "-Xptxas", "-v", "-cubin"]
     source = CUDA / "sm90" / f"warpgroup_{'backward_' * (direction == 'backward')}{dtype}.cu"
     done = subprocess.run([*command, source, "-o", tmp_path / "cubin"], capture_output=True, text=True)
@@ -40,9 +44,11 @@ def test_warpgroup_kernels_keep_to_their_registers(direction, spills, dtype, tmp
     name = rf"Compiling entry function '(\w*warpgroup_{direction}\w+)'"
     spilled = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
     kernels = re.findall(rf"{name}.*?{spilled}.*?Used (\d+) registers", text, re.S)
-    assert len(kernels) == 4, kernels  # two widths, with dropout and without
+    forward = direction == "forward"
+    assert len(kernels) == (8 if forward else 4), kernels  # widths, dropout, forward's positions or not
     for kernel, stores, loads, _ in kernels:
-        assert int(stores) + int(loads) <= (0 if "Li64E" in kernel else spills), kernels
+        most = 0 if "Li64E" in kernel else POSITIONS_SPILL if forward and "Lb1EEEEEv" in kernel else spills
+        assert int(stores) + int(loads) <= most, kernels
     # START_REGISTERS of sm90/shapes.h. With more a block would not fit, with fewer the consumers would wait for ever.
     assert all(int(registers) == 65536 // 384 // 8 * 8 for *_, registers in kernels), kernels
 

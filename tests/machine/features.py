@@ -75,7 +75,7 @@ class Features:
             return max(16, number // 16 * 16) if self.aligned else number + (number % 16 == 0) + (number == 1)
 
         length = size(rows)
-        keys = max(length, size(rows)) if self.positions else length
+        keys = size(rows) if self.positions else length
         mem, window = size(rows) if self.memory else 0, None
         if self.rel_rows == "window":
             far = chance.randint(1 - keys, mem + keys)

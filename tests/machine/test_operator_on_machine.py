@@ -19,10 +19,12 @@ import xlnet_kernels as xk  # noqa: E402
 from tests.cases import (  # noqa: E402
     ANY_RANKS,
     TWO_SCORES,
+    Problem,
     assert_ranks_of_any_size_are_right,
     assert_right,
     assert_two_keys_have_their_weights,
     make,
+    make_mask,
 )
 from tests.machine import cuda_driver  # noqa: E402
 from tests.machine.features import Features, pairwise  # noqa: E402
@@ -93,6 +95,52 @@ def test_forward_by_warpgroups(features, seed):
     state = torch.tensor([2**62 + 12345, 2**61 + 2**40 + 77])
     with mock.patch("xlnet_kernels.dropout.new_state", lambda device: state), serving(90, seed=seed) as record:
         assert_right(features.problem(seed, rows=230, most_batch=2), "cuda", needs=())
+    assert "warpgroup_forward_kernel" in record.launches[-1].name
+
+
+def stacked(seed: int, keys: int, step: int, mem: int, width: int, mask: str | None, dtype: torch.dtype) -> Problem:
+    """Two streams: content rows at all positions and a query row at each `step`-th, in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.cat([torch.arange(keys), torch.arange(0, keys, step)])
+    rows = torch.stack([positions[torch.randperm(len(positions), generator=generator)] for _ in range(2)])
+    problem = make(2, 1, rows.shape[1], keys, mem, width, dtype=dtype, seed=seed)
+    options = {} if mask is None else {"mask": make_mask(mask, rows, 1, keys, mem, generator)}
+    return problem.with_options(query_positions=rows, **options)
+
+
+STACKED = {
+    "sixth": (200, 6, 0, 64, "order", torch.bfloat16),
+    "all-memory": (100, 1, 30, 128, "ranks", torch.float16),
+    "third-dense": (150, 3, 10, 128, "dense", torch.bfloat16),
+    "most-causal": (220, 50, 0, 64, "causal", torch.float16),
+    "half": (90, 2, 0, 64, None, torch.bfloat16),
+}
+
+
+@NEEDS_NVCC
+@pytest.mark.parametrize("sizes", STACKED.values(), ids=STACKED.keys())
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_stacked_streams_by_warpgroups(sizes, dropout):
+    """Rows sorted between each other, one window of rel_key for 64 of them, each shifted by an amount of its own."""
+    state = torch.tensor([2**62 + 12345, 2**61 + 2**40 + 77])
+    problem = stacked(5, *sizes).with_options(dropout_p=dropout)
+    with mock.patch("xlnet_kernels.dropout.new_state", lambda device: state), serving(90) as record:
+        assert_right(problem, "cuda", needs=())
+    assert "warpgroup_forward_kernel" in record.launches[-1].name
+
+
+@NEEDS_NVCC
+@pytest.mark.parametrize("most", [3, 40, 1000])
+@pytest.mark.parametrize("mask", [None, "ranks"])
+def test_rows_in_any_order_by_warpgroups(most, mask):
+    """Gaps of up to `most` between positions: the block goes to the keys once for each run of rows."""
+    generator = torch.Generator().manual_seed(most)
+    keys, mem, length = 150, 20, 170
+    rows = torch.randint(most, (2, length), generator=generator).cumsum(1).clamp(max=10**9) % keys
+    problem = make(2, 1, length, keys, mem, 64, dtype=torch.bfloat16)
+    options = {} if mask is None else {"mask": make_mask(mask, rows, 1, keys, mem, generator)}
+    with serving(90) as record:
+        assert_right(problem.with_options(query_positions=rows, **options), "cuda", needs=())
     assert "warpgroup_forward_kernel" in record.launches[-1].name
 
 

@@ -21,7 +21,7 @@ struct Consumer {
   const ForwardTile<S>& tile;
   const WarpgroupMemory<S> memory;
   const float scale;
-  const QuadShift shift;
+  WarpgroupShift<S::POSITIONS> shift;
   const bool is_second;  // of the block's two warpgroups: its rows of rel_key are those of the stage before
   RingPlace<S::STAGES> stage;
   Fragment q[STEPS];
@@ -36,7 +36,7 @@ struct Consumer {
         tile(tile),
         memory(memory),
         scale(float(call.p.scale) * LOG2_E),
-        shift(consecutive_shift(tile.lane.id)),
+        shift(tile.lane.id),
         is_second(tile.lane.warp >= WARPGROUP / WARP) {}
 
   DEVICE float* lse() const { return static_cast<float*>(call.p.lse) + int64_t(tile.head) * call.p.length; }
@@ -78,6 +78,7 @@ struct Consumer {
     memory.full_stage(stage.index()).wait(stage.parity());
     TileInfo info = memory.info(stage.index());
     if (info.has(TileInfo::FIRST_ROWS)) {  // the second warpgroup comes back to them
+      if constexpr (S::POSITIONS) find_shift({info.first_key, info.segment});
       if (stage.passed >= is_second)
         advance();
       else
@@ -92,6 +93,17 @@ struct Consumer {
     return true;
   }
 
+  DEVICE void find_shift(RowRun run) {
+    const RelAttention& p = call.p;
+    const int position = window_position<S>(p, tile.b, tile.first_row, run) + 64 * is_second;
+    int shifts[2];
+    for (int r = 0; r < 2; ++r) {
+      const int row = tile.sorted_row(0) + 8 * r;
+      shifts[r] = run.has(row) ? position - row_position(p, tile.b, row) : -1;
+    }
+    shift.find(shifts, tile.lane.id);
+  }
+
   DEVICE RingPlace<S::STAGES> last_read() const { return {stage.passed - is_second}; }
   // To the next stage: what this warpgroup reads last of the ring is free.
   DEVICE void advance() {
@@ -104,7 +116,7 @@ struct Consumer {
     // u.k, position, content: in backward's order. Content comes last, since a sum of two needs no register's move to
     // where products are added.
     start_scores(score, memory.labels(stage.index()).bias, tile.lane.t);
-    add_shifted_band(score, lower, upper, shift, tile.lane.warp);
+    shift.add_band(score, lower, upper, tile.lane.warp);
     add_product<0>(
         score, [&](int k) { return q[k]; },
         [&](int k) { return memory.keys(stage.index()).columns_from(k * DEPTH<T>); });
@@ -144,6 +156,8 @@ struct Consumer {
       hide_by_rank(score, ranks, rank_pairs, tile.lane.t);
     else if (info.visibility != Visibility::all)
       hide_pair_by_pair(score, info.first_key, keys.rank);
+    if constexpr (S::POSITIONS)
+      if (info.has(TileInfo::SOME_ROWS)) shift.hide_others(score);
   }
 
   // Whatever else decides, found in a loop of its own as bits: small code, which the tiles before need not step over.
@@ -166,7 +180,8 @@ struct Consumer {
     uint32_t bits = 0;
 #pragma unroll 1
     for (int r = 0; r < 2; ++r) {
-      const int index = smaller(tile.sorted_row(0) + 8 * r, int(call.p.length) - 1);
+      int index = smaller(tile.sorted_row(0) + 8 * r, int(call.p.length) - 1);
+      if constexpr (S::POSITIONS) index = row_index(call.p, tile.b, index);
       bits |= kept_columns<S::BLOCK_N>(philox, index, j0, tile.lane.t) << (16 * r);
     }
     return bits;

@@ -58,8 +58,12 @@ std::string warpgroup_forward_of(const Call& call, Stream stream) {
   return dispatch_head_dim(
       call.p.head_dim,
       [&](auto head_dim) {
-        return call.p.dropout.threshold ? launch_warpgroup_forward<WarpgroupShape<T, head_dim, true>>(call, stream)
-                                        : launch_warpgroup_forward<WarpgroupShape<T, head_dim, false>>(call, stream);
+        const auto launch_with = [&](auto dropout) {
+          return call.p.rows.position
+                     ? launch_warpgroup_forward<WarpgroupShape<T, head_dim, dropout, true>>(call, stream)
+                     : launch_warpgroup_forward<WarpgroupShape<T, head_dim, dropout>>(call, stream);
+        };
+        return call.p.dropout.threshold ? launch_with(std::true_type()) : launch_with(std::false_type());
       },
       WarpgroupHeadDims());
 }

@@ -9,11 +9,11 @@
 
 namespace xlnet_kernels::cuda {
 
-template <typename Element, int HEAD_DIM_, bool DROPOUT_>
+template <typename Element, int HEAD_DIM_, bool DROPOUT_, bool POSITIONS_ = false>
 struct WarpgroupShape : WarpgroupSizes<HEAD_DIM_> {
   using T = Element;
-  static constexpr bool DROPOUT = DROPOUT_;
-  static constexpr int M_TILES = 1;  // of 16 rows, of one warp
+  static constexpr bool DROPOUT = DROPOUT_, POSITIONS = POSITIONS_;  // POSITIONS: rows have some of their own
+  static constexpr int M_TILES = 1;                                  // of 16 rows, of one warp
   // For keys of one segment a way of its own, unless registers are too few for two.
   static constexpr bool HAS_ONE_SEGMENT_WAY = !DROPOUT || HEAD_DIM_ <= 64;
   // Scores stay until their exponentials are known to fit.
@@ -58,19 +58,35 @@ struct RingPlace {
 };
 
 // What the producer announces: a tile of keys; or, before a tile that does not follow the one before, twice 64 rows of
-// its window of rel_key without keys.
+// its window of rel_key without keys, and whose window that is.
 struct alignas(16) TileInfo {
-  int first_key;    // or NO_KEY: there are no more tiles
-  int32_t segment;  // of the first key
+  int first_key;    // or NO_KEY: there are no more tiles; without keys: the first of the sorted rows that are served
+  int32_t segment;  // of the first key; without keys: where the rows that are served end
   Visibility visibility;
   uint32_t flags;
   // by_rank, and rows see their own keys as well; all keys are of the first one's segment; no keys: of two stages of
-  // rows the first one, the second one
-  enum : uint32_t { OWNS = 1, ONE_SEGMENT = 2, FIRST_ROWS = 4, LAST_ROWS = 8 };
+  // rows the first one, the second one; not all of the block's rows are served
+  enum : uint32_t { OWNS = 1, ONE_SEGMENT = 2, FIRST_ROWS = 4, LAST_ROWS = 8, SOME_ROWS = 16 };
 
   DEVICE bool has(uint32_t flag) const { return flags & flag; }
 };
 constexpr int NO_KEY = -1;
+
+// Sorted rows first to end - 1 of a block: a run, whose positions grow by one at most from one to the next. What a
+// window of rel_key for 64 rows after the other serves.
+struct RowRun {
+  int first, end;
+
+  DEVICE bool has(int sorted_row) const { return sorted_row >= first && sorted_row < end; }
+};
+
+// The position by which a block's window of rel_key lies, as if it were that of the first 64 rows' last one: rows of
+// the first 64 are at it or up to 63 before, the others up to 64 behind.
+template <typename S>
+DEVICE int window_position(const RelAttention& p, int b, int first_row, RowRun run) {
+  if constexpr (!S::POSITIONS) return first_row + 63;
+  return row_position(p, b, larger(run.first, smaller(first_row + 63, run.end - 1)));
+}
 
 template <typename S>
 struct WarpgroupMemory {

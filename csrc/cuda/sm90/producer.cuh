@@ -5,7 +5,8 @@
 // one way, and the swizzle is an address. A lane arrives at a barrier when its copies have.
 //
 // A tile's stage has 64 rows of rel_key, too. For the first 64 rows of the block a tile's window is those and the 64 of
-// the stage before, for the last 64 those of the two stages before.
+// the stage before, for the last 64 those of the two stages before. Where rows have positions the block goes to the
+// keys once for each run of them: mostly it is one run.
 #pragma once
 
 #include "../scheduler.cuh"
@@ -13,10 +14,9 @@
 
 namespace xlnet_kernels::cuda {
 
-// First row of the 192 of rel_key for the tile that begins with key 0: that of the block's last row.
-template <typename S>
-DEVICE int first_rel_row(const RelAttention& p, int first_row) {
-  return int(p.rel_key.max_distance - p.mem_len) - (first_row + S::BLOCK_M - 1);
+// First row of the 192 of rel_key for the tile that begins with key 0: that of a row 64 behind window_position.
+DEVICE int first_rel_row(const RelAttention& p, int window_position) {
+  return int(p.rel_key.max_distance - p.mem_len) - (window_position + 64);
 }
 
 template <typename S>
@@ -44,9 +44,42 @@ struct Producer {
         rel_bias(rel_bias_of(call, b, h)) {}
 
   DEVICE void run() {
+    RowRun run{first_row, first_row + S::BLOCK_M};
+    if constexpr (S::POSITIONS) {
+      const int end = smaller(run.end, int(call.p.length));
+      for (run.end = end_of_run(run.first, end); run.end < end; run = {run.end, end_of_run(run.end, end)})
+        bring_tiles(run, TileInfo::SOME_ROWS);
+      bring_tiles(run, run.first > first_row ? TileInfo::SOME_ROWS : 0);
+    } else {
+      bring_tiles(run, 0);
+    }
+    announce({NO_KEY, 0, Visibility::none, 0});
+    const RingPlace<S::STAGES> last = stage;
+    publish();
+    memory.full_stage(last.index()).wait(last.parity());  // no lane ends with copies or arrivals under way
+  }
+
+  // Where the run of sorted rows ends that begins with `first`; at `end` at the latest.
+  DEVICE int end_of_run(int first, int end) const {
+    for (int i = first + 1; i < end; i += WARP) {
+      const int row = i + lane;
+      const bool is_far = row < end && row_position(call.p, b, row) - row_position(call.p, b, row - 1) > 1;
+      const uint32_t far = ballot(is_far);
+      if (far) return i + first_bit(far);
+    }
+    return end;
+  }
+
+  // All that a run of rows sees.
+  DEVICE void bring_tiles(RowRun run, uint32_t some_rows) {
     const RelAttention& p = call.p;
-    const RowTile rows = load_row_tile(call, b, first_row, S::BLOCK_M);
-    const int mem_len = int(p.mem_len);
+    RowTile rows = load_row_tile(call, b, first_row, S::BLOCK_M);
+    if constexpr (S::POSITIONS) {
+      rows.first_position = row_position(p, b, run.first);
+      rows.last_position = row_position(p, b, run.end - 1);
+    }
+    const RowRun served = S::POSITIONS ? run : RowRun{};  // without positions nobody asks, and registers are few
+    const int mem_len = int(p.mem_len), position = window_position<S>(p, b, first_row, run);
     TileScheduler scheduler(keys_within_reach(p, rows.first_position + mem_len, rows.last_position + mem_len),
                             S::BLOCK_N);
     int before = NO_KEY - 1;  // the tile before
@@ -61,21 +94,17 @@ struct Producer {
       const KeySegment segment = key_segment(tile);
 #pragma unroll 1
       for (int i = tile == before + 1 ? 2 : 0; i < 2; ++i) {
-        announce({tile * S::BLOCK_N, 0, visibility, i ? TileInfo::LAST_ROWS : TileInfo::FIRST_ROWS});
-        copy_rel_key(first_rel_row<S>(call.p, first_row) + (tile + i) * S::BLOCK_N);
+        announce({served.first, served.end, visibility, i ? TileInfo::LAST_ROWS : TileInfo::FIRST_ROWS});
+        copy_rel_key(first_rel_row(p, position) + (tile + i) * S::BLOCK_N);
         publish();
       }
       announce({tile * S::BLOCK_N, segment.first, visibility,
-                (owns ? TileInfo::OWNS : 0) | (segment.is_only ? TileInfo::ONE_SEGMENT : 0)});
+                (owns ? TileInfo::OWNS : 0) | (segment.is_only ? TileInfo::ONE_SEGMENT : 0) | some_rows});
       copy_keys(tile * S::BLOCK_N, asks_rank, !S::HAS_ONE_SEGMENT_WAY || !segment.is_only);
-      copy_rel_key(first_rel_row<S>(call.p, first_row) + (tile + 2) * S::BLOCK_N);
+      copy_rel_key(first_rel_row(p, position) + (tile + 2) * S::BLOCK_N);
       publish();
       before = tile;
     }
-    announce({NO_KEY, 0, Visibility::none, 0});
-    const RingPlace<S::STAGES> last = stage;
-    publish();
-    memory.full_stage(last.index()).wait(last.parity());  // no lane ends with copies or arrivals under way
   }
 
   DEVICE KeySegment key_segment(int tile) const {

@@ -19,8 +19,8 @@ inline constexpr bool compiled_for_sm90a() {
 }
 
 // Whether query rows are likely to be sorted between content rows, each at the position of the row before it or one
-// further: there are more rows than positions. The warpgroup kernels are right for all others, but take rows that are
-// far apart one after the other.
+// further: there are more rows than positions. The warpgroup kernels are right for all others, but go to the keys once
+// for each run of rows that are close.
 inline constexpr bool positions_are_close(const RelAttention& p) {
   return p.rows.position == nullptr || p.length > p.key_len;
 }

@@ -72,8 +72,8 @@ struct alignas(16) TileInfo {
 };
 constexpr int NO_KEY = -1;
 
-// Sorted rows first to end - 1 of a block: a run, whose positions grow by one at most from one to the next. What a
-// window of rel_key for 64 rows after the other serves.
+// Sorted rows first to end - 1 of a block: a run, which one window of rel_key serves. Eight rows of it are 8 positions
+// apart at most, the first 64 of the block 64, and the others 64 from the last one of those.
 struct RowRun {
   int first, end;
 
@@ -81,7 +81,7 @@ struct RowRun {
 };
 
 // The position by which a block's window of rel_key lies, as if it were that of the first 64 rows' last one: rows of
-// the first 64 are at it or up to 63 before, the others up to 64 behind.
+// the first 64 are at it or up to 64 before, the others up to 64 behind.
 template <typename S>
 DEVICE int window_position(const RelAttention& p, int b, int first_row, RowRun run) {
   if constexpr (!S::POSITIONS) return first_row + 63;

@@ -61,9 +61,11 @@ struct Producer {
 
   // Where the run of sorted rows ends that begins with `first`; at `end` at the latest.
   DEVICE int end_of_run(int first, int end) const {
+    const auto position = [&](int row) { return row_position(call.p, b, row); };
     for (int i = first + 1; i < end; i += WARP) {
-      const int row = i + lane;
-      const bool is_far = row < end && row_position(call.p, b, row) - row_position(call.p, b, row - 1) > 1;
+      const int row = i + lane, eight = larger(first, row / 8 * 8), last_of_64 = first_row + 63;
+      const int window = row <= last_of_64 ? first : larger(first, last_of_64);
+      const bool is_far = row < end && (position(row) - position(eight) > 8 || position(row) - position(window) > 64);
       const uint32_t far = ballot(is_far);
       if (far) return i + first_bit(far);
     }

@@ -26,8 +26,8 @@ KERNELS = {
 }
 
 
-# Bytes of forward's wide heads where rows have positions: a few in the main loop, most of them at its ends.
-POSITIONS_SPILL = 320
+# Bytes of forward's wide heads where rows have positions (340 with dropout): a few in the main loop, most at its ends.
+POSITIONS_SPILL = 350
 
 
 @pytest.mark.parametrize(("direction", "spills"), [("forward", 0), ("backward", 320)])

@@ -43,7 +43,7 @@ struct RankMask {
 
 struct Dropout {
   double p = 0;
-  uint32_t threshold = 0;          // words below it are dropped; 0: no dropout
+  uint32_t threshold = 0;          // p in units of 2^-32; 0: no dropout
   const int64_t* state = nullptr;  // seed and offset, where the tensors are
   double kept_scale = 1;           // 1 / (1 - p)
 

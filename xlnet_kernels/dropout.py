@@ -2,10 +2,13 @@
 
 The state is two int64: a seed, and an offset whose upper half says which heads of a larger problem a call has. With
 ``first = offset >> 32 & 0xFFFFF`` and ``others = offset >> 52 & 0xFFF``, both 0 in a call of all heads, element
-(b, h, i, j) takes word ``(j % 64) // 16`` of Philox-4x32-10 (Salmon et al. 2011) with key ``(seed_low, seed_high)`` and
-counter ``((j // 64) * 16 + j % 16, i, b * (H + others) + h + first, offset_low)``; it is kept iff the word is at least
-``p * 2**32``. Sixteen columns share a word index so that vector code and tensor-core fragments use all four words of
-each call. `drop_out` has the same of any tensor's elements: element n is (0, 0, n // 2**34, n % 2**34).
+(b, h, i, j) has head ``b * (H + others) + h + first`` and takes a byte of Philox-4x32-10 (Salmon et al. 2011) with key
+``(seed_low, seed_high)`` and counter ``(j // 64 * 4 + j % 8 // 2, i, head, offset_low)``: of word ``j % 64 // 16`` byte
+``j % 16 // 8 * 2 + j % 2``. So a lane of a tensor-core fragment, which has these sixteen of 64 columns, makes one call
+for them. The element is kept iff the byte is at least ``t``, which is ``256 p`` rounded down or up, so that on average
+p is exact: ``t = (floor(p 2**32) + phase // 2**8) // 2**24``, where ``phase`` is ``seed_low + head * 0xC2B2AE35 + i *
+0x85EBCA6B + j // 64 * 0x9E3779B9`` modulo 2**32, one for 64 columns of a row. `drop_out` has the same of any tensor's
+elements: element n is (0, 0, n // 2**36, n % 2**36).
 """
 
 from __future__ import annotations
@@ -28,6 +31,11 @@ if TYPE_CHECKING:
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+_STEPS = (
+    0x9E3779B9,
+    0x85EBCA6B,
+    0xC2B2AE35,
+)  # of the phase: from 64 columns to the next, from row to row, head to head
 _LOW = 0xFFFFFFFF
 _shard = 0  # upper half of the offset
 
@@ -122,25 +130,30 @@ def _serves(input: Tensor) -> bool:
 
 
 def threshold(dropout_p: float) -> int:
-    """Words below it are dropped."""
+    """p in units of 2**-32, as kernels take it."""
     return min(int(dropout_p * 2**32), _LOW)
 
 
 def keep_mask(state: Tensor, batch: int, heads: int, length: int, keys: int, dropout_p: float) -> Tensor:
     """The (B, H, L, M + K) bool mask of kept probabilities for a (seed, offset) `state`."""
     device = state.device
-    first = torch.arange(-(-keys // 64) * 16, device=device)
+    groups = -(-keys // 64)
+    group = torch.arange(groups, device=device)
     row = torch.arange(length, device=device)[:, None]
     seed, offset = state[0], state[1]
     first_head, others = offset >> 32 & 0xFFFFF, offset >> 52 & 0xFFF
     head = torch.arange(batch, device=device)[:, None] * (heads + others) + torch.arange(heads, device=device)
     head = (head + first_head).view(-1, 1, 1)
     key = [seed & _LOW, _high(seed)]
-    shape = (batch * heads, length, first.numel())
-    words = philox([first.expand(shape), row.expand(shape), head.expand(shape), (offset & _LOW).expand(shape)], key)
-    # (..., groups of 16 counters, 4 words, 16 columns)
-    drawn = torch.stack([word.unflatten(-1, (-1, 16)) for word in words], -2).flatten(-3)
-    return (drawn[..., :keys] >= threshold(dropout_p)).view(batch, heads, length, keys)
+    shape = (batch * heads, length, 4 * groups)
+    call = torch.arange(4 * groups, device=device)
+    words = philox([call.expand(shape), row.expand(shape), head.expand(shape), (offset & _LOW).expand(shape)], key)
+    drawn = torch.stack([word >> 8 * byte & 0xFF for word in words for byte in range(4)], -1)
+    # (..., groups, calls, words, halves, parities) -> a group's 64 columns
+    drawn = drawn.view(-1, length, groups, 4, 4, 2, 2).permute(0, 1, 2, 4, 5, 3, 6).flatten(-4)
+    phase = key[0] + group * _STEPS[0] + row * _STEPS[1] + head * _STEPS[2] & _LOW
+    least = (threshold(dropout_p) + (phase >> 8)) >> 24
+    return (drawn >= least[..., None]).flatten(-2)[..., :keys].view(batch, heads, length, keys)
 
 
 def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:

@@ -24,7 +24,7 @@ struct Kernels {
   // float32, as float16 always is.
   bool (*forward)(const RelAttention&, const Products*, int64_t threads, Parallel);
   bool (*backward)(const RelAttention&, const RelAttentionGradients&, const Products*, int64_t threads, Parallel);
-  // Elements begin to end-1, after dropout; `begin` is a multiple of 64.
+  // Elements begin to end-1, after dropout; `begin` is a multiple of 256.
   void (*drop_out)(const Elements&, const Dropout&, int64_t begin, int64_t end);
   const Products* emulated;
 };

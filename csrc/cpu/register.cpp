@@ -124,7 +124,7 @@ Tensor drop_out(const Tensor& input, const Tensor& state, double p) {
   DropOutTask task{{dtype == at::kFloat ? DType::float32 : DType::bfloat16, from.const_data_ptr(), to.data_ptr()},
                    {p, state.const_data_ptr<int64_t>()},
                    count,
-                   slots == 0 ? 0 : (count / slots / 64 + 1) * 64};
+                   slots == 0 ? 0 : (count / slots / 256 + 1) * 256};
   if (slots > 0) parallel_slots(slots, DropOutTask::run, &task);
   return to;
 }

@@ -32,23 +32,34 @@ DEVICE void philox_rounds(uint32_t (&counter)[4], uint32_t key0, uint32_t key1) 
   }
 }
 
+// A byte of columns j0 to j0 + 63 of row i is dropped if it is less: 0 to 256.
+DEVICE uint32_t byte_threshold(const Philox& philox, int i, int j0) {
+  const uint32_t phase =
+      philox.key[0] + philox.head * 0xC2B2AE35u + uint32_t(i) * 0x85EBCA6Bu + uint32_t(j0 / 64) * 0x9E3779B9u;
+  return (philox.threshold >> 24) + (((philox.threshold & 0xffffff) + (phase >> 8)) >> 24);
+}
+
+// The bytes of columns j0 + 16 w + {2 t, 2 t + 1, 2 t + 8, 2 t + 9} of row i, a word each, w < 4.
+DEVICE void draw_bytes(const Philox& philox, int i, int j0, int t, uint32_t (&words)[4]) {
+  words[0] = j0 / 64 * 4 + t, words[1] = i, words[2] = philox.head, words[3] = philox.offset;
+  philox_rounds(words, philox.key[0], philox.key[1]);
+}
+
 // Bit 2 n + parity: whether row i keeps column j0 + 8 n + 2 t + parity, n < COLUMNS / 8. j0 is a multiple of COLUMNS.
 template <int COLUMNS>
 DEVICE uint32_t kept_columns(const Philox& philox, int i, int j0, int t) {
+  uint32_t words[4];
+  draw_bytes(philox, i, j0, t, words);
+  // added to a byte: bit 8 says whether that is not less than the threshold; two bytes at a time
+  const uint32_t carry = (256 - byte_threshold(philox, i, j0)) * 0x10001;
   uint32_t kept = 0;
 #pragma unroll
-  for (int l = 0; l < 4; ++l) {  // columns that are 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 modulo 16
-    const int parity = l % 2, odd = l / 2;
-    uint32_t words[4] = {uint32_t(j0 / 64 * 16 + 8 * odd + 2 * t + parity), uint32_t(i), philox.head, philox.offset};
-    philox_rounds(words, philox.key[0], philox.key[1]);
-    const int first = j0 % 64 / 16;
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      const int n = 2 * (word - first) + odd;
-      if (word >= first && n < COLUMNS / 8 && words[word] >= philox.threshold) kept |= 1u << (2 * n + parity);
-    }
+  for (int word = 0; word < 4; ++word) {
+    const uint32_t even = (words[word] & 0xff00ff) + carry, odd = (words[word] >> 8 & 0xff00ff) + carry;
+    kept |= ((even >> 8 & 0x10001) | (odd >> 7 & 0x20002)) << (4 * word);
   }
-  return kept;
+  kept = (kept | kept >> 14) & 0xffff;
+  return COLUMNS < 64 ? kept >> j0 % 64 / 4 & ((1u << COLUMNS / 4) - 1) : kept;
 }
 
 // Zeros for those weights that are dropped; bits: those of row g, 16 further on those of row g + 8.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import replace
 from unittest import mock
 
@@ -41,14 +42,32 @@ def test_philox_gives_the_known_answers_of_random123(counter, key, answer):
 
 
 def test_mask_is_laid_out_as_documented():
-    # element by element from the docstring: word (j % 64) // 16 of the counter (j // 64 * 16 + j % 16, i, bh, offset)
-    seed, offset, first, others = 0x0123456789ABCDEF, 0x87654321, 0xFEDCB, 0x2A9
-    mask = dropout.keep_mask(torch.tensor([seed, others << 52 | first << 32 | offset]), 2, 3, 2, 150, 0.3)
-    for b, h, i, j in [(0, 0, 0, 0), (1, 2, 1, 149), (1, 0, 1, 77), (0, 2, 0, 63), (1, 1, 0, 64), (0, 1, 1, 16)]:
-        counter = [j // 64 * 16 + j % 16, i, b * (3 + others) + h + first, offset]
-        key = [seed & ONES, seed >> 32]
-        words = dropout.philox([torch.tensor(w) for w in counter], [torch.tensor(w) for w in key])
-        assert mask[b, h, i, j] == (int(words[j % 64 // 16]) >= int(0.3 * 2**32))
+    # element by element, as the docstring of xlnet_kernels/dropout.py says it
+    seed, offset, first, others, p = 0x0123456789ABCDEF, 0x87654321, 0xFEDCB, 0x2A9, 0.3
+    mask = dropout.keep_mask(torch.tensor([seed, others << 52 | first << 32 | offset]), 2, 3, 40, 150, p)
+    thresholds = set()
+    for b, h, i, j in itertools.product(range(2), range(3), (0, 1, 39), range(150)):
+        head = b * (3 + others) + h + first
+        counter = [j // 64 * 4 + j % 8 // 2, i, head, offset]
+        words = dropout.philox([torch.tensor(w) for w in counter], [torch.tensor(w) for w in (seed & ONES, seed >> 32)])
+        byte = int(words[j % 64 // 16]) >> 8 * (j % 16 // 8 * 2 + j % 2) & 255
+        phase = (seed + head * 0xC2B2AE35 + i * 0x85EBCA6B + j // 64 * 0x9E3779B9) % 2**32
+        thresholds.add((int(p * 2**32) + phase // 2**8) // 2**24)
+        assert mask[b, h, i, j] == (byte >= (int(p * 2**32) + phase // 2**8) // 2**24)
+    assert thresholds == {76, 77}  # 0.3 * 256 is 76.8
+
+
+def test_p_is_exact_on_average():
+    """Bytes have 256 values, p any: what is dropped at a p between two of them, to five standard deviations."""
+    for p in (0.25 + 1 / 1024, 0.001, 1 - 1 / 1024):
+        torch.manual_seed(2)
+        states = [dropout.new_state(torch.device("cpu")) for _ in range(4)]
+        dropped = torch.stack([~dropout.keep_mask(state, 1, 8, 512, 1024, p) for state in states]).double()
+        assert abs(dropped.mean() - p) < 5 * (p * (1 - p) / dropped.numel()) ** 0.5
+
+
+def test_nearly_everything_can_be_dropped():
+    assert not dropout.keep_mask(torch.tensor([-1, 0]), 1, 1, 1, 64, 1 - 2**-33).any()  # a threshold of 256
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])

@@ -123,7 +123,7 @@ struct Consumer {
 
     Fragment weights[TILES / 2];
     weigh(score, info, weights);
-    if constexpr (S::DROPOUT) drop<T>(weights, draw_dropout(info.first_key));
+    if constexpr (S::DROPOUT) drop_out(weights, info.first_key);
 
     // values
     add_product<1>(
@@ -174,17 +174,25 @@ struct Consumer {
     }
   }
 
-  // Which of 64 keys from j0 on dropout keeps: 16 bits for each row.
-  DEVICE uint32_t draw_dropout(int j0) const {
+  // Zeros for the weights of 64 keys from j0 on that are dropped.
+  DEVICE void drop_out(Fragment (&weights)[TILES / 2], int j0) const {
     const Philox philox = load_philox(call.p.dropout, tile.b, tile.head);
-    uint32_t bits = 0;
-#pragma unroll 1
+#pragma unroll
     for (int r = 0; r < 2; ++r) {
       int index = smaller(tile.sorted_row(0) + 8 * r, int(call.p.length) - 1);
       if constexpr (S::POSITIONS) index = row_index(call.p, tile.b, index);
-      bits |= kept_columns<S::BLOCK_N>(philox, index, j0, tile.lane.t) << (16 * r);
+      uint32_t words[4];
+      draw_bytes(philox, index, j0, tile.lane.t, words);
+      // added to a byte: bit 15 says whether that is not less than the threshold
+      const uint32_t carry = (0x8000 - byte_threshold(philox, index, j0)) * 0x10001;
+#pragma unroll
+      for (int word = 0; word < 4; ++word)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t bytes = __byte_perm(words[word], 0, half ? 0x4342 : 0x4140);
+          weights[word].word[2 * half + r] &= signs_of_halves(bytes + carry);
+        }
     }
-    return bits;
   }
 
   // (q + v).r of a stage's rows of rel_key

@@ -193,6 +193,12 @@ DEVICE uint32_t kept_in_register(uint32_t x) {
 // The same number, of which the compiler does not know that it is the same in all lanes.
 DEVICE int in_each_lane(int x, int lane) { return int(__byte_perm(x, x, 0x3210 + lane % 2 * 0x4444)); }
 
+// All bits of each half are its highest one.
+DEVICE uint32_t signs_of_halves(uint32_t x) {
+  asm("prmt.b32 %0, %0, 0, 0xbb99;" : "+r"(x));
+  return x;
+}
+
 // Warpgroup: gives registers back; asks for more, and waits until they are there.
 template <int COUNT>
 DEVICE void shrink_registers() {

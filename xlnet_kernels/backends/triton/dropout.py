@@ -16,19 +16,31 @@ def kept(dropout, tile, j0, META):
     first_head = (offset >> 32 & 0xFFFFF).to(tl.int32)
     other_heads = (offset >> 52 & 0xFFF).to(tl.int32)
     head = tile.head.index + tile.head.b.to(tl.int32) * other_heads + first_head
-    WORDS: tl.constexpr = 16 if BLOCK_N < 64 else BLOCK_N // 4
-    first = j0 // 64 * 16 + tl.arange(0, WORDS)[None, :] + tl.zeros((META.BLOCK_M, 1), tl.int32)
+    CALLS: tl.constexpr = 4 if BLOCK_N < 64 else BLOCK_N // 16
+    group = j0 // 64 + tl.arange(0, CALLS)[None, :] // 4
+    first = group * 4 + tl.arange(0, CALLS)[None, :] % 4 + tl.zeros((META.BLOCK_M, 1), tl.int32)
     zeros = tl.zeros_like(first)
     w0, w1, w2, w3 = tl.philox(
         seed, first, zeros + tile.row[:, None], zeros + head,
         (zeros.to(tl.uint32) + low).to(tl.int32, bitcast=True),
     )  # fmt: skip
-    if BLOCK_N == 32:  # two words of the four
-        upper = (j0 % 64) != 0
-        pair = tl.join(tl.where(upper, w2, w0), tl.where(upper, w3, w1))
-        words = tl.reshape(tl.permute(pair, (0, 2, 1)), (META.BLOCK_M, BLOCK_N))
-    else:
-        four = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # (BLOCK_M, WORDS, 2, 2), words in order
-        four = tl.reshape(four, (META.BLOCK_M, WORDS // 16, 16, 4))
-        words = tl.reshape(tl.permute(four, (0, 1, 3, 2)), (META.BLOCK_M, BLOCK_N))
-    return words >= dropout.threshold.to(tl.uint32, bitcast=True)
+    # what drops a byte that is less: 256 p, rounded up where the phase is late enough
+    phase = seed.to(tl.uint32) + head.to(tl.uint32) * 0xC2B2AE35 + tile.row.to(tl.uint32)[:, None] * 0x85EBCA6B
+    phase += group.to(tl.uint32) * 0x9E3779B9
+    p = dropout.threshold.to(tl.uint32, bitcast=True)
+    least = (p >> 24) + (((p & 0xFFFFFF) + (phase >> 8)) >> 24)  # (BLOCK_M, CALLS)
+    carry = (256 - least) * 0x10001  # added to a byte, two at a time: bit 8 says whether it is not less
+    kept = tl.zeros_like(w0)
+    for word in tl.static_range(4):
+        drawn = w0 if word == 0 else w1 if word == 1 else w2 if word == 2 else w3
+        even = (drawn & 0xFF00FF) + carry
+        odd = (drawn >> 8 & 0xFF00FF) + carry
+        kept |= ((even >> 8 & 0x10001) | (odd >> 7 & 0x20002)) << (4 * word)
+    kept |= kept >> 14  # bit 2 n + parity: column 8 n + 2 call + parity of the group
+    GROUPS: tl.constexpr = CALLS // 4
+    EIGHTS: tl.constexpr = BLOCK_N // 8 // GROUPS
+    bit = 2 * tl.arange(0, EIGHTS)[:, None] + tl.arange(0, 2)[None, :]
+    if BLOCK_N < 64:  # the group's second half
+        bit += j0 % 64 // 4
+    kept = tl.reshape(kept, (META.BLOCK_M, GROUPS, 1, 4, 1)) >> tl.reshape(bit, (1, 1, EIGHTS, 1, 2)).to(tl.uint32)
+    return tl.reshape((kept & 1) != 0, (META.BLOCK_M, BLOCK_N))

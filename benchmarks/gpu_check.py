@@ -149,9 +149,11 @@ class Check:
         """What is printed last."""
         tests, lines = self.record.get("tests"), []
         if self.file("-attn.json").exists() and "benchmark" in self.record:
+            from lib import counted
             from lib.headline import headline
 
-            lines += headline(json.loads(self.file("-attn.json").read_text())["rows"])
+            results = json.loads(self.file("-attn.json").read_text())
+            lines += [*headline(results["rows"]), *counted.text(results)]
         if tests:
             for failure in tests["failures"][:20]:
                 lines.append(f"FAILED {failure['test']}: {failure['reason']}"[:200])

@@ -5,10 +5,11 @@
     python benchmarks/report.py RESULTS.json [...] PAGE.md                several runs in one table
     python benchmarks/report.py --headline RESULTS.json [...] [PAGE.md]   in multiples of plain SDPA's time
     python benchmarks/report.py --highlights RESULTS.json [README.md]     README's three numbers
+    python benchmarks/report.py --counted RESULTS.json [PAGE.md]          beside gpu-counts.json
     python benchmarks/report.py --plot RESULTS.json [PICTURE.png]         drawn; default beside the JSON
 
-A page has a line `<!-- RESULTS.json [...] -->`, `<!-- headline -->` or `<!-- highlights -->` for where they begin and
-`<!-- end -->` for where they end.
+A page has a line `<!-- RESULTS.json [...] -->`, `<!-- headline -->`, `<!-- highlights -->` or `<!-- counted -->` for
+where they begin and `<!-- end -->` for where they end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import sys
 from pathlib import Path
 
-from lib import headline, report
+from lib import counted, headline, report
 from lib.plot import plot
 
 
@@ -31,10 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--headline", action="store_true", help="of runs of attn.py, a line per dtype, head_dim, length, backend"
     )
     what.add_argument("--highlights", action="store_true", help="of a run of attn.py, README's three numbers")
+    what.add_argument("--counted", action="store_true", help="of a run of attn.py on a GPU, beside what was counted")
     what.add_argument("--plot", action="store_true", help="a picture")
     options = parser.parse_args(arguments)
     target = options.files.pop() if len(options.files) > 1 and options.files[-1].suffix != ".json" else None
-    if len(options.files) > 1 and (options.highlights or options.plot):
+    if len(options.files) > 1 and (options.highlights or options.plot or options.counted):
         parser.error("one results file at a time, but for tables and --headline")
     try:
         runs = [json.loads(path.read_text()) for path in options.files]
@@ -48,6 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
                 text, place = lambda _: headline.markdown(runs), "headline"
             elif options.highlights:
                 text, place = headline.highlights, "highlights"
+            elif options.counted:
+                text, place = counted.markdown, "counted"
             if target is None:
                 print(text(runs[0]))
             else:

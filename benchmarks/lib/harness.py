@@ -273,6 +273,10 @@ def environment(device: str) -> dict[str, object]:
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         facts |= {"gpu": properties.name, "gpu_bytes": properties.total_memory, "cuda": torch.version.cuda}
+        facts |= {"architecture": 10 * properties.major + properties.minor}
+        facts |= {"multiprocessors": properties.multi_processor_count}
+        clock = _printed(["nvidia-smi", "--query-gpu=clocks.max.sm", "--format=csv,noheader,nounits", "--id=0"])
+        facts |= {"clock_mhz": float(clock)} if clock and clock.replace(".", "").isdigit() else {}
         facts["driver"] = _printed(["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"])
         with contextlib.suppress(ImportError):
             import triton

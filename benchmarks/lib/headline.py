@@ -40,13 +40,28 @@ def summarise(rows: list[dict]) -> list[Line]:
     lines = []
     for name in names:
         for length in sorted({row["length"] for row in core}):
-            here = [row for row in core if row["length"] == length]
-            forward = {row["implementation"]: row["median_ms"] for row in here if row["direction"] == "forward"}
-            both = {row["implementation"]: row["median_ms"] for row in here if row["direction"] == "backward"}
-            backward = {one: both[one] - forward[one] for one in both if one in forward and both[one] > forward[one]}
+            forward, backward = (core_times(rows, length, one)[0] for one in ("forward", "backward"))
+            both = _medians(rows, length, "backward")
             peers = [both[peer] / both[name] if {peer, name} <= both.keys() else None for peer in PEERS]
             lines.append(Line(name, length, _against_baseline(forward, name), _against_baseline(backward, name), peers))
     return lines
+
+
+def _medians(rows: list[dict], length: int, direction: str) -> dict[str, float]:
+    here = [row for row in rows if row["section"] == "core" and row["length"] == length and "median_ms" in row]
+    return {row["implementation"]: row["median_ms"] for row in here if row["direction"] == direction}
+
+
+def core_times(rows: list[dict], length: int, direction: str) -> tuple[dict[str, float], int]:
+    """Milliseconds of each implementation, of a backward pass alone; and pairs of query and key of all heads."""
+    times, pairs = _medians(rows, length, direction), 0
+    if direction == "backward":
+        forward = _medians(rows, length, "forward")
+        times = {one: both - forward[one] for one, both in times.items() if one in forward and both > forward[one]}
+    for row in rows:
+        if row["section"] == "core" and row["length"] == length and "median_ms" in row:
+            pairs = row.get("batch", 1) * row.get("heads", 1) * length**2
+    return times, pairs
 
 
 def _against_baseline(times: dict[str, float], name: str) -> tuple[float, str] | None:

@@ -183,6 +183,39 @@ def test_headline_takes_the_best_kernel_of_each_direction(tmp_path, capsys):
     assert report.main(["--headline", str(sources[0])]) == 0 and "2.00 flash" in capsys.readouterr().out
 
 
+def test_times_stand_beside_counts(tmp_path, capsys):
+    """1 ms on 132 multiprocessors of 1 GHz for 16 heads of 512 x 512 pairs: 132e6 cycles, 32224 for 1024 pairs."""
+    import report
+    from lib import counted
+
+    rows = core("xlnet_kernels cuda", 512, 1, 3, heads=16, batch=1) + core(FLASH, 512, 0.5, 2, heads=16, batch=1)
+    gpu = {"gpu": "a GPU", "architecture": 90, "multiprocessors": 132, "clock_mhz": 1000.0}
+    run = {"rows": rows, "environment": gpu, "settings": {"dtype": "bfloat16", "head_dim": 64}}
+    forward, backward = sorted(counted.beside(run), key=lambda line: line.direction, reverse=True)
+    assert forward.kernel == "cuda" and forward.measured == pytest.approx(132e6 / (16 * 512**2 / 1024))
+    assert backward.measured == pytest.approx(2 * forward.measured)
+    assert (forward.ratio, backward.ratio) == (2, 2 / 1.5)
+    of = json.loads(counted.COUNTS.read_text())["rows"]
+    (row,) = [
+        r for r in of if [r[key] for key in ("kernel", "direction", "head_dim", "architecture", "length", "case")]
+        == ["cuda", "forward", 64, 90, 512, "order+segments"]
+    ]  # fmt: skip
+    assert (forward.counted, forward.bound_by, forward.counted_ratio) == (
+        row["bound_cycles"], row["bound_by"], row["ratio"]
+    )  # fmt: skip
+
+    path, page = tmp_path / "run.json", tmp_path / "page.md"
+    path.write_text(json.dumps(run))
+    page.write_text("<!-- counted -->\n<!-- end -->\n")
+    assert report.main(["--counted", str(path), str(page)]) == 0
+    assert f"| {forward.measured:.0f} |" in page.read_text() and "132 multiprocessors" in page.read_text()
+    assert [line.split()[0] for line in counted.text(run)] == ["cycles", "kernel", "cuda", "cuda"]
+
+    path.write_text(json.dumps(run | {"environment": gpu | {"architecture": 120}}))
+    assert report.main(["--counted", str(path)]) == 1 and "nothing in it was counted" in capsys.readouterr().err
+    assert not list(counted.text(run | {"environment": {}}))
+
+
 def test_runs_of_one_machine_share_a_table(tmp_path, capsys):
     import report
 

@@ -143,7 +143,9 @@ def steps_of(monkeypatch, tmp_path, **replaced):
         self.record["sanitizer"] = {"memcheck": "clean", "racecheck": "stopped"}
 
     def measure(self):
-        self.file("-attn.json").write_text(json.dumps({"rows": rows()}))
+        gpu = {"architecture": 90, "multiprocessors": 132, "clock_mhz": 1980.0}
+        run = {"rows": rows(), "environment": gpu, "settings": {"dtype": "bfloat16", "head_dim": 64}}
+        self.file("-attn.json").write_text(json.dumps(run))
         self.record["benchmark"] = {"finished": True}
 
     steps = {"build": build, "test": test, "sanitize": sanitize, "measure": measure} | replaced
@@ -181,6 +183,9 @@ def test_the_table_comes_last(monkeypatch, tmp_path, capsys):
     shown = capsys.readouterr().out
     (line,) = (line for line in shown.splitlines() if line.split()[:1] == ["512"])
     assert line.split() == ["512", "1.50", "flash", "2.00", "flash", "10.00", "-", "-", "-"]
+    # beside counts, as multiples of plain attention: (9 - 3) ms / (5 - 2) ms backward
+    ratios = [line.split()[-1] for line in shown.splitlines() if line.startswith("triton")]
+    assert sorted(ratios) == ["1.50x", "2.00x"]
     assert "1.21 x the content stream" in shown and "xlnet_kernels triton needs 2.50 GB" in shown
     assert shown.splitlines()[-4:-2] == ["memcheck: clean", "racecheck: stopped"]
     assert shown.splitlines()[-2:][0] == "tests: 3 passed, 0 failed, 1 skipped"

@@ -31,23 +31,21 @@ DEVICE SegmentWeights segment_weights(const Backward& a, int64_t row) {
   const int64_t all_rows = p.batch * p.heads * p.length;
   const bool is_masked = grad.row_values[INVERSE * all_rows + row] == 0;
   SegmentWeights of;
-  for (int slot = 0; slot < grad.slots; ++slot) of.different += grad.sums.different[slot * all_rows + row];
+  of.different = grad.sums.different[row];
   of.same = (grad.lse && !is_masked ? grad.lse[row] : 0.f) - of.different;
   return of;
 }
 
-// The sum over slots, `between` apart.
+// Adds a chunk's numbers.
 template <typename T>
-DEVICE void load_sum(const float* from, int slots, int64_t between, float (&x)[CHUNK<T>]) {
+DEVICE void add_sums(const float* from, float (&x)[CHUNK<T>]) {
 #pragma unroll
-  for (int d = 0; d < CHUNK<T>; ++d) x[d] = 0;
-  for (int slot = 0; slot < slots; ++slot, from += between)
+  for (int d = 0; d < CHUNK<T>; d += 4) {
+    float more[4];
+    load_chunk(from + d, more);
 #pragma unroll
-    for (int d = 0; d < CHUNK<T>; d += 4) {
-      float more[4];
-      load_chunk(from + d, more);
-      for (int i = 0; i < 4; ++i) x[d + i] += more[i];
-    }
+    for (int i = 0; i < 4; ++i) x[d + i] += more[i];
+  }
 }
 
 // The chunk from `column` on of a row of `width` columns.
@@ -64,7 +62,7 @@ DEVICE void finish_query(const Backward& a, int head, int first) {
   const RelAttention& p = a.call.p;
   const Gradients& grad = a.gradients;
   const int head_dim = int(p.head_dim), b = head / int(p.heads), h = head % int(p.heads);
-  const int64_t first_row = head * p.length, between = p.batch * p.heads * p.length * head_dim;
+  const int64_t first_row = head * p.length;
   const auto to = rows_of<T>(grad.query, b, h);
   const RowLanes<T> lanes(head_dim);
   const bool has_segments = p.segments.embed != nullptr;
@@ -76,8 +74,8 @@ DEVICE void finish_query(const Backward& a, int head, int first) {
   }
   lanes.for_each(first, int(p.length), [&](int i, bool inside) {
     if (!inside || !lanes.inside) return;
-    float x[CHUNK<T>];
-    load_sum<T>(grad.sums.query + (first_row + i) * head_dim + lanes.column, grad.slots, between, x);
+    float x[CHUNK<T>] = {};
+    add_sums<T>(grad.sums.query + (first_row + i) * head_dim + lanes.column, x);
     const SegmentWeights weights = has_segments ? segment_weights(a, first_row + i) : SegmentWeights{};
 #pragma unroll
     for (int d = 0; d < CHUNK<T>; ++d)
@@ -86,23 +84,13 @@ DEVICE void finish_query(const Backward& a, int head, int first) {
   });
 }
 
-// The sum over slots of dS at row `r` of rel_key, of the group-th head of it.
-DEVICE float rel_sum(const Backward& a, int64_t groups, int64_t group, int r) {
-  const RelAttention& p = a.call.p;
-  float sum = 0;
-  for (int slot = 0; slot < a.gradients.slots; ++slot)
-    sum += a.gradients.sums.rel[(slot * groups + group) * p.rel_len + r];
-  return sum;
-}
-
-// `group`: the head, of all batches unless they share rel_key.
+// `group`: the head, of all batches unless they share rel_key. Batches that do may have sums of their own.
 template <typename T>
 DEVICE void finish_rel_key(const Backward& a, int group, int first) {
   const RelAttention& p = a.call.p;
   const Gradients& grad = a.gradients;
   const int head_dim = int(p.head_dim), b = group / int(p.heads), h = group % int(p.heads);
-  const int64_t groups = a.call.shared_rel_key ? p.heads : p.batch * p.heads;
-  const int64_t first_row = group * p.rel_len, between = groups * p.rel_len * head_dim;
+  const int batches = a.call.shared_rel_key ? int(grad.sums.rel_batches) : 1;
   const auto to = rows_of<T>(grad.rel_key, b, h);
   const RowLanes<T> lanes(head_dim);
   float bias[CHUNK<T>] = {};
@@ -110,9 +98,12 @@ DEVICE void finish_rel_key(const Backward& a, int group, int first) {
     load_chunk(static_cast<const T*>(p.position_bias) + h * head_dim + lanes.column, bias);
   lanes.for_each(first, int(p.rel_len), [&](int r, bool inside) {
     if (!inside || !lanes.inside) return;
-    float x[CHUNK<T>];
-    load_sum<T>(grad.sums.rel_key + (first_row + r) * head_dim + lanes.column, grad.slots, between, x);
-    const float sum = p.position_bias ? rel_sum(a, groups, group, r) : 0.f;
+    float x[CHUNK<T>] = {}, sum = 0;
+    for (int batch = 0; batch < batches; ++batch) {
+      const int64_t row = (batch * p.heads + group) * p.rel_len + r;
+      add_sums<T>(grad.sums.rel_key + row * head_dim + lanes.column, x);
+      if (p.position_bias) sum += grad.sums.rel[row];
+    }
 #pragma unroll
     for (int d = 0; d < CHUNK<T>; ++d) x[d] = (x[d] + sum * bias[d]) * float(p.scale);
     store_columns(to(r), lanes.column, int(grad.width), x);
@@ -189,12 +180,11 @@ DEVICE void finish_bias(const Backward& a, int h, int part, bool of_content) {
       for (int j = sums.row; j < keys; j += sums.ROWS) sums.add(rows(j), weights[j], 0);
     }
   } else {
-    const int batch = a.call.shared_rel_key ? 1 : int(p.batch);
-    for (int b = 0; b < batch && sums.inside; ++b) {
+    for (int b = 0; b < grad.sums.rel_batches && sums.inside; ++b) {
       const auto rows = rows_of<const T>(p.rel_key.rows, b, h);
+      const float* const weights = grad.sums.rel + (int64_t(b) * heads + h) * p.rel_len;
 #pragma unroll 4
-      for (int r = sums.row; r < p.rel_len; r += sums.ROWS)
-        sums.add(rows(r), rel_sum(a, batch * heads, b * heads + h, r), 0);
+      for (int r = sums.row; r < p.rel_len; r += sums.ROWS) sums.add(rows(r), weights[r], 0);
     }
   }
   sums.merge(reinterpret_cast<float*>(shared_memory()));

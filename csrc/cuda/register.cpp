@@ -17,8 +17,6 @@
 namespace xlnet_kernels::cuda {
 namespace {
 
-constexpr int64_t SLOT_BYTES = int64_t(1) << 30;  // what copies of gradients may take in deterministic mode
-
 // Kernels read 16 bytes at a time: rows dense, every row's start aligned, width a multiple of 16 bytes; and from row to
 // row is a step that fits into 32 bits.
 Tensor aligned(const Tensor& t) {
@@ -179,16 +177,6 @@ InputGradients zero_gradients(const Inputs& inputs) {
           zeros(inputs.segment_bias)};
 }
 
-// How many blocks, each with copies of its own, may add to the same gradient
-int64_t slots_of(const DeviceCall& device) {
-  if (!device.inputs.deterministic) return 1;
-  const Call& call = device.call;
-  const int64_t groups = call.shared_rel_key ? call.p.heads : call.p.batch * call.p.heads;
-  const int64_t bytes = 4 * (device.inputs.query.numel() + device.inputs.rel_key.numel());
-  const int64_t at_once = (2 * processors() + groups - 1) / groups;
-  return std::max<int64_t>(1, std::min({backward_items(call), at_once, SLOT_BYTES / bytes}));
-}
-
 // What backward reads of forward's outputs and their gradients
 void give_outputs(const OutputGradients& from, DeviceCall& device, Gradients& g) {
   RelAttention& p = device.call.p;
@@ -202,8 +190,11 @@ void give_outputs(const OutputGradients& from, DeviceCall& device, Gradients& g)
 
 void add_sums(const DeviceCall& device, const Needs& needs, Arena& arena, Gradients& g) {
   const RelAttention& p = device.call.p;
-  const int64_t rows = g.slots * p.batch * p.heads * p.length, rel_rows = g.slots * device.rel_heads() * p.rel_len;
+  const bool deterministic = device.inputs.deterministic;
   Sums& sums = g.sums;
+  sums.rel_batches = device.call.shared_rel_key && !deterministic ? 1 : p.batch;
+  const int64_t all_heads = p.batch * p.heads, rows = all_heads * p.length,
+                rel_rows = sums.rel_batches * p.heads * p.rel_len;
   const size_t zeros = arena.count();
   arena.add(&sums.zeros, 1);  // no array begins where another one does
   arena.add(&sums.query, rows * p.head_dim);
@@ -212,9 +203,10 @@ void add_sums(const DeviceCall& device, const Needs& needs, Arena& arena, Gradie
     arena.add(&sums.rel_key, rel_rows * p.head_dim);
     if (p.position_bias) arena.add(&sums.rel, rel_rows);
   }
+  if (deterministic) arena.add(&sums.turns, 1 + all_heads * most_backward_tiles(p));
   sums.zero_chunks = arena.extend(zeros) / 16;
-  arena.add(&sums.key, p.batch * p.heads * (p.mem_len + p.key_len));
-  arena.add(&g.row_values, ROW_VALUES * p.batch * p.heads * p.length);
+  arena.add(&sums.key, all_heads * (p.mem_len + p.key_len));
+  arena.add(&g.row_values, ROW_VALUES * rows);
 }
 
 // Those of keys and values, of the padded width
@@ -231,8 +223,6 @@ InputGradients gradients(const Inputs& in, const OutputGradients& from, const Ne
   DeviceCall device(in);
   Gradients g{};
   give_outputs(from, device, g);
-  g.deterministic = in.deterministic;
-  g.slots = int(slots_of(device));
   Arena arena;
   add_sums(device, needs, arena, g);
   device.allocate(arena);

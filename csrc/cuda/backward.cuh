@@ -9,6 +9,7 @@
 #pragma once
 
 #include "backward_products.cuh"
+#include "bias.cuh"
 #include "dispatch.cuh"
 #include "dropout.cuh"
 #include "finish.cuh"
@@ -172,6 +173,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
   copy_rows<S::THREADS, BLOCK_N>(memory.values, 0, tile.value_rows, tile.j0, keys, head_dim);
   copy_key_labels<S::THREADS, BLOCK_N>(call, memory.labels, b, tile.h, tile.j0);
   commit_copies();
+  make_key_biases<typename S::T, BLOCK_N, S::WARPS>(p, tile.key_rows, tile.h, tile.j0, lane.warp, memory.labels.bias);
 
   float dK[COLUMNS / 8][4] = {}, dV[COLUMNS / 8][4] = {}, key_sum[4] = {};
   BackwardState<S> state;

@@ -36,7 +36,7 @@ enum SplitValue {
 
 // Device memory beside the operator's own arguments. All float32 and contiguous.
 struct Workspace {
-  float* key_bias;                // (B, H, M + K), u.k
+  float* key_bias;                // (B, H, M + K), u.k; null in backward, whose blocks make that of their keys
   float* rel_bias;                // (B or 1, H, rel_bias_rows), v.r from row 0 on; outside of P whatever was there
   KeyBounds* key_bounds;          // (B, tiles of keys)
   KeySegment* key_segments;       // (B, tiles of keys)
@@ -54,16 +54,29 @@ enum RowValue {
   ROW_VALUES
 };
 
+// Of sums over a head's keys, and over its rows of query, `finish` makes parts of FINISH_ROWS each.
+constexpr int FINISH_ROWS = 256;
+enum QueryPart {
+  ROW_PART,        // of Sums::query
+  DIFFERENT_PART,  // of q times Sums::different
+  LSE_PART,        // of q times the log-sum-exp's gradient
+  WEIGHT_PART,     // of those two factors themselves, in its first two columns
+  QUERY_PARTS
+};
+
 // What blocks of backward add up, in float32 and without the scale, which would cost 16-bit numbers some of their
-// range. The first five begin as zeros, which `prepare` writes.
+// range. The first six begin as zeros, which `prepare` writes.
 struct Sums {
   float* query;         // (B, H, L, D), without the segment term
   float* rel_key;       // (rel_batches, H, P, D), without what position_bias gives; null: not wanted
   float* rel;           // (rel_batches, H, P), of dS over the pairs at each distance; null: not wanted
   float* different;     // (B, H, L), of dS over keys of another segment; null: no segments
-  int32_t* turns;       // how many blocks have begun, and (B, H, tiles of keys) as in turns.cuh; null: added in any order
+  int32_t* turns;       // how many blocks have begun, (B, H, tiles of keys) as in turns.cuh; null: added in any order
+  int32_t* finished;    // (H), how many blocks of `finish` have stored their parts; null: no sums of parts are wanted
   float* key;           // (B, H, M + K), of dS over rows
-  float* zeros;         // where the first five are
+  float* key_parts;     // (H, B, parts, D), of keys times those; null: not wanted
+  float* query_parts;   // (H, B, parts, QUERY_PARTS, D); null: not wanted
+  float* zeros;         // where the first six are
   int64_t zero_chunks;  // of 16 bytes there
   int64_t rel_batches;  // B, or 1 where all batches add to the same: they do in any order alone
 };

@@ -180,10 +180,11 @@ DEVICE void add_atomically(float* to, float first, float second) {
 #endif
 }
 
-// One to a counter in global memory; returns what it was.
+// One to a counter in global memory; returns what it was. Who counts knows all that was done before others had counted,
+// also by threads that those had met at a barrier.
 DEVICE int32_t count_up(int32_t* counter) {
   int32_t before;
-  asm volatile("atom.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
   return before;
 }
 // Numbers in global memory for other blocks: who loads it knows all that was done before it was stored, also by threads

@@ -107,7 +107,6 @@ struct DeviceCall {
     const RelAttention& p = call.p;
     Workspace& w = call.workspace;
     const int64_t keys = p.mem_len + p.key_len;
-    if (p.content_bias) arena.add(&w.key_bias, p.batch * p.heads * keys);
     arena.add(&w.rel_bias, rel_heads() * call.rel_bias_rows);
     const int64_t key_tiles = p.batch * ((keys + BOUNDS_TILE - 1) / BOUNDS_TILE);
     if (p.segments.key_ids) arena.add(&w.key_segments, key_tiles);
@@ -156,6 +155,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rel_attention(INPUTS, bool ne
   DeviceCall device(inputs);
   Arena arena;
   add_splits(device.call, arena);
+  const RelAttention& p = device.call.p;
+  if (p.content_bias) arena.add(&device.call.workspace.key_bias, p.batch * p.heads * (p.mem_len + p.key_len));
   device.allocate(arena);
   Outputs outputs(device.inputs.query, needs_backward);
   outputs.give_to(device.call.p);
@@ -199,13 +200,21 @@ void add_sums(const DeviceCall& device, const Needs& needs, Arena& arena, Gradie
   arena.add(&sums.zeros, 1);  // no array begins where another one does
   arena.add(&sums.query, rows * p.head_dim);
   if (p.segments.embed) arena.add(&sums.different, rows);
-  if (needs.rel_key || needs.position_bias) {
+  if (needs.rel_key) {
     arena.add(&sums.rel_key, rel_rows * p.head_dim);
     if (p.position_bias) arena.add(&sums.rel, rel_rows);
   }
   if (deterministic) arena.add(&sums.turns, 1 + all_heads * most_backward_tiles(p));
+  const bool of_position = needs.position_bias && p.position_bias;
+  const bool of_keys = of_position || (needs.content_bias && p.content_bias);
+  const bool of_rows = of_position || (p.segments.embed && (needs.segment_embed || needs.segment_bias));
+  if (of_keys || of_rows) arena.add(&sums.finished, p.heads);
   sums.zero_chunks = arena.extend(zeros) / 16;
-  arena.add(&sums.key, all_heads * (p.mem_len + p.key_len));
+  const int64_t keys = p.mem_len + p.key_len;
+  const auto parts = [](int64_t count) { return (count + FINISH_ROWS - 1) / FINISH_ROWS; };
+  arena.add(&sums.key, all_heads * keys);
+  if (of_keys) arena.add(&sums.key_parts, all_heads * parts(keys) * p.head_dim);
+  if (of_rows) arena.add(&sums.query_parts, all_heads * parts(p.length) * QUERY_PARTS * p.head_dim);
   arena.add(&g.row_values, ROW_VALUES * rows);
 }
 

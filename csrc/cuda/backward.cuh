@@ -93,7 +93,11 @@ DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const Back
 
   // segments, mask
   const RowLabels labels[2] = {rows.row[0], rows.row[1]};
-  add_segments(score, float(p.scale) * LOG2_E, memory.labels.segment + part_keys, labels, rows.different, lane.t);
+  const int32_t* const key_segment = memory.labels.segment + part_keys;
+  if (is_one_segment<S::KEYS>(key_segment, lane.id))
+    add_segment(score, float(p.scale) * LOG2_E, key_segment[0], labels, rows.different);
+  else
+    add_segments(score, float(p.scale) * LOG2_E, key_segment, labels, rows.different, lane.t);
   apply_mask(score, visibility, p, labels, tile.b, tile.h, step.first_row + 16 * of.m_tile + lane.g,
              tile.j0 + part_keys, memory.labels.rank + part_keys, lane.t);
 }
@@ -107,13 +111,12 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
   const Lane& lane = of.lane;
   const int part_keys = of.part * S::KEYS, first_row = 16 * of.m_tile;
   const float kept_scale = float(p.dropout.kept_scale);
-  const RowLabels labels[2] = {rows.row[0], rows.row[1]};
   const Philox philox = load_philox(p.dropout, tile.b, tile.head);
   uint32_t kept[2] = {~0u, ~0u};
   if (philox.threshold)
 #pragma unroll
     for (int r = 0; r < 2; ++r) kept[r] = kept_columns<S::KEYS>(philox, rows.row[r].index, tile.j0 + part_keys, lane.t);
-  float different_sum[2] = {0, 0}, kept_factor[2], delta[2];
+  float kept_factor[2], delta[2];
   for (int r = 0; r < 2; ++r) {  // read here, and not with the other row values: registers are scarce until now
     const float* values = tile.row_values + rows.row[r].index;
     kept_factor[r] = kept_scale * values[INVERSE * tile.all_rows];
@@ -137,7 +140,6 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
           const float factor = kept[r] >> (2 * n + parity) & 1 ? kept_factor[r] : 0.f;
           score[n][i] -= rows.row_max[r];
           probability[parity] = softmax_backward(score[n][i], dP[n - first][i], factor, delta[r]);
-          if (is_different(memory.labels.segment + part_keys, labels, n, i, lane.t)) different_sum[r] += score[n][i];
         }
         const int m = first_row + lane.g + 8 * r, column = part_keys + 8 * n + 2 * lane.t;
         store_pair(memory.probability.at(m, column), probability[0], probability[1]);
@@ -145,9 +147,32 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
       }
     }
   }
+}
+
+// Leaves the sums of dS over keys of another segment in shared memory.
+template <typename S, int N>
+DEVICE void sum_different(const BackwardMemory<S>& memory, const WarpPart& of, const StepRows& rows,
+                          const float (&dS)[N][4]) {
+  const Lane& lane = of.lane;
+  const int32_t* const key_segment = memory.labels.segment + of.part * S::KEYS;
+  const RowLabels labels[2] = {rows.row[0], rows.row[1]};
+  float sum[2] = {};
+  const auto add = [&](auto counts) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (counts(n, i)) sum[i / 2] += dS[n][i];
+  };
+  if (is_one_segment<S::KEYS>(key_segment, lane.id)) {
+    const bool differs[2] = {labels[0].segment != key_segment[0], labels[1].segment != key_segment[0]};
+    if (ballot(differs[0] || differs[1])) add([&](int, int i) { return differs[i / 2]; });
+  } else {
+    add([&](int n, int i) { return is_different(key_segment, labels, n, i, lane.t); });
+  }
   for (int r = 0; r < 2; ++r) {
-    different_sum[r] = quad_sum(different_sum[r]);
-    if (lane.t == 0) memory.different_sums[of.part * S::BLOCK_M + first_row + lane.g + 8 * r] = different_sum[r];
+    sum[r] = quad_sum(sum[r]);
+    if (lane.t == 0) memory.different_sums[of.part * S::BLOCK_M + 16 * of.m_tile + lane.g + 8 * r] = sum[r];
   }
 }
 
@@ -201,6 +226,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
       float score[N][4];
       backward_scores(call, tile, memory, of, step, rows, visibility, state, score);
       score_gradients(call, tile, memory, of, rows, score);
+      if (p.segments.embed) sum_different(memory, of, rows, score);
       const ShiftBounds bounds = store_band(memory, of, rows.shift, score);
 
       // dQ first: a warp that has all keys of its rows needs no other for it

@@ -116,9 +116,10 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
   if (philox.threshold)
 #pragma unroll
     for (int r = 0; r < 2; ++r) kept[r] = kept_columns<S::KEYS>(philox, rows.row[r].index, tile.j0 + part_keys, lane.t);
-  float kept_factor[2], delta[2];
+  float row_max[2], kept_factor[2], delta[2];
   for (int r = 0; r < 2; ++r) {  // read here, and not with the other row values: registers are scarce until now
     const float* values = tile.row_values + rows.row[r].index;
+    row_max[r] = rows.row[r].inside ? values[ROW_MAX * tile.all_rows] : INFINITY;  // exponentials are 0
     kept_factor[r] = kept_scale * values[INVERSE * tile.all_rows];
     delta[r] = values[DELTA * tile.all_rows];
   }
@@ -138,7 +139,7 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
         for (int parity = 0; parity < 2; ++parity) {
           const int i = 2 * r + parity;
           const float factor = kept[r] >> (2 * n + parity) & 1 ? kept_factor[r] : 0.f;
-          score[n][i] -= rows.row_max[r];
+          score[n][i] -= row_max[r];
           probability[parity] = softmax_backward(score[n][i], dP[n - first][i], factor, delta[r]);
         }
         const int m = first_row + lane.g + 8 * r, column = part_keys + 8 * n + 2 * lane.t;

@@ -80,20 +80,19 @@ struct KeyTile {
 struct StepRows {
   QueryRow row[2];
   int shift[2];
-  float row_max[2], different[2];
+  float different[2];
 };
 
 template <typename S>
 DEVICE StepRows load_step_rows(const RelAttention& p, const KeyTile<S>& tile, int sorted_row, int last_position,
                                int window_shift) {
-  StepRows rows{{load_query_row(p, tile.b, sorted_row), load_query_row(p, tile.b, sorted_row + 8)}, {}, {}, {}};
+  StepRows rows{{load_query_row(p, tile.b, sorted_row), load_query_row(p, tile.b, sorted_row + 8)}, {}, {}};
   for (int r = 0; r < 2; ++r) {
     QueryRow& row = rows.row[r];
     rows.shift[r] = last_position - row.position - window_shift;
     row.inside = row.inside && rows.shift[r] >= 0 && rows.shift[r] < S::BLOCK_M;
     if (!row.inside) rows.shift[r] = -1;
     const float* values = tile.row_values + row.index;
-    rows.row_max[r] = row.inside ? values[ROW_MAX * tile.all_rows] : INFINITY;  // exponentials are 0
     rows.different[r] = values[DIFFERENT * tile.all_rows];
   }
   return rows;

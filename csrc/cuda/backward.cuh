@@ -4,15 +4,17 @@
 //   dQ += dS K + band R;  dR += band' Q + colsum(band) v          where the band is dS shifted back: (i, j) -> (i, p)
 //
 // dK is scaled in the end, sums by `finish`. dK and dV stay in registers; dQ and dR are added in float32 to global
-// memory, where blocks meet: atomically, or each block into a copy of its own. M_TILES by GROUPS warps: of the scores
-// each has 16 rows and 1 / GROUPS of the keys, of the products 16 rows and 1 / GROUPS of the columns.
+// memory, where blocks meet: in any order, or in that of turns.cuh. M_TILES by GROUPS warps: of the scores each has 16
+// rows and 1 / GROUPS of the keys, of the products 16 rows and 1 / GROUPS of the columns.
 #pragma once
 
 #include "backward_products.cuh"
+#include "bias.cuh"
 #include "dispatch.cuh"
 #include "dropout.cuh"
 #include "finish.cuh"
 #include "prepare.cuh"
+#include "turns.cuh"
 
 namespace xlnet_kernels::cuda {
 
@@ -91,7 +93,11 @@ DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const Back
 
   // segments, mask
   const RowLabels labels[2] = {rows.row[0], rows.row[1]};
-  add_segments(score, float(p.scale) * LOG2_E, memory.labels.segment + part_keys, labels, rows.different, lane.t);
+  const int32_t* const key_segment = memory.labels.segment + part_keys;
+  if (is_one_segment<S::KEYS>(key_segment, lane.id))
+    add_segment(score, float(p.scale) * LOG2_E, key_segment[0], labels, rows.different);
+  else
+    add_segments(score, float(p.scale) * LOG2_E, key_segment, labels, rows.different, lane.t);
   apply_mask(score, visibility, p, labels, tile.b, tile.h, step.first_row + 16 * of.m_tile + lane.g,
              tile.j0 + part_keys, memory.labels.rank + part_keys, lane.t);
 }
@@ -105,14 +111,15 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
   const Lane& lane = of.lane;
   const int part_keys = of.part * S::KEYS, first_row = 16 * of.m_tile;
   const float kept_scale = float(p.dropout.kept_scale);
-  const RowLabels labels[2] = {rows.row[0], rows.row[1]};
   const Philox philox = load_philox(p.dropout, tile.b, tile.head);
   uint32_t kept[2] = {~0u, ~0u};
   if (philox.threshold)
+#pragma unroll
     for (int r = 0; r < 2; ++r) kept[r] = kept_columns<S::KEYS>(philox, rows.row[r].index, tile.j0 + part_keys, lane.t);
-  float different_sum[2] = {0, 0}, kept_factor[2], delta[2];
+  float row_max[2], kept_factor[2], delta[2];
   for (int r = 0; r < 2; ++r) {  // read here, and not with the other row values: registers are scarce until now
     const float* values = tile.row_values + rows.row[r].index;
+    row_max[r] = rows.row[r].inside ? values[ROW_MAX * tile.all_rows] : INFINITY;  // exponentials are 0
     kept_factor[r] = kept_scale * values[INVERSE * tile.all_rows];
     delta[r] = values[DELTA * tile.all_rows];
   }
@@ -132,9 +139,8 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
         for (int parity = 0; parity < 2; ++parity) {
           const int i = 2 * r + parity;
           const float factor = kept[r] >> (2 * n + parity) & 1 ? kept_factor[r] : 0.f;
-          score[n][i] -= rows.row_max[r];
+          score[n][i] -= row_max[r];
           probability[parity] = softmax_backward(score[n][i], dP[n - first][i], factor, delta[r]);
-          if (is_different(memory.labels.segment + part_keys, labels, n, i, lane.t)) different_sum[r] += score[n][i];
         }
         const int m = first_row + lane.g + 8 * r, column = part_keys + 8 * n + 2 * lane.t;
         store_pair(memory.probability.at(m, column), probability[0], probability[1]);
@@ -142,9 +148,32 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
       }
     }
   }
+}
+
+// Leaves the sums of dS over keys of another segment in shared memory.
+template <typename S, int N>
+DEVICE void sum_different(const BackwardMemory<S>& memory, const WarpPart& of, const StepRows& rows,
+                          const float (&dS)[N][4]) {
+  const Lane& lane = of.lane;
+  const int32_t* const key_segment = memory.labels.segment + of.part * S::KEYS;
+  const RowLabels labels[2] = {rows.row[0], rows.row[1]};
+  float sum[2] = {};
+  const auto add = [&](auto counts) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (counts(n, i)) sum[i / 2] += dS[n][i];
+  };
+  if (is_one_segment<S::KEYS>(key_segment, lane.id)) {
+    const bool differs[2] = {labels[0].segment != key_segment[0], labels[1].segment != key_segment[0]};
+    if (ballot(differs[0] || differs[1])) add([&](int, int i) { return differs[i / 2]; });
+  } else {
+    add([&](int n, int i) { return is_different(key_segment, labels, n, i, lane.t); });
+  }
   for (int r = 0; r < 2; ++r) {
-    different_sum[r] = quad_sum(different_sum[r]);
-    if (lane.t == 0) memory.different_sums[of.part * S::BLOCK_M + first_row + lane.g + 8 * r] = different_sum[r];
+    sum[r] = quad_sum(sum[r]);
+    if (lane.t == 0) memory.different_sums[of.part * S::BLOCK_M + 16 * of.m_tile + lane.g + 8 * r] = sum[r];
   }
 }
 
@@ -157,65 +186,69 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
   const WarpPart of{lane, lane.warp % S::M_TILES, lane.warp / S::M_TILES};
   const int keys = int(p.mem_len + p.key_len), head_dim = int(p.head_dim);
   const int tiles = tiles_of(keys, BLOCK_N);
-  const bool atomically = !a.gradients.deterministic;
-  const int64_t slot = atomically ? 0 : block_index().x;
+  const KeyItem item = key_item(a, tiles);
+  const int b = item.b;
+  if (b >= p.batch) return;
   const BackwardMemory<S> memory(shared_memory());
   clear_key_labels<S::THREADS>(memory.labels, BLOCK_N);
 
-  // mostly one tile of one batch; several where few blocks share copies of gradients, or the batch is beyond the grid
-  for (int key_tile = block_index().x, b = block_index().z;; key_tile += grid_size().x) {
-    for (; key_tile >= tiles; key_tile -= tiles) b += grid_size().z;
-    if (b >= p.batch) return;
-    const KeyTile<S> tile(a, key_tile, b, block_index().y, slot);
-    sync_block();  // no one reads the tiles of the item before any more
-    copy_rows<S::THREADS, BLOCK_N>(memory.keys, 0, tile.key_rows, tile.j0, keys, head_dim);
-    copy_rows<S::THREADS, BLOCK_N>(memory.values, 0, tile.value_rows, tile.j0, keys, head_dim);
-    copy_key_labels<S::THREADS, BLOCK_N>(call, memory.labels, b, tile.h, tile.j0);
-    commit_copies();
+  const KeyTile<S> tile(a, item.tile, b, item.h);
+  Turns turns(a, item, tiles);
+  sync_block();  // no one clears labels any more
+  copy_rows<S::THREADS, BLOCK_N>(memory.keys, 0, tile.key_rows, tile.j0, keys, head_dim);
+  copy_rows<S::THREADS, BLOCK_N>(memory.values, 0, tile.value_rows, tile.j0, keys, head_dim);
+  copy_key_labels<S::THREADS, BLOCK_N>(call, memory.labels, b, tile.h, tile.j0);
+  commit_copies();
+  make_key_biases<typename S::T, BLOCK_N, S::WARPS>(p, tile.key_rows, tile.h, tile.j0, lane.warp, memory.labels.bias);
 
-    float dK[COLUMNS / 8][4] = {}, dV[COLUMNS / 8][4] = {}, key_sum[4] = {};
-    BackwardState<S> state;
-    TileScheduler scheduler(rows_within_reach(p, tile.j0, BLOCK_N), BLOCK_M);
-    while (true) {
-      Visibility visibility;
-      const int row_tile = scheduler.next(visibility, lane.id, [&](int i) {
-        return tile_visibility(call, load_row_tile(call, b, i * BLOCK_M, BLOCK_M), b, tile.j0, BLOCK_N);
-      });
-      if (row_tile >= scheduler.tiles) break;
-      const int first_row = row_tile * BLOCK_M;
-      const int last_position = row_position(p, b, smaller(first_row + BLOCK_M, int(p.length)) - 1);
-      const int span = last_position - row_position(p, b, first_row);
-      // once, but for rows far apart: then once for each window of rel_key, each time with the rows that it serves
-      for (int window_shift = 0; window_shift <= span; window_shift += BLOCK_M) {
-        const Step step = load_step(p, tile, memory, first_row, last_position, window_shift, state);
-        const StepRows rows = load_step_rows(p, tile, first_row + 16 * of.m_tile + lane.g, last_position, window_shift);
-        wait_for_copies<0>();
-        if (window_shift == 0) clear_masked_rows(p, tile, memory, first_row);
-        sync_block();
+  float dK[COLUMNS / 8][4] = {}, dV[COLUMNS / 8][4] = {}, key_sum[4] = {};
+  BackwardState<S> state;
+  TileScheduler scheduler(rows_within_reach(p, tile.j0, BLOCK_N), BLOCK_M);
+  while (true) {
+    Visibility visibility;
+    const int row_tile = scheduler.next(visibility, lane.id, [&](int i) {
+      return tile_visibility(call, load_row_tile(call, b, i * BLOCK_M, BLOCK_M), b, tile.j0, BLOCK_N);
+    });
+    if (row_tile >= scheduler.tiles) break;
+    const int first_row = row_tile * BLOCK_M;
+    const int last_position = row_position(p, b, smaller(first_row + BLOCK_M, int(p.length)) - 1);
+    const int span = last_position - row_position(p, b, first_row);
+    // once, but for rows far apart: then once for each window of rel_key, each time with the rows that it serves
+    for (int window_shift = 0; window_shift <= span; window_shift += BLOCK_M) {
+      const Step step = load_step(p, tile, memory, first_row, last_position, window_shift, state);
+      const bool is_ordered = turns.begins != nullptr;
+      if (is_ordered && thread_index() == 0) turns.pass(row_tile);  // the barrier was after the tile before
+      const bool may_add = !is_ordered || turns.has_come(row_tile, lane.id);
+      const StepRows rows = load_step_rows(p, tile, first_row + 16 * of.m_tile + lane.g, last_position, window_shift);
+      wait_for_copies<0>();
+      if (window_shift == 0) clear_masked_rows(p, tile, memory, first_row);
+      sync_block();
 
-        float score[N][4];
-        backward_scores(call, tile, memory, of, step, rows, visibility, state, score);
-        score_gradients(call, tile, memory, of, rows, score);
-        const ShiftBounds bounds = store_band(memory, of, rows.shift, score);
+      float score[N][4];
+      backward_scores(call, tile, memory, of, step, rows, visibility, state, score);
+      score_gradients(call, tile, memory, of, rows, score);
+      if (p.segments.embed) sum_different(memory, of, rows, score);
+      const ShiftBounds bounds = store_band(memory, of, rows.shift, score);
 
-        // dQ first: a warp that has all keys of its rows needs no other for it
-        S::GROUPS == 1 ? sync_warp() : sync_block();
-        float dQ[COLUMNS / 8][4] = {};
-        add_content_gradient(memory, of, call.tf32, score, dQ);
-        add_position_gradient(memory, of, step.window, bounds, call.tf32, dQ);
-        for (int r = 0; r < 2; ++r)
-          if (rows.row[r].inside)
-            add_row(tile.grad_query(rows.row[r].index), dQ, r, of.part * COLUMNS + 2 * lane.t, head_dim, atomically);
-        if (S::GROUPS == 1) sync_block();
+      // dQ first: a warp that has all keys of its rows needs no other for it
+      S::GROUPS == 1 ? sync_warp() : sync_block();
+      float dQ[COLUMNS / 8][4] = {};
+      add_content_gradient(memory, of, call.tf32, score, dQ);
+      add_position_gradient(memory, of, step.window, bounds, call.tf32, dQ);
+      if (!may_add) turns.wait(row_tile, lane.id);
+      for (int r = 0; r < 2; ++r)
+        if (rows.row[r].inside)
+          add_row(tile.grad_query(rows.row[r].index), dQ, r, of.part * COLUMNS + 2 * lane.t, head_dim);
+      if (S::GROUPS == 1) sync_block();
 
-        add_value_gradient(memory, of, call.tf32, dV);
-        add_key_gradients(a, tile, memory, of, step.window, dK, key_sum);
-        add_segment_gradient(a, tile, memory, first_row);
-      }
+      add_value_gradient(memory, of, call.tf32, dV);
+      add_key_gradients(a, tile, memory, of, step.window, dK, key_sum);
+      add_segment_gradient(a, tile, memory, first_row);
     }
-    wait_for_copies<0>();
-    backward_epilogue(a, tile, of, dV, dK, key_sum);
   }
+  wait_for_copies<0>();
+  turns.end();
+  backward_epilogue(a, tile, of, dV, dK, key_sum);
 }
 
 template <typename T, int HEAD_DIM>
@@ -224,9 +257,7 @@ std::string launch_backward(const Backward& a, Stream stream) {
   const char* error = prepare<T>(a, stream);
   if (error) return failure("prepare", a.call, 0, error);
   const RelAttention& p = a.call.p;
-  const Gradients& grad = a.gradients;
-  Index grid = grid_of((p.mem_len + p.key_len + S::BLOCK_N - 1) / S::BLOCK_N, p);
-  if (grad.deterministic) grid = {grad.slots, grid.y, a.call.shared_rel_key ? 1 : grid.z};
+  const Index grid = backward_grid(a, (p.mem_len + p.key_len + S::BLOCK_N - 1) / S::BLOCK_N);
   error = launch(backward_kernel<S>, grid, S::THREADS, S::SHARED, stream, a);
   if (error) return failure("backward", a.call, S::SHARED, error);
   error = finish<T>(a, stream);

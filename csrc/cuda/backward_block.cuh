@@ -53,25 +53,24 @@ struct KeyTile {
   const float* row_values;
   int64_t all_rows;
 
-  DEVICE KeyTile(const Backward& a, int tile, int b, int h, int64_t slot) : b(b), h(h) {
+  DEVICE KeyTile(const Backward& a, int tile, int b, int h) : b(b), h(h) {
     const Call& call = a.call;
     const Gradients& grad = a.gradients;
     const RelAttention& p = call.p;
-    const int heads = int(p.heads), groups = call.shared_rel_key ? heads : int(p.batch) * heads;
+    const int heads = int(p.heads), head_dim = int(p.head_dim);
     head = b * heads + h;
     j0 = tile * S::BLOCK_N;
-    const int head_dim = int(p.head_dim), group = call.shared_rel_key ? h : head;
     key_rows = key_rows_of<T>(p, p.memory.key, p.keys.key, b, h);
     value_rows = key_rows_of<T>(p, p.memory.value, p.keys.value, b, h);
     query_rows = rows_of<T>(p.rows.query, b, h);
     grad_out_rows = rows_of<T>(grad.out, b, h);
     rel_rows = rows_of<T>(p.rel_key.rows, b, h);
     rel_bias = rel_bias_of(call, b, h);
-    first_rel = (slot * groups + group) * p.rel_len;
-    first_row = (slot * p.batch * heads + head) * p.length;
+    first_rel = (grad.sums.rel_batches == 1 ? h : head) * p.rel_len;
+    first_row = head * p.length;
     grad_rel = {grad.sums.rel_key + first_rel * head_dim, head_dim};
     grad_query = {grad.sums.query + first_row * head_dim, head_dim};
-    row_values = grad.row_values + int64_t(head) * p.length;
+    row_values = grad.row_values + first_row;
     all_rows = p.batch * heads * p.length;
   }
 };
@@ -81,20 +80,19 @@ struct KeyTile {
 struct StepRows {
   QueryRow row[2];
   int shift[2];
-  float row_max[2], different[2];
+  float different[2];
 };
 
 template <typename S>
 DEVICE StepRows load_step_rows(const RelAttention& p, const KeyTile<S>& tile, int sorted_row, int last_position,
                                int window_shift) {
-  StepRows rows{{load_query_row(p, tile.b, sorted_row), load_query_row(p, tile.b, sorted_row + 8)}, {}, {}, {}};
+  StepRows rows{{load_query_row(p, tile.b, sorted_row), load_query_row(p, tile.b, sorted_row + 8)}, {}, {}};
   for (int r = 0; r < 2; ++r) {
     QueryRow& row = rows.row[r];
     rows.shift[r] = last_position - row.position - window_shift;
     row.inside = row.inside && rows.shift[r] >= 0 && rows.shift[r] < S::BLOCK_M;
     if (!row.inside) rows.shift[r] = -1;
     const float* values = tile.row_values + row.index;
-    rows.row_max[r] = row.inside ? values[ROW_MAX * tile.all_rows] : INFINITY;  // exponentials are 0
     rows.different[r] = values[DIFFERENT * tile.all_rows];
   }
   return rows;
@@ -126,28 +124,12 @@ DEVICE void clear_masked_rows(const RelAttention& p, const KeyTile<S>& tile, con
   });
 }
 
-// To a gradient in global memory.
-DEVICE void add(float* to, float x, bool atomically) {
-  if (atomically) {
-    add_atomically(to, x);
-  } else {
-    *to += x;
-  }
-}
-
-// Row r of a product's two, 8 N columns wide, of which this lane has two in eight, from `column` on.
+// Adds row r of a product's two, 8 N columns wide, of which this lane has two in eight, from `column` on.
 template <int N>
-DEVICE void add_row(float* to, const float (&product)[N][4], int r, int column, int head_dim, bool atomically) {
-  if (atomically) {
+DEVICE void add_row(float* to, const float (&product)[N][4], int r, int column, int head_dim) {
 #pragma unroll
-    for (int n = 0; n < N; ++n)
-      if (column + 8 * n < head_dim) add_atomically(to + column + 8 * n, product[n][2 * r], product[n][2 * r + 1]);
-  } else {
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-      for (int i = 0; i < 2; ++i)
-        if (column + 8 * n < head_dim) to[column + 8 * n + i] += product[n][2 * r + i];
-  }
+  for (int n = 0; n < N; ++n)
+    if (column + 8 * n < head_dim) add_atomically(to + column + 8 * n, product[n][2 * r], product[n][2 * r + 1]);
 }
 
 }  // namespace xlnet_kernels::cuda

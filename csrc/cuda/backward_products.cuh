@@ -111,7 +111,7 @@ DEVICE void add_key_gradients(const Backward& a, const KeyTile<S>& tile, const B
                               const WarpPart& of, int window, float (&dK)[N][4], float (&key_sum)[4]) {
   using T = typename S::T;
   const Sums& sums = a.gradients.sums;
-  const bool tf32 = a.call.tf32, atomically = !a.gradients.deterministic;
+  const bool tf32 = a.call.tf32;
   const int lane = of.lane.id, first_key = 16 * of.m_tile, column = of.part * S::COLUMNS;
   float dR[2][N][4] = {}, column_sum[2][4] = {};
   bool any[2] = {};
@@ -147,9 +147,9 @@ DEVICE void add_key_gradients(const Backward& a, const KeyTile<S>& tile, const B
     for (int r = 0; r < 2; ++r) {
       const int row = window + first_key + half * S::BLOCK_M + of.lane.g + 8 * r;
       if (row < 0 || row >= a.call.p.rel_len) continue;
-      add_row(tile.grad_rel(row), dR[half], r, column + 2 * of.lane.t, int(a.call.p.head_dim), atomically);
+      add_row(tile.grad_rel(row), dR[half], r, column + 2 * of.lane.t, int(a.call.p.head_dim));
       if (sums.rel && of.lane.t == 0 && of.part == 0)
-        add(sums.rel + tile.first_rel + row, column_sum[half][2 * r], atomically);
+        add_atomically(sums.rel + tile.first_rel + row, column_sum[half][2 * r]);
     }
   }
 }
@@ -163,8 +163,7 @@ DEVICE void add_segment_gradient(const Backward& a, const KeyTile<S>& tile, cons
   for (int m = thread_index(); m < S::BLOCK_M && first_row + m < p.length; m += S::THREADS) {
     float sum = memory.different_sums[m];
     if (S::GROUPS == 2) sum += memory.different_sums[S::BLOCK_M + m];
-    add(a.gradients.sums.different + tile.first_row + row_index(p, tile.b, first_row + m), sum,
-        !a.gradients.deterministic);
+    add_atomically(a.gradients.sums.different + tile.first_row + row_index(p, tile.b, first_row + m), sum);
   }
 }
 

@@ -1,285 +1,311 @@
 // After backward's main loop: every gradient that is made of sums, in its own dtype and layout.
 //
 //   dQ = scale (sum + same s[0] + different s[1]);  dR = scale (sum + rel v)
-//   du = scale sum_j key_j k_j;  dv = scale sum_p rel_p r_p
+//   du = scale sum_j key_j k_j;  dv = scale sum_i sum_i - du
 //   ds[0], ds[1] = scale sum_i {same, different}_i (q_i + b);  db = scale (sum_i same_i s[0] + sum_i different_i s[1])
 //
 // where same_i = dlse_i - different_i, since softmax's gradients add up to zero but for what comes through the
-// log-sum-exp.
+// log-sum-exp. A row's sum is what it gets by content and by position, whose sums over all rows are du and dv. Of sums
+// over keys and over rows of query a block leaves its part in global memory; the last one of a head adds the parts up
+// in their order.
 #pragma once
 
 #include "backward_rows.cuh"
 
 namespace xlnet_kernels::cuda {
 
-constexpr int FINISH_THREADS = 256, FINISH_WARPS = FINISH_THREADS / WARP;
-constexpr int COLUMN_BYTES = 32;  // of a row, for one block of a sum over rows
+constexpr int FINISH_THREADS = FINISH_ROWS, FINISH_WARPS = FINISH_THREADS / WARP;
+static_assert(FINISH_ROWS == FINISH_WARPS * ROWS_AT_ONCE);
 
-// Blocks in this order; rows by warps, ROWS_AT_ONCE of one head each. `parts`: of a row, COLUMN_BYTES each.
+// Blocks with FINISH_ROWS of one head each: these, and then rows of rel_key.
 struct Finish {
   Backward a;
-  int key_blocks, rel_blocks, segment_blocks, parts, query_items, rel_items;
+  int key_blocks, query_blocks;
 };
 
-// What the segment term's two embeddings are multiplied with in a row's gradient, but for the scale.
-struct SegmentWeights {
-  float same = 0, different = 0;
-};
-DEVICE SegmentWeights segment_weights(const Backward& a, int64_t row) {
-  const RelAttention& p = a.call.p;
-  const Gradients& grad = a.gradients;
-  const int64_t all_rows = p.batch * p.heads * p.length;
-  const bool is_masked = grad.row_values[INVERSE * all_rows + row] == 0;
-  SegmentWeights of;
-  for (int slot = 0; slot < grad.slots; ++slot) of.different += grad.sums.different[slot * all_rows + row];
-  of.same = (grad.lse && !is_masked ? grad.lse[row] : 0.f) - of.different;
-  return of;
-}
+// A warp goes through its rows in as many passes at a time as hide how long a load takes.
+constexpr int FINISH_PASSES = 4;
+using Columns = RowLanes<FOUR, FINISH_PASSES>;
 
-// The sum over slots, `between` apart.
-template <typename T>
-DEVICE void load_sum(const float* from, int slots, int64_t between, float (&x)[CHUNK<T>]) {
-#pragma unroll
-  for (int d = 0; d < CHUNK<T>; ++d) x[d] = 0;
-  for (int slot = 0; slot < slots; ++slot, from += between)
-#pragma unroll
-    for (int d = 0; d < CHUNK<T>; d += 4) {
-      float more[4];
-      load_chunk(from + d, more);
-      for (int i = 0; i < 4; ++i) x[d + i] += more[i];
-    }
-}
+DEVICE float* finish_scratch() { return reinterpret_cast<float*>(shared_memory()); }
+constexpr int MOST_COLUMNS = 128, FINISH_SCRATCH = 4 * FINISH_WARPS * QUERY_PARTS * MOST_COLUMNS;
 
-// The chunk from `column` on of a row of `width` columns.
-template <typename T>
-DEVICE void store_columns(T* row, int column, int width, const float (&x)[CHUNK<T>]) {
-  if (width % CHUNK<T> == 0) return store_chunk(row + column, x);
-#pragma unroll
-  for (int d = 0; d < CHUNK<T>; ++d)
-    if (column + d < width) store_one(row + column + d, x[d]);
-}
+// FINISH_ROWS of one head: heads one after the other, of each all batches.
+struct HeadPart {
+  int h, b, number, first;  // the number-th part of the head, and this warp's first row
 
-template <typename T>
-DEVICE void finish_query(const Backward& a, int head, int first) {
-  const RelAttention& p = a.call.p;
-  const Gradients& grad = a.gradients;
-  const int head_dim = int(p.head_dim), b = head / int(p.heads), h = head % int(p.heads);
-  const int64_t first_row = head * p.length, between = p.batch * p.heads * p.length * head_dim;
-  const auto to = rows_of<T>(grad.query, b, h);
-  const RowLanes<T> lanes(head_dim);
-  const bool has_segments = p.segments.embed != nullptr;
-  float same[CHUNK<T>] = {}, different[CHUNK<T>] = {};
-  if (has_segments && lanes.inside) {
-    const SegmentEmbed<T> embed(p, h);
-    load_chunk(embed.same + lanes.column, same);
-    load_chunk(embed.different + lanes.column, different);
+  DEVICE HeadPart(int block, int batch, int64_t rows) {
+    const int parts = tiles_of(rows, FINISH_ROWS), head = block / parts;
+    h = head / batch;
+    b = head - h * batch;
+    number = block - h * batch * parts;
+    first = (block - head * parts) * FINISH_ROWS + thread_index() / WARP * ROWS_AT_ONCE;
   }
-  lanes.for_each(first, int(p.length), [&](int i, bool inside) {
-    if (!inside || !lanes.inside) return;
-    float x[CHUNK<T>];
-    load_sum<T>(grad.sums.query + (first_row + i) * head_dim + lanes.column, grad.slots, between, x);
-    const SegmentWeights weights = has_segments ? segment_weights(a, first_row + i) : SegmentWeights{};
+};
+
+// FOUR columns, from `column` on, of a row of `width`.
+template <typename T>
+DEVICE void store_columns(T* row, int column, int width, const float (&x)[FOUR]) {
+  if (width % FOUR == 0) return store_four(row, x);
 #pragma unroll
-    for (int d = 0; d < CHUNK<T>; ++d)
-      x[d] = (x[d] + weights.same * same[d] + weights.different * different[d]) * float(p.scale);
-    store_columns(to(i), lanes.column, int(grad.width), x);
+  for (int d = 0; d < FOUR; ++d)
+    if (column + d < width) store_one(row + d, x[d]);
+}
+
+// sum += weight row, where a row without weight may hold anything.
+template <typename T>
+DEVICE void add_weighted(float (&sum)[FOUR], float weight, const Four<T>& row) {
+  float x[FOUR];
+  unpack_four<T>(row, x);
+#pragma unroll
+  for (int d = 0; d < FOUR; ++d) sum[d] += weight * (weight != 0 ? x[d] : 0.f);
+}
+
+// The block's sums of COUNT kinds over its rows, to as many rows of head_dim columns: lanes', then warps', in order.
+template <int COUNT>
+DEVICE void store_part(const Columns& lanes, int head_dim, float (&sums)[COUNT][FOUR], float* to) {
+  float* const scratch = finish_scratch();
+  const int values = COUNT * head_dim, warp = thread_index() / WARP;
+  for (int step = 1 << lanes.bits; step < WARP; step *= 2)
+#pragma unroll
+    for (int i = 0; i < COUNT * FOUR; ++i) sums[i / FOUR][i % FOUR] += shuffle_xor(sums[i / FOUR][i % FOUR], step);
+  if (lanes.row == 0 && lanes.inside)
+#pragma unroll
+    for (int kind = 0; kind < COUNT; ++kind)
+      store_four(scratch + warp * values + kind * head_dim + lanes.column, sums[kind]);
+  sync_block();
+  for (int i = thread_index(); i < values; i += FINISH_THREADS) {
+    float sum = 0;
+#pragma unroll
+    for (int of = 0; of < FINISH_WARPS; ++of) sum += scratch[of * values + i];
+    to[i] = sum;
+  }
+}
+
+template <typename T>
+DEVICE void finish_keys(const Backward& a, const HeadPart& part) {
+  const RelAttention& p = a.call.p;
+  const int head_dim = int(p.head_dim), keys = int(p.mem_len + p.key_len);
+  const float* const weights = a.gradients.sums.key + (int64_t(part.b) * p.heads + part.h) * keys + part.first;
+  const auto rows = key_rows_of<const T>(p, p.memory.key, p.keys.key, part.b, part.h);
+  const Columns lanes(head_dim);
+  const float own_weight = part.first + lanes.lane < keys ? weights[lanes.lane] : 0.f;
+  float sums[1][FOUR] = {};
+  lanes.for_each([&](int base) {
+    Four<T> key[FINISH_PASSES] = {};
+#pragma unroll
+    for (int i = 0; i < FINISH_PASSES; ++i) {
+      const int j = part.first + base + i * lanes.rows + lanes.row;
+      if (j < keys && lanes.inside) key[i] = load_four(rows(j) + lanes.column);
+    }
+#pragma unroll
+    for (int i = 0; i < FINISH_PASSES; ++i)
+      add_weighted<T>(sums[0], lanes.of_row(own_weight, base + i * lanes.rows), key[i]);
   });
+  const int64_t before = int64_t(part.h) * p.batch * tiles_of(keys, FINISH_ROWS) + part.number;
+  store_part(lanes, head_dim, sums, a.gradients.sums.key_parts + before * head_dim);
 }
 
-// The sum over slots of dS at row `r` of rel_key, of the group-th head of it.
-DEVICE float rel_sum(const Backward& a, int64_t groups, int64_t group, int r) {
-  const RelAttention& p = a.call.p;
-  float sum = 0;
-  for (int slot = 0; slot < a.gradients.slots; ++slot)
-    sum += a.gradients.sums.rel[(slot * groups + group) * p.rel_len + r];
-  return sum;
-}
-
-// `group`: the head, of all batches unless they share rel_key.
 template <typename T>
-DEVICE void finish_rel_key(const Backward& a, int group, int first) {
+DEVICE void finish_query(const Backward& a, const HeadPart& part) {
   const RelAttention& p = a.call.p;
   const Gradients& grad = a.gradients;
-  const int head_dim = int(p.head_dim), b = group / int(p.heads), h = group % int(p.heads);
-  const int64_t groups = a.call.shared_rel_key ? p.heads : p.batch * p.heads;
-  const int64_t first_row = group * p.rel_len, between = groups * p.rel_len * head_dim;
-  const auto to = rows_of<T>(grad.rel_key, b, h);
-  const RowLanes<T> lanes(head_dim);
-  float bias[CHUNK<T>] = {};
-  if (p.position_bias && lanes.inside)
-    load_chunk(static_cast<const T*>(p.position_bias) + h * head_dim + lanes.column, bias);
-  lanes.for_each(first, int(p.rel_len), [&](int r, bool inside) {
-    if (!inside || !lanes.inside) return;
-    float x[CHUNK<T>];
-    load_sum<T>(grad.sums.rel_key + (first_row + r) * head_dim + lanes.column, grad.slots, between, x);
-    const float sum = p.position_bias ? rel_sum(a, groups, group, r) : 0.f;
-#pragma unroll
-    for (int d = 0; d < CHUNK<T>; ++d) x[d] = (x[d] + sum * bias[d]) * float(p.scale);
-    store_columns(to(r), lanes.column, int(grad.width), x);
-  });
-}
-
-// A block's sums over rows of one head, each row times two weights: of COLUMN_BYTES of columns, and of the weights.
-template <typename T>
-struct RowSums {
-  static constexpr int ROWS = FINISH_THREADS * 16 / COLUMN_BYTES, COLUMNS = COLUMN_BYTES / sizeof(T);
-  int row, column;  // this thread's first row, of each ROWS, and first column
-  bool inside;
-  float sums[2][CHUNK<T>] = {}, totals[2] = {};
-
-  DEVICE RowSums(int part, int head_dim)
-      : row(thread_index() * 16 / COLUMN_BYTES),
-        column(part * COLUMNS + thread_index() % (COLUMN_BYTES / 16) * CHUNK<T>),
-        inside(column < head_dim) {}
-
-  // A row without weight may hold anything.
-  DEVICE void add(const T* of_row, float first, float second) {
-    const bool counts = first != 0 || second != 0;
-    float x[CHUNK<T>];
-    load_chunk(of_row + column, x);
-#pragma unroll
-    for (int d = 0; d < CHUNK<T>; ++d) {
-      x[d] = counts ? x[d] : 0.f;
-      sums[0][d] += first * x[d];
-      sums[1][d] += second * x[d];
-    }
-    totals[0] += first;
-    totals[1] += second;
-  }
-
-  // Leaves the block's sums in the first threads of a row each, in the order of columns; scratch: in shared memory.
-  DEVICE void merge(float* scratch) {
-    constexpr int VALUES = 2 * CHUNK<T> + 2, APART = COLUMN_BYTES / 16;
-    float values[VALUES];
-#pragma unroll
-    for (int i = 0; i < VALUES; ++i) {
-      values[i] = i < 2 * CHUNK<T> ? sums[i / CHUNK<T>][i % CHUNK<T>] : totals[i - 2 * CHUNK<T>];
-      for (int step = APART; step < WARP; step *= 2) values[i] += shuffle_xor(values[i], step);
-    }
-    const int lane = thread_index() % WARP, warp = thread_index() / WARP;
-    if (lane < APART)
-      for (int i = 0; i < VALUES; ++i) scratch[(warp * APART + lane) * VALUES + i] = values[i];
-    sync_block();
-    if (thread_index() >= APART) return;
-    for (int i = 0; i < VALUES; ++i) {
-      float sum = 0;
-      for (int of = 0; of < FINISH_WARPS; ++of) sum += scratch[(of * APART + lane) * VALUES + i];
-      (i < 2 * CHUNK<T> ? sums[i / CHUNK<T>][i % CHUNK<T>] : totals[i - 2 * CHUNK<T>]) = sum;
-    }
-  }
-
-  // Whether this thread has, after `merge`, what is to be stored.
-  DEVICE bool stores() const { return thread_index() < COLUMN_BYTES / 16 && inside; }
-};
-template <typename T>
-constexpr int ROW_SUMS_BYTES = FINISH_WARPS * (COLUMN_BYTES / 16) * (2 * CHUNK<T> + 2) * 4;
-
-// The gradient of content_bias from sums over keys, of position_bias from sums over rows of rel_key.
-template <typename T>
-DEVICE void finish_bias(const Backward& a, int h, int part, bool of_content) {
-  const RelAttention& p = a.call.p;
-  const Gradients& grad = a.gradients;
-  const int heads = int(p.heads), keys = int(p.mem_len + p.key_len);
-  RowSums<T> sums(part, int(p.head_dim));
-  if (of_content) {
-    for (int b = 0; b < p.batch && sums.inside; ++b) {
-      const auto rows = key_rows_of<const T>(p, p.memory.key, p.keys.key, b, h);
-      const float* const weights = grad.sums.key + (int64_t(b) * heads + h) * keys;
-#pragma unroll 4
-      for (int j = sums.row; j < keys; j += sums.ROWS) sums.add(rows(j), weights[j], 0);
-    }
-  } else {
-    const int batch = a.call.shared_rel_key ? 1 : int(p.batch);
-    for (int b = 0; b < batch && sums.inside; ++b) {
-      const auto rows = rows_of<const T>(p.rel_key.rows, b, h);
-#pragma unroll 4
-      for (int r = sums.row; r < p.rel_len; r += sums.ROWS)
-        sums.add(rows(r), rel_sum(a, batch * heads, b * heads + h, r), 0);
-    }
-  }
-  sums.merge(reinterpret_cast<float*>(shared_memory()));
-  if (!sums.stores()) return;
-#pragma unroll
-  for (int d = 0; d < CHUNK<T>; ++d) sums.sums[0][d] *= float(p.scale);
-  T* const to = static_cast<T*>(of_content ? grad.content_bias : grad.position_bias);
-  store_columns(to + h * grad.width, sums.column, int(grad.width), sums.sums[0]);
-}
-
-template <typename T>
-DEVICE void finish_segments(const Backward& a, int h, int part) {
-  const RelAttention& p = a.call.p;
-  const Gradients& grad = a.gradients;
-  const int heads = int(p.heads);
-  RowSums<T> sums(part, int(p.head_dim));
-  for (int b = 0; b < p.batch && sums.inside; ++b) {
-    const auto rows = rows_of<const T>(p.rows.query, b, h);
-    const int64_t first_row = (int64_t(b) * heads + h) * p.length;
-#pragma unroll 4
-    for (int i = sums.row; i < p.length; i += sums.ROWS) {
-      const SegmentWeights weights = segment_weights(a, first_row + i);
-      sums.add(rows(i), weights.same, weights.different);
-    }
-  }
-  sums.merge(reinterpret_cast<float*>(shared_memory()));
-  if (!sums.stores()) return;
-  const SegmentEmbed<T> embed(p, h);
-  float bias[CHUNK<T>] = {}, embeds[2][CHUNK<T>], of_bias[CHUNK<T>];
-  if (embed.bias) load_chunk(embed.bias + sums.column, bias);
-  load_chunk(embed.same + sums.column, embeds[0]);
-  load_chunk(embed.different + sums.column, embeds[1]);
+  const int head_dim = int(p.head_dim), length = int(p.length);
+  const int64_t first_row = (int64_t(part.b) * p.heads + part.h) * length, all_rows = p.batch * p.heads * length;
+  const bool has_segments = p.segments.embed != nullptr, sums_segments = grad.segment_embed || grad.segment_bias;
+  const bool stores = grad.query.data != nullptr, has_lse = grad.lse != nullptr;
   const float scale = float(p.scale);
+  const Columns lanes(head_dim);
+  RowWalk<const T> queries(rows_of<const T>(p.rows.query, part.b, part.h), part.first, lanes);
+  RowWalk<const float> from({grad.sums.query + first_row * head_dim, head_dim}, part.first, lanes);
+  RowWalk<T> to(rows_of<T>(grad.query, part.b, part.h), part.first, lanes);
+  float same[FOUR] = {}, difference[FOUR] = {}, own_different = 0, own_lse = 0;
+  if (has_segments) {
+    if (lanes.inside) {
+      const SegmentEmbed<T> embed(p, part.h);
+      unpack_four<T>(load_four(embed.same + lanes.column), same);
+      unpack_four<T>(load_four(embed.different + lanes.column), difference);
 #pragma unroll
-  for (int d = 0; d < CHUNK<T>; ++d) {
-    of_bias[d] = (sums.totals[0] * embeds[0][d] + sums.totals[1] * embeds[1][d]) * scale;
-    for (int kind = 0; kind < 2; ++kind)
-      sums.sums[kind][d] = (sums.sums[kind][d] + sums.totals[kind] * bias[d]) * scale;
+      for (int d = 0; d < FOUR; ++d) difference[d] = (difference[d] - same[d]) * scale, same[d] *= scale;
+    }
+    const int64_t row = first_row + part.first + lanes.lane;
+    if (part.first + lanes.lane < length) {
+      own_different = grad.sums.different[row];
+      if (has_lse && grad.row_values[INVERSE * all_rows + row] != 0) own_lse = grad.lse[row];
+    }
   }
-  const auto store = [&](void* gradient, int64_t head, const float (&x)[CHUNK<T>]) {
-    if (gradient) store_columns(static_cast<T*>(gradient) + head * grad.width, sums.column, int(grad.width), x);
+  float sums[QUERY_PARTS][FOUR] = {};
+  lanes.for_each([&](int base) {
+    Four<float> sum[FINISH_PASSES] = {};
+    Four<T> query[FINISH_PASSES] = {};
+    T* rows[FINISH_PASSES];
+    bool inside[FINISH_PASSES];
+#pragma unroll
+    for (int i = 0; i < FINISH_PASSES; ++i) {
+      const float* const from_sum = from.next();
+      const T* const from_query = queries.next();
+      rows[i] = to.next();
+      inside[i] = part.first + base + i * lanes.rows + lanes.row < length && lanes.inside;
+      if (inside[i]) sum[i] = load_four(from_sum);
+      if (inside[i] && sums_segments) query[i] = load_four(from_query);
+    }
+#pragma unroll
+    for (int i = 0; i < FINISH_PASSES; ++i) {
+      const float different = lanes.of_row(own_different, base + i * lanes.rows);
+      add_weighted<T>(sums[DIFFERENT_PART], different, query[i]);
+      float x[FOUR];
+      unpack_four<float>(sum[i], x);
+#pragma unroll
+      for (int d = 0; d < FOUR; ++d) {
+        sums[ROW_PART][d] += x[d];
+        x[d] = x[d] * scale + different * difference[d];
+      }
+      if (has_lse) {
+        const float of_lse = lanes.of_row(own_lse, base + i * lanes.rows);
+        add_weighted<T>(sums[LSE_PART], of_lse, query[i]);
+#pragma unroll
+        for (int d = 0; d < FOUR; ++d) x[d] += of_lse * same[d];
+      }
+      if (inside[i] && stores) store_columns(rows[i], lanes.column, int(grad.width), x);
+    }
+  });
+  if (grad.sums.query_parts == nullptr) return;
+  const float different_sum = warp_sum(own_different), lse_sum = warp_sum(own_lse);
+  if (lanes.lane == 0) sums[WEIGHT_PART][0] = different_sum, sums[WEIGHT_PART][1] = lse_sum;
+  const int64_t before = int64_t(part.h) * p.batch * tiles_of(length, FINISH_ROWS) + part.number;
+  store_part(lanes, head_dim, sums, grad.sums.query_parts + before * QUERY_PARTS * head_dim);
+}
+
+// Of a head, of all batches unless they share rel_key. Batches that do may have sums of their own.
+template <typename T>
+DEVICE void finish_rel_key(const Backward& a, const HeadPart& part) {
+  const RelAttention& p = a.call.p;
+  const Gradients& grad = a.gradients;
+  const int head_dim = int(p.head_dim), rel_len = int(p.rel_len);
+  const int batches = a.call.shared_rel_key ? int(grad.sums.rel_batches) : 1;
+  const float scale = float(p.scale);
+  const Columns lanes(head_dim);
+  RowWalk<T> to(rows_of<T>(grad.rel_key, part.b, part.h), part.first, lanes);
+  float bias[FOUR] = {};
+  if (p.position_bias && lanes.inside)
+    unpack_four<T>(load_four(static_cast<const T*>(p.position_bias) + part.h * head_dim + lanes.column), bias);
+  const auto first_row = [&](int batch) { return ((part.b + batch) * p.heads + part.h) * rel_len; };
+  float own_sum = 0;
+  if (p.position_bias && part.first + lanes.lane < rel_len)
+#pragma unroll 1
+    for (int batch = 0; batch < batches; ++batch) own_sum += grad.sums.rel[first_row(batch) + part.first + lanes.lane];
+  RowWalk<const float> from({grad.sums.rel_key + first_row(0) * head_dim, head_dim}, part.first, lanes);
+  lanes.for_each([&](int base) {
+    Four<float> sum[FINISH_PASSES] = {};
+    const float* of[FINISH_PASSES];
+    T* rows[FINISH_PASSES];
+    bool inside[FINISH_PASSES];
+#pragma unroll
+    for (int i = 0; i < FINISH_PASSES; ++i) {
+      of[i] = from.next();
+      rows[i] = to.next();
+      inside[i] = part.first + base + i * lanes.rows + lanes.row < rel_len && lanes.inside;
+      if (inside[i]) sum[i] = load_four(of[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < FINISH_PASSES; ++i) {
+      const float of_bias = lanes.of_row(own_sum, base + i * lanes.rows);
+      float x[FOUR];
+      unpack_four<float>(sum[i], x);
+#pragma unroll 1
+      for (int batch = 1; batch < batches && inside[i]; ++batch) {
+        float more[FOUR];
+        unpack_four<float>(load_four(of[i] + batch * p.heads * rel_len * head_dim), more);
+#pragma unroll
+        for (int d = 0; d < FOUR; ++d) x[d] += more[d];
+      }
+#pragma unroll
+      for (int d = 0; d < FOUR; ++d) x[d] = (x[d] + of_bias * bias[d]) * scale;
+      if (inside[i]) store_columns(rows[i], lanes.column, int(grad.width), x);
+    }
+  });
+}
+
+// Adds up the parts of a head, which lie one after the other; all threads of the block.
+template <typename T>
+DEVICE void finish_head(const Backward& a, int h) {
+  const RelAttention& p = a.call.p;
+  const Gradients& grad = a.gradients;
+  const int head_dim = int(p.head_dim), batch = int(p.batch);
+  constexpr int KINDS = QUERY_PARTS + 1, KEY_PART = QUERY_PARTS, GROUPS = FINISH_THREADS / MOST_COLUMNS;
+  const int column = thread_index() % MOST_COLUMNS, group = thread_index() / MOST_COLUMNS;
+  float* const scratch = finish_scratch();
+  sync_block();  // no one reads what was there before any more
+  const auto add_parts = [&](const float* from, int parts, int kinds, int kind, int to) {
+    float sum = 0;
+    if (from && column < head_dim) {
+      from += (int64_t(h) * parts * kinds + kind) * head_dim + column;
+#pragma unroll 4
+      for (int i = group; i < parts; i += GROUPS) sum += from[int64_t(i) * kinds * head_dim];
+    }
+    scratch[(group * KINDS + to) * MOST_COLUMNS + column] = sum;
   };
-  store(grad.segment_embed, h, sums.sums[0]);
-  store(grad.segment_embed, heads + h, sums.sums[1]);
-  store(grad.segment_bias, h, of_bias);
+  for (int kind = 0; kind < QUERY_PARTS; ++kind)
+    add_parts(grad.sums.query_parts, batch * tiles_of(p.length, FINISH_ROWS), QUERY_PARTS, kind, kind);
+  add_parts(grad.sums.key_parts, batch * tiles_of(p.mem_len + p.key_len, FINISH_ROWS), 1, 0, KEY_PART);
+  sync_block();
+  if (group > 0 || column >= int(grad.width)) return;
+  const auto sum_of = [&](int kind, int column) {
+    float sum = 0;
+    for (int of = 0; of < GROUPS; ++of) sum += scratch[(of * KINDS + kind) * MOST_COLUMNS + column];
+    return sum;
+  };
+  const float scale = float(p.scale), of_keys = sum_of(KEY_PART, column);
+  const auto store = [&](void* gradient, int64_t head, float x) {
+    if (gradient) store_one(static_cast<T*>(gradient) + head * grad.width + column, x * scale);
+  };
+  store(grad.content_bias, h, of_keys);
+  store(grad.position_bias, h, sum_of(ROW_PART, column) - of_keys);
+  if (!grad.segment_embed && !grad.segment_bias) return;
+  const SegmentEmbed<T> embed(p, h);
+  const float bias = embed.bias ? to_float(embed.bias[column]) : 0.f;
+  const float different = sum_of(WEIGHT_PART, 0), same = sum_of(WEIGHT_PART, 1) - different;
+  const float of_different = sum_of(DIFFERENT_PART, column), of_same = sum_of(LSE_PART, column) - of_different;
+  store(grad.segment_embed, h, of_same + same * bias);
+  store(grad.segment_embed, p.heads + h, of_different + different * bias);
+  store(grad.segment_bias, h, same * to_float(embed.same[column]) + different * to_float(embed.different[column]));
+}
+
+// Whether this block is the last one of those that add to the sums of head h; then it sees what the others have stored.
+DEVICE bool is_last(const Backward& a, int h, int blocks) {
+  int32_t* const before = reinterpret_cast<int32_t*>(shared_memory());
+  sync_block();
+  if (thread_index() == 0) *before = count_up(a.gradients.sums.finished + h);
+  sync_block();
+  return *before + 1 == blocks;
 }
 
 template <typename T>
 KERNEL THREADS_PER_BLOCK(FINISH_THREADS, 1) finish_kernel(Finish of) {
   const Backward& a = of.a;
-  int block = block_index().x;
-  if (block < of.key_blocks) return finish_bias<T>(a, block / of.parts, block % of.parts, true);
-  block -= of.key_blocks;
-  if (block < of.rel_blocks) return finish_bias<T>(a, block / of.parts, block % of.parts, false);
-  block -= of.rel_blocks;
-  if (block < of.segment_blocks) return finish_segments<T>(a, block / of.parts, block % of.parts);
-  int item = (block - of.segment_blocks) * FINISH_WARPS + thread_index() / WARP;
-  if (item < of.query_items) {
-    const auto [head, first] = head_item(item, int(a.call.p.length));
-    return finish_query<T>(a, head, first);
-  }
-  item -= of.query_items;
-  if (item >= of.rel_items) return;
-  const auto [group, first] = head_item(item, int(a.call.p.rel_len));
-  finish_rel_key<T>(a, group, first);
+  const RelAttention& p = a.call.p;
+  const int block = block_index().x, batch = int(p.batch), part_blocks = of.key_blocks + of.query_blocks;
+  if (block >= part_blocks)
+    return finish_rel_key<T>(a, HeadPart(block - part_blocks, a.call.shared_rel_key ? 1 : batch, p.rel_len));
+  const bool of_keys = block < of.key_blocks;
+  const HeadPart part(of_keys ? block : block - of.key_blocks, batch, of_keys ? p.mem_len + p.key_len : p.length);
+  of_keys ? finish_keys<T>(a, part) : finish_query<T>(a, part);
+  if (a.gradients.sums.finished && is_last(a, part.h, part_blocks / int(p.heads))) finish_head<T>(a, part.h);
 }
 
 template <typename T>
 const char* finish(const Backward& a, Stream stream) {
   const RelAttention& p = a.call.p;
   const Gradients& grad = a.gradients;
-  const auto parts = [](int64_t count, int64_t size) { return int((count + size - 1) / size); };
-  Finish of{a, 0, 0, 0, parts(p.head_dim * sizeof(T), COLUMN_BYTES), 0, 0};
-  const int blocks = int(p.heads) * of.parts;
-  if (grad.content_bias) of.key_blocks = blocks;
-  if (grad.position_bias) of.rel_blocks = blocks;
-  if (grad.segment_embed || grad.segment_bias) of.segment_blocks = blocks;
-  const int64_t all_heads = p.batch * p.heads;
-  if (grad.query.data) of.query_items = int(all_heads * parts(p.length, ROWS_AT_ONCE));
-  if (grad.rel_key.data)
-    of.rel_items = int((a.call.shared_rel_key ? p.heads : all_heads) * parts(p.rel_len, ROWS_AT_ONCE));
-  const int grid =
-      of.key_blocks + of.rel_blocks + of.segment_blocks + parts(of.query_items + of.rel_items, FINISH_WARPS);
+  const auto blocks = [](int64_t heads, int64_t rows) { return int(heads * ((rows + FINISH_ROWS - 1) / FINISH_ROWS)); };
+  const int64_t all_heads = p.batch * p.heads, rel_heads = a.call.shared_rel_key ? p.heads : all_heads;
+  Finish of{a, 0, 0};
+  if (grad.sums.key_parts) of.key_blocks = blocks(all_heads, p.mem_len + p.key_len);
+  if (grad.query.data || grad.sums.query_parts) of.query_blocks = blocks(all_heads, p.length);
+  const int rel_blocks = grad.rel_key.data ? blocks(rel_heads, p.rel_len) : 0;
+  const int grid = of.key_blocks + of.query_blocks + rel_blocks;
   if (grid == 0) return nullptr;
-  return launch(finish_kernel<T>, {grid, 1, 1}, FINISH_THREADS, ROW_SUMS_BYTES<T>, stream, of);
+  return launch(finish_kernel<T>, {grid, 1, 1}, FINISH_THREADS, FINISH_SCRATCH, stream, of);
 }
 
 }  // namespace xlnet_kernels::cuda

@@ -36,7 +36,7 @@ enum SplitValue {
 
 // Device memory beside the operator's own arguments. All float32 and contiguous.
 struct Workspace {
-  float* key_bias;                // (B, H, M + K), u.k
+  float* key_bias;                // (B, H, M + K), u.k; null in backward, whose blocks make that of their keys
   float* rel_bias;                // (B or 1, H, rel_bias_rows), v.r from row 0 on; outside of P whatever was there
   KeyBounds* key_bounds;          // (B, tiles of keys)
   KeySegment* key_segments;       // (B, tiles of keys)
@@ -54,16 +54,31 @@ enum RowValue {
   ROW_VALUES
 };
 
+// Of sums over a head's keys, and over its rows of query, `finish` makes parts of FINISH_ROWS each.
+constexpr int FINISH_ROWS = 256;
+enum QueryPart {
+  ROW_PART,        // of Sums::query
+  DIFFERENT_PART,  // of q times Sums::different
+  LSE_PART,        // of q times the log-sum-exp's gradient
+  WEIGHT_PART,     // of those two factors themselves, in its first two columns
+  QUERY_PARTS
+};
+
 // What blocks of backward add up, in float32 and without the scale, which would cost 16-bit numbers some of their
-// range. The first four begin as zeros, which `prepare` writes, and have as many copies as there are slots.
+// range. The first six begin as zeros, which `prepare` writes.
 struct Sums {
-  float* query;         // (slots, B, H, L, D), without the segment term
-  float* rel_key;       // (slots, B or 1, H, P, D), without what position_bias gives; null: not wanted
-  float* rel;           // (slots, B or 1, H, P), of dS over the pairs at each distance; null: not wanted
-  float* different;     // (slots, B, H, L), of dS over keys of another segment; null: no segments
+  float* query;         // (B, H, L, D), without the segment term
+  float* rel_key;       // (rel_batches, H, P, D), without what position_bias gives; null: not wanted
+  float* rel;           // (rel_batches, H, P), of dS over the pairs at each distance; null: not wanted
+  float* different;     // (B, H, L), of dS over keys of another segment; null: no segments
+  int32_t* turns;       // how many blocks have begun, (B, H, tiles of keys) as in turns.cuh; null: added in any order
+  int32_t* finished;    // (H), how many blocks of `finish` have stored their parts; null: no sums of parts are wanted
   float* key;           // (B, H, M + K), of dS over rows
-  float* zeros;         // where the first four are
+  float* key_parts;     // (H, B, parts, D), of keys times those; null: not wanted
+  float* query_parts;   // (H, B, parts, QUERY_PARTS, D); null: not wanted
+  float* zeros;         // where the first six are
   int64_t zero_chunks;  // of 16 bytes there
+  int64_t rel_batches;  // B, or 1 where all batches add to the same: they do in any order alone
 };
 
 // Where the gradients go: storage, all but keys and values contiguous or with rows of their own width, which may be
@@ -72,8 +87,6 @@ struct Gradients {
   Tensor4 out;        // of the output
   const float* lse;   // (B, H, L), of the log-sum-exp, or null; anything in fully masked rows
   float* row_values;  // (ROW_VALUES, B, H, L), workspace
-  bool deterministic;
-  int slots;  // how many blocks work on one rel_key, each with copies of its own of the sums; else 1
   Sums sums;
   Tensor4 key, value, memory_key, memory_value;
   int64_t width;  // columns of those below
@@ -95,12 +108,11 @@ struct Backward {
   Gradients gradients;
 };
 
-// Tiles of keys that add to the same rel_key's gradient: what `slots` is useful to.
-inline int64_t backward_items(const Call& call) {
+// The most tiles of one head's keys that any kernel of backward has.
+inline int64_t most_backward_tiles(const RelAttention& p) {
   constexpr int ANY = 64;  // head_dim, which the tile does not depend on
-  const int tile = call.p.dtype == DType::float32 ? BackwardSizes<4, ANY>::BLOCK_N : BackwardSizes<2, ANY>::BLOCK_N;
-  const int64_t tiles = (call.p.mem_len + call.p.key_len + tile - 1) / tile;
-  return tiles * (call.shared_rel_key ? call.p.batch : 1);
+  const int tile = p.dtype == DType::float32 ? BackwardSizes<4, ANY>::BLOCK_N : BackwardSizes<2, ANY>::BLOCK_N;
+  return (p.mem_len + p.key_len + tile - 1) / tile;
 }
 
 constexpr int LEAST_SPLITS = 4, MOST_SPLITS = 32;  // fewer are not worth the launch that merges them

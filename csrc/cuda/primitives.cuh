@@ -180,6 +180,24 @@ DEVICE void add_atomically(float* to, float first, float second) {
 #endif
 }
 
+// One to a counter in global memory; returns what it was. Who counts knows all that was done before others had counted,
+// also by threads that those had met at a barrier.
+DEVICE int32_t count_up(int32_t* counter) {
+  int32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+// Numbers in global memory for other blocks: who loads it knows all that was done before it was stored, also by threads
+// that the storing one had met at a barrier.
+DEVICE void store_release(int32_t* to, int32_t value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+DEVICE int32_t load_acquire(const int32_t* from) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
 DEVICE float exp2_approximately(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));

@@ -17,8 +17,6 @@
 namespace xlnet_kernels::cuda {
 namespace {
 
-constexpr int64_t SLOT_BYTES = int64_t(1) << 30;  // what copies of gradients may take in deterministic mode
-
 // Kernels read 16 bytes at a time: rows dense, every row's start aligned, width a multiple of 16 bytes; and from row to
 // row is a step that fits into 32 bits.
 Tensor aligned(const Tensor& t) {
@@ -109,7 +107,6 @@ struct DeviceCall {
     const RelAttention& p = call.p;
     Workspace& w = call.workspace;
     const int64_t keys = p.mem_len + p.key_len;
-    if (p.content_bias) arena.add(&w.key_bias, p.batch * p.heads * keys);
     arena.add(&w.rel_bias, rel_heads() * call.rel_bias_rows);
     const int64_t key_tiles = p.batch * ((keys + BOUNDS_TILE - 1) / BOUNDS_TILE);
     if (p.segments.key_ids) arena.add(&w.key_segments, key_tiles);
@@ -158,6 +155,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rel_attention(INPUTS, bool ne
   DeviceCall device(inputs);
   Arena arena;
   add_splits(device.call, arena);
+  const RelAttention& p = device.call.p;
+  if (p.content_bias) arena.add(&device.call.workspace.key_bias, p.batch * p.heads * (p.mem_len + p.key_len));
   device.allocate(arena);
   Outputs outputs(device.inputs.query, needs_backward);
   outputs.give_to(device.call.p);
@@ -179,16 +178,6 @@ InputGradients zero_gradients(const Inputs& inputs) {
           zeros(inputs.segment_bias)};
 }
 
-// How many blocks, each with copies of its own, may add to the same gradient
-int64_t slots_of(const DeviceCall& device) {
-  if (!device.inputs.deterministic) return 1;
-  const Call& call = device.call;
-  const int64_t groups = call.shared_rel_key ? call.p.heads : call.p.batch * call.p.heads;
-  const int64_t bytes = 4 * (device.inputs.query.numel() + device.inputs.rel_key.numel());
-  const int64_t at_once = (2 * processors() + groups - 1) / groups;
-  return std::max<int64_t>(1, std::min({backward_items(call), at_once, SLOT_BYTES / bytes}));
-}
-
 // What backward reads of forward's outputs and their gradients
 void give_outputs(const OutputGradients& from, DeviceCall& device, Gradients& g) {
   RelAttention& p = device.call.p;
@@ -202,19 +191,31 @@ void give_outputs(const OutputGradients& from, DeviceCall& device, Gradients& g)
 
 void add_sums(const DeviceCall& device, const Needs& needs, Arena& arena, Gradients& g) {
   const RelAttention& p = device.call.p;
-  const int64_t rows = g.slots * p.batch * p.heads * p.length, rel_rows = g.slots * device.rel_heads() * p.rel_len;
+  const bool deterministic = device.inputs.deterministic;
   Sums& sums = g.sums;
+  sums.rel_batches = device.call.shared_rel_key && !deterministic ? 1 : p.batch;
+  const int64_t all_heads = p.batch * p.heads, rows = all_heads * p.length,
+                rel_rows = sums.rel_batches * p.heads * p.rel_len;
   const size_t zeros = arena.count();
   arena.add(&sums.zeros, 1);  // no array begins where another one does
   arena.add(&sums.query, rows * p.head_dim);
   if (p.segments.embed) arena.add(&sums.different, rows);
-  if (needs.rel_key || needs.position_bias) {
+  if (needs.rel_key) {
     arena.add(&sums.rel_key, rel_rows * p.head_dim);
     if (p.position_bias) arena.add(&sums.rel, rel_rows);
   }
+  if (deterministic) arena.add(&sums.turns, 1 + all_heads * most_backward_tiles(p));
+  const bool of_position = needs.position_bias && p.position_bias;
+  const bool of_keys = of_position || (needs.content_bias && p.content_bias);
+  const bool of_rows = of_position || (p.segments.embed && (needs.segment_embed || needs.segment_bias));
+  if (of_keys || of_rows) arena.add(&sums.finished, p.heads);
   sums.zero_chunks = arena.extend(zeros) / 16;
-  arena.add(&sums.key, p.batch * p.heads * (p.mem_len + p.key_len));
-  arena.add(&g.row_values, ROW_VALUES * p.batch * p.heads * p.length);
+  const int64_t keys = p.mem_len + p.key_len;
+  const auto parts = [](int64_t count) { return (count + FINISH_ROWS - 1) / FINISH_ROWS; };
+  arena.add(&sums.key, all_heads * keys);
+  if (of_keys) arena.add(&sums.key_parts, all_heads * parts(keys) * p.head_dim);
+  if (of_rows) arena.add(&sums.query_parts, all_heads * parts(p.length) * QUERY_PARTS * p.head_dim);
+  arena.add(&g.row_values, ROW_VALUES * rows);
 }
 
 // Those of keys and values, of the padded width
@@ -231,8 +232,6 @@ InputGradients gradients(const Inputs& in, const OutputGradients& from, const Ne
   DeviceCall device(in);
   Gradients g{};
   give_outputs(from, device, g);
-  g.deterministic = in.deterministic;
-  g.slots = int(slots_of(device));
   Arena arena;
   add_sums(device, needs, arena, g);
   device.allocate(arena);

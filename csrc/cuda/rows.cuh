@@ -52,11 +52,14 @@ DEVICE int row_position(const RelAttention& p, int b, int sorted_row) {
 
 // Of 16 aligned bytes, as numbers, and back.
 template <typename T>
-DEVICE void load_chunk(const T* from, float (&x)[CHUNK<T>]) {
+DEVICE void unpack_chunk(const Bytes16& chunk, float (&x)[CHUNK<T>]) {
   constexpr int EACH = 4 / sizeof(T);
-  const Bytes16 chunk = *reinterpret_cast<const Bytes16*>(from);
 #pragma unroll
   for (int i = 0; i < 4; ++i) unpack<T>(chunk.word[i], reinterpret_cast<float (&)[EACH]>(x[EACH * i]));
+}
+template <typename T>
+DEVICE void load_chunk(const T* from, float (&x)[CHUNK<T>]) {
+  unpack_chunk<T>(*reinterpret_cast<const Bytes16*>(from), x);
 }
 template <typename T>
 DEVICE void store_chunk(T* to, const float (&x)[CHUNK<T>]) {
@@ -71,30 +74,83 @@ DEVICE void store_chunk(T* to, const float (&x)[CHUNK<T>]) {
   *reinterpret_cast<Bytes16*>(to) = chunk;
 }
 
-// How a warp goes through ROWS_AT_ONCE rows of one head, a chunk for each lane: as many lanes to a row as it has
-// chunks, or the power of two above.
-constexpr int ROWS_AT_ONCE = 32;
+// The same of four elements, which are 8 bytes in 16 bits.
+constexpr int FOUR = 4;
+struct alignas(8) Bytes8 {
+  uint32_t word[2];
+};
 template <typename T>
-struct RowLanes {
-  int together = 1, column, row;  // lanes of a row; this one's column, and the first of its rows
-  bool inside;                    // whether there is such a column
+using Four = std::conditional_t<sizeof(T) == 2, Bytes8, Bytes16>;
 
-  DEVICE explicit RowLanes(int head_dim) {
-    while (together * CHUNK<T> < head_dim) together *= 2;
-    const int lane = thread_index() % WARP;
-    column = lane % together * CHUNK<T>;
-    row = lane / together;
+template <typename T>
+DEVICE Four<T> load_four(const T* from) {
+  return *reinterpret_cast<const Four<T>*>(from);
+}
+template <typename T>
+DEVICE void unpack_four(const Four<T>& four, float (&x)[FOUR]) {
+  constexpr int EACH = 4 / sizeof(T);
+#pragma unroll
+  for (int i = 0; i < FOUR / EACH; ++i) unpack<T>(four.word[i], reinterpret_cast<float (&)[EACH]>(x[EACH * i]));
+}
+template <typename T>
+DEVICE void store_four(T* to, const float (&x)[FOUR]) {
+  if constexpr (sizeof(T) == 4)
+    store_chunk(to, x);
+  else
+    *reinterpret_cast<Bytes8*>(to) = {{pack<T>(x[0], x[1]), pack<T>(x[2], x[3])}};
+}
+
+// How a warp goes through ROWS_AT_ONCE rows of one head, EACH columns for each lane: as many lanes to a row as it
+// takes, or the power of two above, but PASSES at least, so that as many passes follow each other.
+constexpr int ROWS_AT_ONCE = WARP;
+template <int EACH, int PASSES>
+struct RowLanes {
+  int lane, bits = 0;     // 1 << bits lanes are together a row's
+  int rows, row, column;  // of one pass; this lane's, of them, and its first column
+  bool inside;            // whether there is such a column
+
+  DEVICE explicit RowLanes(int head_dim) : lane(thread_index() % WARP) {
+    while (EACH << bits < head_dim || 1 << bits < PASSES) ++bits;
+    rows = WARP >> bits;
+    row = lane >> bits;
+    column = (lane & ((1 << bits) - 1)) * EACH;
     inside = column < head_dim;
   }
-  DEVICE float row_sum(float x) const {
-    for (int step = 1; step < together; step *= 2) x += shuffle_xor(x, step);
-    return x;
+  // Of all lanes of a row
+  template <int COUNT>
+  DEVICE void add_up(float (&x)[COUNT]) const {
+    for (int step = 1; step < 1 << bits; step *= 2)
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) x[i] += shuffle_xor(x[i], step);
   }
-  // use(row, whether it is below `end`) for rows from `first` on, by all lanes
+  // use(base) before each PASSES passes, the first of which has rows from `base` on
   template <typename Use>
-  DEVICE void for_each(int first, int end, Use use) const {
-#pragma unroll 2
-    for (int i = 0; i < ROWS_AT_ONCE; i += WARP / together) use(first + i + row, first + i + row < end);
+  DEVICE void for_each(Use use) const {
+#pragma unroll 1
+    for (int base = 0; base < ROWS_AT_ONCE; base += PASSES * rows) use(base);
+  }
+  // Of what each lane has for one of the ROWS_AT_ONCE: that of this lane's row in a pass. And back: each keeps its own.
+  DEVICE float of_row(float own, int base) const { return shuffle(own, base + row); }
+  DEVICE void keep_own(float& own, float of_row, int base) const {
+    const int behind = lane - base;
+    const float x = shuffle(of_row, behind << bits);
+    if (uint32_t(behind) < uint32_t(rows)) own = x;
+  }
+};
+
+// This lane's part of one row after the other.
+template <typename T>
+struct RowWalk {
+  T* at;
+  int64_t step;
+
+  template <typename Lanes>
+  DEVICE RowWalk(const HeadRows<T>& of, int first, const Lanes& lanes)
+      : at(of.first + int64_t(first + lanes.row) * of.stride + lanes.column), step(int64_t(lanes.rows) * of.stride) {}
+  DEVICE T* next() {
+    T* const now = at;
+    at += step;
+    return now;
   }
 };
 

@@ -77,6 +77,12 @@ def test_several_blocks_share_a_gradient_of_rel_key_in_deterministic_mode():
         assert torch.equal(result, second[name]), name
 
 
+@pytest.mark.parametrize("needs", [None, ("content_bias",), ("position_bias",), ("segment_bias",)], ids=str)
+def test_sums_over_more_keys_and_rows_than_one_block_has(needs):
+    """Several blocks of two batches have parts of a head's sums, of which the last one makes the gradients."""
+    assert_right(make(2, 2, 270, mem=20, width=16, window=(25, 32)), on_host.NAME, needs=needs)
+
+
 @pytest.mark.parametrize("at_start", [False, True], ids=["beyond-the-end", "before-the-start"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("problem", PROBLEMS)

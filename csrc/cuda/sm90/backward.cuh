@@ -28,7 +28,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) warpgroup_backward_kernel(const __grid_c
     Lane lane = this_lane();
     const int consumer = lane.warp / 4 - 1;
     lane.warp %= 4;
-    const KeyTile<S> tile(a, S::CONSUMERS * key_tile + consumer, b, block_index().y, 0);
+    const KeyTile<S> tile(a, S::CONSUMERS * key_tile + consumer, b, block_index().y);
     BackwardConsumer<S> work(a, tile, memory, consumer, lane);
     work.run();
     backward_epilogue(a, tile, WarpPart{lane, lane.warp, 0}, work.dV, work.dK, work.key_sum);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../backward_products.cuh"
+#include "../bias.cuh"
 #include "../dropout.cuh"
 #include "../softmax.cuh"
 #include "accumulators.cuh"
@@ -47,6 +48,8 @@ struct BackwardConsumer {
   DEVICE int window_half(bool is_upper) const { return (is_upper ? upper : lower()).index(); }
 
   DEVICE void run() {
+    make_key_biases<T, S::BLOCK_N, 4>(a.call.p, tile.key_rows, tile.h, tile.j0, lane.warp, labels().bias);
+    sync_warpgroup(1 + consumer);
     memory.full_keys().wait(0);
     const int32_t* const key_segment = labels().segment;
     segment = key_segment[0];

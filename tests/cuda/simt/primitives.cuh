@@ -175,6 +175,23 @@ DEVICE void add_atomically(float* to, float value, Place place = Place::here()) 
   *to += value;
 }
 
+DEVICE int32_t count_up(int32_t* counter, Place place = Place::here()) {
+  simt::check_global(counter, 4, "count_up", place);
+  simt::pass("count_up", place);
+  return (*counter)++;
+}
+// Blocks run one after the other: who waits in vain waits for ever, and the launch ends.
+DEVICE void store_release(int32_t* to, int32_t value, Place place = Place::here()) {
+  simt::check_global(to, 4, "store_release", place);
+  simt::pass("store_release", place);
+  *to = value;
+}
+DEVICE int32_t load_acquire(const int32_t* from, Place place = Place::here()) {
+  simt::check_global(from, 4, "load_acquire", place);
+  simt::pass("load_acquire", place);
+  return *from;
+}
+
 DEVICE float exp2_approximately(float x) {
   const float result = std::exp2(x);
   return std::fpclassify(result) == FP_SUBNORMAL ? 0.0f : result;

@@ -1,0 +1,80 @@
+// Deterministic backward: in which order blocks add to the sums that they share.
+//
+// Blocks of a head add in the order of their keys: one adds to anything at a tile of rows when all that have earlier
+// keys are done with that tile and with those before it. What a row of query gets is then in one order. So is what a
+// row of rel_key gets: rows are sorted by position, so that of two pairs at the same distance the one with the earlier
+// key has no later row.
+//
+// A block takes its keys by the number it gets when it begins. Those that it waits for have begun before, whatever
+// order blocks are started in; and of one head as few as possible are under way, which is what they wait for.
+#pragma once
+
+#include "dispatch.cuh"
+#include "rows.cuh"
+
+namespace xlnet_kernels::cuda {
+
+constexpr int32_t ENDED = INT32_MAX;  // of a block: it adds nothing any more
+
+// What a block works on: a tile of keys of one head.
+struct KeyItem {
+  int tile, b, h;
+};
+
+// A block's place among those of its head.
+struct Turns {
+  int32_t* begins;  // of each of the head's blocks: where the tiles of rows begin that it may still add to; null: no order
+  int own, first = 0;  // this one's number; all before `first` have ended
+
+  DEVICE Turns(const Backward& a, const KeyItem& item, int key_tiles) : begins(a.gradients.sums.turns), own(item.tile) {
+    if (begins) begins += 1 + (int64_t(item.b) * a.call.p.heads + item.h) * key_tiles;
+  }
+
+  // One thread, which knows that its block has added all that it adds to earlier tiles of rows
+  DEVICE void pass(int32_t row_tile) const { store_release(begins + own, row_tile); }
+
+  // Warp: whether all blocks before this one are done with a tile of rows
+  DEVICE bool has_come(int32_t row_tile, int lane) {
+    for (int i = first; i < own; i += WARP) {
+      const int32_t begin = i + lane < own ? load_acquire(begins + i + lane) : ENDED;
+      if (ballot(begin <= row_tile)) return false;
+      if (i == first && !ballot(begin != ENDED)) first += WARP;
+    }
+    return true;
+  }
+  DEVICE void wait(int32_t row_tile, int lane) {
+    while (!has_come(row_tile, lane)) {
+    }
+  }
+
+  // Block: it has added everything.
+  DEVICE void end() const {
+    if (begins == nullptr) return;
+    sync_block();
+    if (thread_index() == 0) pass(ENDED);
+  }
+};
+
+// What this block works on; none if b is no batch. Block, before it has anything in shared memory.
+DEVICE KeyItem key_item(const Backward& a, int key_tiles) {
+  const RelAttention& p = a.call.p;
+  int32_t* const begun = a.gradients.sums.turns;
+  if (begun == nullptr) {
+    int tile = block_index().x, b = block_index().z;
+    for (; tile >= key_tiles; tile -= key_tiles) b += grid_size().z;  // a batch beyond the grid
+    return {tile, b, block_index().y};
+  }
+  int32_t* const shared = reinterpret_cast<int32_t*>(shared_memory());
+  if (thread_index() == 0) *shared = count_up(begun);
+  sync_block();
+  const int number = uniform(*shared), heads = int(p.heads), all_heads = int(p.batch) * heads;
+  sync_block();  // all have read it before the tiles come
+  return {number / all_heads, number % all_heads / heads, number % heads};
+}
+
+inline Index backward_grid(const Backward& a, int64_t key_tiles) {
+  const RelAttention& p = a.call.p;
+  return a.gradients.sums.turns ? Index{int(key_tiles * p.batch * p.heads), 1, 1} : grid_of(key_tiles, p);
+}
+
+}  // namespace xlnet_kernels::cuda

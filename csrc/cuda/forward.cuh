@@ -4,8 +4,6 @@
 //   score = u.k + q.k + shifted band of (q + v).r, then scale, segment term and mask;  online softmax;  out += P v
 #pragma once
 
-#include <type_traits>
-
 #include "dispatch.cuh"
 #include "dropout.cuh"
 #include "forward_load.cuh"
@@ -33,6 +31,19 @@ struct ForwardRows {
   uint32_t ranks[S::M_TILES] = {};      // of both rows, as halves
   float different[S::M_TILES][2] = {};  // what segments add for keys of another one
   BandSlices<S::BLOCK_M> slices[S::M_TILES];
+  bool consecutive;  // positions of all the warp's rows come one after the other, and one window serves the block
+  QuadShift shift;   // then
+
+  DEVICE void find_slices(const RelAttention& p, const ForwardTile<S>& tile) {
+    constexpr int LAST = S::M_TILES - 1;
+    bool all = tile.span < S::BLOCK_M;
+    for (int m = LAST; m >= 0; --m) {
+      slices[m].find({tile.shift(p, tile.sorted_row(m)), tile.shift(p, tile.sorted_row(m) + 8)}, tile.lane.id);
+      all &= slices[m].is_consecutive(tile.lane.id) && slices[m].first.begin == slices[LAST].first.begin + 16 * (LAST - m);
+    }
+    consecutive = uniform(int(all));
+    shift = consecutive_shift(tile.lane.id);
+  }
 };
 
 // Loads labels and fragments of the rows; leaves in lse what segments give to every key, until the end.
@@ -178,7 +189,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::BLOCKS) forward_kernel(Call call) {
   for (int stage = 0; stage < 2; ++stage) clear_key_labels<S::THREADS>(memory.labels(stage), BLOCK_N);
   const float scale = float(p.scale) * LOG2_E;
   float* const lse = same_segment_of(call, tile);
-  const float* const rel_bias = rel_bias_of(call, tile.b, tile.h);
+  const float* const rel_bias = kept_in_register(rel_bias_of(call, tile.b, tile.h));
   const Lane lane = tile.lane;
 
   QueryFragments<S> query(memory, tile);
@@ -186,12 +197,9 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::BLOCKS) forward_kernel(Call call) {
   OnlineSoftmax<M_TILES> softmax;
   load_rows(p, tile, scale, lse, query, rows, softmax);
   tile.locate(p);
-  for (int m = 0; m < S::M_TILES; ++m) {
-    rows.slices[m].find({tile.shift(p, tile.sorted_row(m)), tile.shift(p, tile.sorted_row(m) + 8)}, lane.id);
-    rows.slices[m].find_consecutive(lane.id);
-  }
+  rows.find_slices(p, tile);
   ForwardPipeline<S> pipeline(call, tile, memory);
-  float out[M_TILES][D / 8][4] = {};
+  float out[M_TILES][D / 8][4] = {}, carried[M_TILES][2][4];
   pipeline.start();
   while (pipeline.has_tile()) {
     const int j0 = pipeline.load(), stage = pipeline.stage;
@@ -203,47 +211,57 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::BLOCKS) forward_kernel(Call call) {
 
       const bool one_segment = is_one_segment<BLOCK_N>(keys.segment, lane.id);
 
-      // content; the window of rel_key may still be under way
       start_scores(score, keys.bias, lane.t);
+
+      // position
+      pipeline.wait_for_window(j0, window_shift);
+      const int window = tile.origin + j0 + window_shift;
+      if (rows.consecutive) {
+        const int row = window + rows.slices[M_TILES - 1].first.begin;
+        add_consecutive_position<T, D>(score, carried, pipeline.has_window, memory.ring(), row, rel_bias + row,
+                                       rows.shift, call.tf32, lane.id, query);
+      } else {
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+          rows.slices[m].for_each([&](int r) { return tile.shift(p, tile.sorted_row(m) + 8 * r) - window_shift; },
+                                  window_shift == 0, lane.id, [&](const BandSlice& slice) {
+                                    add_position<T, D>(score[m], memory.ring(), window, rel_bias, int(p.rel_len), slice,
+                                                       call.tf32, lane.id, [&](int k) { return query(k, m); });
+                                  });
+      }
+
+      // content, last: products add to a sum of two where it is
       add_product<T, D>(
           score, call.tf32, [&](int k, int m) { return query(k, m); },
           [&](int k, int n) { return load_b(memory.keys(stage), n, k, lane.id); });
 
-      // position
-      pipeline.wait_for_window(j0, window_shift);
-#pragma unroll
-      for (int m = 0; m < M_TILES; ++m)
-        rows.slices[m].for_each([&](int r) { return tile.shift(p, tile.sorted_row(m) + 8 * r) - window_shift; },
-                                window_shift == 0, lane.id,
-                                [&](const BandSlice& slice) {
-                                  const auto add = [&](auto consecutive) {
-                                    add_position<T, D, consecutive>(
-                                        score[m], memory.ring(), tile.origin + j0 + window_shift, rel_bias,
-                                        int(p.rel_len), slice, call.tf32, lane.id, [&](int k) { return query(k, m); });
-                                  };
-                                  slice.is_consecutive() ? add(std::true_type()) : add(std::false_type());
-                                });
-
       if (p.dropout.threshold && (j0 % 64 == 0 || !pipeline.has_window)) draw_dropout(p, tile, j0, memory.kept());
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m) {
-        // segments, mask
-        if (one_segment)
-          add_segment(score[m], scale, keys.segment[0], rows.labels[m], rows.different[m]);
-        else
-          add_segments(score[m], scale, keys.segment, rows.labels[m], rows.different[m], lane.t);
-        hide_other_windows(p, tile, m, window_shift, score[m]);
-        if (pipeline.visibility == Visibility::by_rank && p.rank_mask.query_floor == nullptr) {
-          if constexpr (S::RANK_PAIRS)
-            hide_by_rank(score[m], rows.ranks[m], memory.rank_pairs(stage), lane.t);
+        // segments, mask; less `base` of each row
+        const auto scale_scores = [&](float (&of)[BLOCK_N / 8][4], const float (&base)[2]) {
+          if (one_segment)
+            add_segment(of, scale, keys.segment[0], rows.labels[m], rows.different[m], base);
           else
-            hide_by_rank(score[m], rows.labels[m], keys.rank, lane.t);
-        } else if (pipeline.visibility != Visibility::all)
-          hide_pair_by_pair(p, tile, m, pipeline.visibility, j0, keys.rank, score[m]);
+            add_segments(of, scale, keys.segment, rows.labels[m], rows.different[m], lane.t, base);
+          hide_other_windows(p, tile, m, window_shift, of);
+          if (pipeline.visibility == Visibility::by_rank && p.rank_mask.query_floor == nullptr) {
+            if constexpr (S::RANK_PAIRS)
+              hide_by_rank(of, rows.ranks[m], memory.rank_pairs(stage), lane.t);
+            else
+              hide_by_rank(of, rows.labels[m], keys.rank, lane.t);
+          } else if (pipeline.visibility != Visibility::all)
+            hide_pair_by_pair(p, tile, m, pipeline.visibility, j0, keys.rank, of);
+        };
 
         // softmax, dropout
-        softmax.template step<T>(m, score[m], out[m], weights[m]);
-        if (p.dropout.threshold) drop<T>(weights[m], memory.kept()[m * S::THREADS] >> j0 % 64 / 4);
+        if constexpr (S::KEEPS_SCORES) {
+          softmax.template step<T>(m, score[m], out[m], weights[m], scale_scores);
+        } else {
+          scale_scores(score[m], {});
+          softmax.template step<T>(m, score[m], out[m], weights[m]);
+        }
+        if (p.dropout.threshold) drop<T>(weights[m], memory.kept()[m * S::THREADS] >> uint32_t(j0) % 64 / 4);
       }
 
       // values

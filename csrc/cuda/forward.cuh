@@ -39,7 +39,8 @@ struct ForwardRows {
     bool all = tile.span < S::BLOCK_M;
     for (int m = LAST; m >= 0; --m) {
       slices[m].find({tile.shift(p, tile.sorted_row(m)), tile.shift(p, tile.sorted_row(m) + 8)}, tile.lane.id);
-      all &= slices[m].is_consecutive(tile.lane.id) && slices[m].first.begin == slices[LAST].first.begin + 16 * (LAST - m);
+      all &= slices[m].is_consecutive(tile.lane.id) &&
+             slices[m].first.begin == slices[LAST].first.begin + 16 * (LAST - m);
     }
     consecutive = uniform(int(all));
     shift = consecutive_shift(tile.lane.id);
@@ -65,6 +66,31 @@ DEVICE void load_rows(const RelAttention& p, const ForwardTile<S>& tile, float s
     }
   }
   if constexpr (!S::QUERY_IN_REGISTERS) sync_warp();
+}
+
+// Adds the position term of one window of rel_key to the scores of all the warp's rows; carried: see
+// add_consecutive_position.
+template <typename S, int N>
+DEVICE void add_position_of_rows(const Call& call, const ForwardTile<S>& tile, const ForwardRows<S>& rows,
+                                 const QueryFragments<S>& query, const typename S::Ring& ring, const float* rel_bias,
+                                 int j0, int window_shift, bool is_carried, float (&score)[S::M_TILES][N][4],
+                                 float (&carried)[S::M_TILES][2][4]) {
+  using T = typename S::T;
+  const RelAttention& p = call.p;
+  const int window = tile.origin + j0 + window_shift, lane = tile.lane.id;
+  if (rows.consecutive) {
+    const int row = window + rows.slices[S::M_TILES - 1].first.begin;
+    add_consecutive_position<T, S::HEAD_DIM>(score, carried, is_carried, ring, row, rel_bias + row, rows.shift,
+                                             call.tf32, lane, [&](int k, int m) { return query(k, m); });
+    return;
+  }
+#pragma unroll
+  for (int m = 0; m < S::M_TILES; ++m)
+    rows.slices[m].for_each([&](int r) { return tile.shift(p, tile.sorted_row(m) + 8 * r) - window_shift; },
+                            window_shift == 0, lane, [&](const BandSlice& slice) {
+                              add_position<T, S::HEAD_DIM>(score[m], ring, window, rel_bias, int(p.rel_len), slice,
+                                                           call.tf32, lane, [&](int k) { return query(k, m); });
+                            });
 }
 
 // Which of 64 keys from j0 on dropout keeps: 16 bits for each of two rows, for each tile of 16.
@@ -215,20 +241,8 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::BLOCKS) forward_kernel(Call call) {
 
       // position
       pipeline.wait_for_window(j0, window_shift);
-      const int window = tile.origin + j0 + window_shift;
-      if (rows.consecutive) {
-        const int row = window + rows.slices[M_TILES - 1].first.begin;
-        add_consecutive_position<T, D>(score, carried, pipeline.has_window, memory.ring(), row, rel_bias + row,
-                                       rows.shift, call.tf32, lane.id, query);
-      } else {
-#pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
-          rows.slices[m].for_each([&](int r) { return tile.shift(p, tile.sorted_row(m) + 8 * r) - window_shift; },
-                                  window_shift == 0, lane.id, [&](const BandSlice& slice) {
-                                    add_position<T, D>(score[m], memory.ring(), window, rel_bias, int(p.rel_len), slice,
-                                                       call.tf32, lane.id, [&](int k) { return query(k, m); });
-                                  });
-      }
+      add_position_of_rows(call, tile, rows, query, memory.ring(), rel_bias, j0, window_shift, pipeline.has_window,
+                           score, carried);
 
       // content, last: products add to a sum of two where it is
       add_product<T, D>(

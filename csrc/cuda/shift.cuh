@@ -167,15 +167,16 @@ DEVICE void add_position(float (&score)[N][4], const Ring& ring, int window, con
 #pragma unroll
   for (int n = 0; n < N + 2; n += 2) {
     const int row = window + slice.begin + 8 * n;
-    multiply_band<T, HEAD_DIM>(band, 0, 0, ring, row, bias + row, tf32, lane, [&](int k, int) { return load_query(k); });
+    multiply_band<T, HEAD_DIM>(band, 0, 0, ring, row, bias + row, tf32, lane,
+                               [&](int k, int) { return load_query(k); });
     const float* const tiles[4] = {before[0], before[1], band[0][0], band[0][1]};
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
         if (n > 0)
-          add_shifted(score[n - 2 + half] + 2 * r, tiles[half] + 2 * r, tiles[half + 1] + 2 * r, tiles[half + 2] + 2 * r,
-                      slice.shift[r]);
+          add_shifted(score[n - 2 + half] + 2 * r, tiles[half] + 2 * r, tiles[half + 1] + 2 * r,
+                      tiles[half + 2] + 2 * r, slice.shift[r]);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -193,7 +194,8 @@ DEVICE void add_consecutive_position(float (&score)[M_TILES][N][4], float (&carr
                                      int lane, Query load_query) {
   constexpr int LAST = M_TILES - 1;
   const auto multiply_columns = [&](float (&band)[M_TILES][2][4], int sixteen, int first, int last) {
-    multiply_band<T, HEAD_DIM>(band, first, last, ring, row + 16 * sixteen, bias + 16 * sixteen, tf32, lane, load_query);
+    multiply_band<T, HEAD_DIM>(band, first, last, ring, row + 16 * sixteen, bias + 16 * sixteen, tf32, lane,
+                               load_query);
   };
   if (!is_carried)
 #pragma unroll

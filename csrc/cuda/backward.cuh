@@ -73,13 +73,10 @@ DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const Back
   const RowFragments<S> query(memory.queries, 16 * of.m_tile, lane.id);
   const auto load_query = [&](int k) { return query(k); };
 
-  // content
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) score[n][i] = memory.labels.bias[part_keys + 8 * n + 2 * lane.t + i % 2];
-  add_product<T, S::HEAD_DIM>(score, call.tf32, load_query,
-                              [&](int k, int n) { return load_b(memory.keys, part_keys + n, k, lane.id); });
 
   // position
   if (!step.same_shifts) state.slices.find(rows.shift, lane.id);
@@ -90,6 +87,10 @@ DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const Back
                         });
   state.window = step.window;
   state.has_window = true;
+
+  // content, last as in forward: scores are to be the same
+  add_product<T, S::HEAD_DIM>(score, call.tf32, load_query,
+                              [&](int k, int n) { return load_b(memory.keys, part_keys + n, k, lane.id); });
 
   // segments, mask
   const RowLabels labels[2] = {rows.row[0], rows.row[1]};

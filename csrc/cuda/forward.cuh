@@ -4,8 +4,6 @@
 //   score = u.k + q.k + shifted band of (q + v).r, then scale, segment term and mask;  online softmax;  out += P v
 #pragma once
 
-#include <type_traits>
-
 #include "dispatch.cuh"
 #include "dropout.cuh"
 #include "forward_load.cuh"
@@ -33,6 +31,20 @@ struct ForwardRows {
   uint32_t ranks[S::M_TILES] = {};      // of both rows, as halves
   float different[S::M_TILES][2] = {};  // what segments add for keys of another one
   BandSlices<S::BLOCK_M> slices[S::M_TILES];
+  bool consecutive;  // positions of all the warp's rows come one after the other, and one window serves the block
+  QuadShift shift;   // then
+
+  DEVICE void find_slices(const RelAttention& p, const ForwardTile<S>& tile) {
+    constexpr int LAST = S::M_TILES - 1;
+    bool all = tile.span < S::BLOCK_M;
+    for (int m = LAST; m >= 0; --m) {
+      slices[m].find({tile.shift(p, tile.sorted_row(m)), tile.shift(p, tile.sorted_row(m) + 8)}, tile.lane.id);
+      all &= slices[m].is_consecutive(tile.lane.id) &&
+             slices[m].first.begin == slices[LAST].first.begin + 16 * (LAST - m);
+    }
+    consecutive = uniform(int(all));
+    shift = consecutive_shift(tile.lane.id);
+  }
 };
 
 // Loads labels and fragments of the rows; leaves in lse what segments give to every key, until the end.
@@ -54,6 +66,31 @@ DEVICE void load_rows(const RelAttention& p, const ForwardTile<S>& tile, float s
     }
   }
   if constexpr (!S::QUERY_IN_REGISTERS) sync_warp();
+}
+
+// Adds the position term of one window of rel_key to the scores of all the warp's rows; carried: see
+// add_consecutive_position.
+template <typename S, int N>
+DEVICE void add_position_of_rows(const Call& call, const ForwardTile<S>& tile, const ForwardRows<S>& rows,
+                                 const QueryFragments<S>& query, const typename S::Ring& ring, const float* rel_bias,
+                                 int j0, int window_shift, bool is_carried, float (&score)[S::M_TILES][N][4],
+                                 float (&carried)[S::M_TILES][2][4]) {
+  using T = typename S::T;
+  const RelAttention& p = call.p;
+  const int window = tile.origin + j0 + window_shift, lane = tile.lane.id;
+  if (rows.consecutive) {
+    const int row = window + rows.slices[S::M_TILES - 1].first.begin;
+    add_consecutive_position<T, S::HEAD_DIM>(score, carried, is_carried, ring, row, rel_bias + row, rows.shift,
+                                             call.tf32, lane, [&](int k, int m) { return query(k, m); });
+    return;
+  }
+#pragma unroll
+  for (int m = 0; m < S::M_TILES; ++m)
+    rows.slices[m].for_each([&](int r) { return tile.shift(p, tile.sorted_row(m) + 8 * r) - window_shift; },
+                            window_shift == 0, lane, [&](const BandSlice& slice) {
+                              add_position<T, S::HEAD_DIM>(score[m], ring, window, rel_bias, int(p.rel_len), slice,
+                                                           call.tf32, lane, [&](int k) { return query(k, m); });
+                            });
 }
 
 // Which of 64 keys from j0 on dropout keeps: 16 bits for each of two rows, for each tile of 16.
@@ -178,7 +215,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::BLOCKS) forward_kernel(Call call) {
   for (int stage = 0; stage < 2; ++stage) clear_key_labels<S::THREADS>(memory.labels(stage), BLOCK_N);
   const float scale = float(p.scale) * LOG2_E;
   float* const lse = same_segment_of(call, tile);
-  const float* const rel_bias = rel_bias_of(call, tile.b, tile.h);
+  const float* const rel_bias = kept_in_register(rel_bias_of(call, tile.b, tile.h));
   const Lane lane = tile.lane;
 
   QueryFragments<S> query(memory, tile);
@@ -186,12 +223,9 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::BLOCKS) forward_kernel(Call call) {
   OnlineSoftmax<M_TILES> softmax;
   load_rows(p, tile, scale, lse, query, rows, softmax);
   tile.locate(p);
-  for (int m = 0; m < S::M_TILES; ++m) {
-    rows.slices[m].find({tile.shift(p, tile.sorted_row(m)), tile.shift(p, tile.sorted_row(m) + 8)}, lane.id);
-    rows.slices[m].find_consecutive(lane.id);
-  }
+  rows.find_slices(p, tile);
   ForwardPipeline<S> pipeline(call, tile, memory);
-  float out[M_TILES][D / 8][4] = {};
+  float out[M_TILES][D / 8][4] = {}, carried[M_TILES][2][4];
   pipeline.start();
   while (pipeline.has_tile()) {
     const int j0 = pipeline.load(), stage = pipeline.stage;
@@ -203,47 +237,45 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::BLOCKS) forward_kernel(Call call) {
 
       const bool one_segment = is_one_segment<BLOCK_N>(keys.segment, lane.id);
 
-      // content; the window of rel_key may still be under way
       start_scores(score, keys.bias, lane.t);
+
+      // position
+      pipeline.wait_for_window(j0, window_shift);
+      add_position_of_rows(call, tile, rows, query, memory.ring(), rel_bias, j0, window_shift, pipeline.has_window,
+                           score, carried);
+
+      // content, last: products add to a sum of two where it is
       add_product<T, D>(
           score, call.tf32, [&](int k, int m) { return query(k, m); },
           [&](int k, int n) { return load_b(memory.keys(stage), n, k, lane.id); });
 
-      // position
-      pipeline.wait_for_window(j0, window_shift);
-#pragma unroll
-      for (int m = 0; m < M_TILES; ++m)
-        rows.slices[m].for_each([&](int r) { return tile.shift(p, tile.sorted_row(m) + 8 * r) - window_shift; },
-                                window_shift == 0, lane.id,
-                                [&](const BandSlice& slice) {
-                                  const auto add = [&](auto consecutive) {
-                                    add_position<T, D, consecutive>(
-                                        score[m], memory.ring(), tile.origin + j0 + window_shift, rel_bias,
-                                        int(p.rel_len), slice, call.tf32, lane.id, [&](int k) { return query(k, m); });
-                                  };
-                                  slice.is_consecutive() ? add(std::true_type()) : add(std::false_type());
-                                });
-
       if (p.dropout.threshold && (j0 % 64 == 0 || !pipeline.has_window)) draw_dropout(p, tile, j0, memory.kept());
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m) {
-        // segments, mask
-        if (one_segment)
-          add_segment(score[m], scale, keys.segment[0], rows.labels[m], rows.different[m]);
-        else
-          add_segments(score[m], scale, keys.segment, rows.labels[m], rows.different[m], lane.t);
-        hide_other_windows(p, tile, m, window_shift, score[m]);
-        if (pipeline.visibility == Visibility::by_rank && p.rank_mask.query_floor == nullptr) {
-          if constexpr (S::RANK_PAIRS)
-            hide_by_rank(score[m], rows.ranks[m], memory.rank_pairs(stage), lane.t);
+        // segments, mask; less `base` of each row
+        const auto scale_scores = [&](float (&of)[BLOCK_N / 8][4], const float (&base)[2]) {
+          if (one_segment)
+            add_segment(of, scale, keys.segment[0], rows.labels[m], rows.different[m], base);
           else
-            hide_by_rank(score[m], rows.labels[m], keys.rank, lane.t);
-        } else if (pipeline.visibility != Visibility::all)
-          hide_pair_by_pair(p, tile, m, pipeline.visibility, j0, keys.rank, score[m]);
+            add_segments(of, scale, keys.segment, rows.labels[m], rows.different[m], lane.t, base);
+          hide_other_windows(p, tile, m, window_shift, of);
+          if (pipeline.visibility == Visibility::by_rank && p.rank_mask.query_floor == nullptr) {
+            if constexpr (S::RANK_PAIRS)
+              hide_by_rank(of, rows.ranks[m], memory.rank_pairs(stage), lane.t);
+            else
+              hide_by_rank(of, rows.labels[m], keys.rank, lane.t);
+          } else if (pipeline.visibility != Visibility::all)
+            hide_pair_by_pair(p, tile, m, pipeline.visibility, j0, keys.rank, of);
+        };
 
         // softmax, dropout
-        softmax.template step<T>(m, score[m], out[m], weights[m]);
-        if (p.dropout.threshold) drop<T>(weights[m], memory.kept()[m * S::THREADS] >> j0 % 64 / 4);
+        if constexpr (S::KEEPS_SCORES) {
+          softmax.template step<T>(m, score[m], out[m], weights[m], scale_scores);
+        } else {
+          scale_scores(score[m], {});
+          softmax.template step<T>(m, score[m], out[m], weights[m]);
+        }
+        if (p.dropout.threshold) drop<T>(weights[m], memory.kept()[m * S::THREADS] >> uint32_t(j0) % 64 / 4);
       }
 
       // values

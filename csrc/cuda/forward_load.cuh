@@ -17,8 +17,11 @@ struct ForwardShape : ForwardSizes<sizeof(Element), HEAD_DIM_> {
   using Sizes = ForwardSizes<sizeof(T), HEAD_DIM_>;
   using Rows = Tile<T, HEAD_DIM_>;
   using Ring = Tile<T, HEAD_DIM_, Sizes::RING>;
-  // Ranks by pairs take fewer passes through shared memory, which bounds these; to copy them takes what they save else.
-  static constexpr bool RANK_PAIRS = Sizes::WARPS == 8;
+  // Ranks by pairs take fewer comparisons and fewer passes through shared memory.
+  static constexpr bool RANK_PAIRS = Sizes::BLOCK_N % 32 == 0;
+  // Until their exponentials fit, so that scale, segments and row_max are one multiply-add; others have no registers
+  // for it, or are bound by shared memory.
+  static constexpr bool KEEPS_SCORES = sizeof(T) == 2 && HEAD_DIM_ == 64;
   static_assert(Sizes::WINDOW <= REL_MARGIN && Sizes::THREADS == Sizes::WARPS * WARP);
 };
 
@@ -142,7 +145,7 @@ struct ForwardPipeline {
         head_dim(int(call.p.head_dim)),
         key_rows(key_rows_of<const T>(call.p, call.p.memory.key, call.p.keys.key, rows.b, rows.h)),
         value_rows(key_rows_of<const T>(call.p, call.p.memory.value, call.p.keys.value, rows.b, rows.h)),
-        rel_rows(rows_of<const T>(call.p.rel_key.rows, rows.b, rows.h)),
+        rel_rows(rows_of<const T>(call.p.rel_key.rows, rows.b, rows.h).kept()),
         scheduler(all_tiles()) {}
 
   DEVICE TileScheduler all_tiles() const {
@@ -181,11 +184,13 @@ struct ForwardPipeline {
     next = next_tile(next_visibility);
     wait_for_copies<0>();
     sync_block();  // this tile is here, and no one reads the one before any more
-    if (!has_window) copy_window(rows.origin + j0);
-    commit_copies();
-    keeps_window = next == tile + 1 && rows.span < S::BLOCK_M;
+    if (!has_window) {
+      copy_window(rows.origin + j0);
+      commit_copies();
+    }
+    keeps_window = next == tile + 1 && next < scheduler.tiles && rows.span < S::BLOCK_M;
+    if (keeps_window) copy_rel_key(rows.origin + j0 + S::WINDOW);
     if (next < scheduler.tiles) copy_keys(next * S::BLOCK_N, 1 - stage);
-    if (next < scheduler.tiles && keeps_window) copy_rel_key(rows.origin + j0 + S::WINDOW);
     commit_copies();
     return j0;
   }
@@ -219,6 +224,7 @@ struct ForwardPipeline {
       copy_rows<S::THREADS, S::BLOCK_N>(memory.keys(to), 0, key_rows, j0, keys, head_dim);
       copy_rows<S::THREADS, S::BLOCK_N>(memory.values(to), 0, value_rows, j0, keys, head_dim);
     }
+    if (rows.lane.warp * WARP >= S::BLOCK_N) return;
     copy_key_labels<S::THREADS, S::BLOCK_N>(call, memory.labels(to), rows.b, rows.h, j0);
     if constexpr (S::RANK_PAIRS) copy_rank_pairs<S::BLOCK_N>(call, memory.rank_pairs(to), rows.b, j0, thread_index());
   }

@@ -206,6 +206,26 @@ DEVICE float exp2_approximately(float x) {
 // The lowest bit that is set.
 DEVICE int first_bit(uint32_t word) { return __ffs(int(word)) - 1; }
 DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
+// All 64 bits of a product, by one instruction: where a factor's sign was extended out of a loop, a product of 64-bit
+// numbers would take four.
+DEVICE int64_t multiply_wide(int a, int b) {
+  int64_t result;
+  asm("mul.wide.s32 %0, %1, %2;" : "=l"(result) : "r"(a), "r"(b));
+  return result;
+}
+
+// The same number, or pointer to global memory, which the compiler then keeps instead of computing it again where it is
+// used.
+DEVICE uint32_t kept_in_register(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+template <typename T>
+DEVICE T* kept_in_register(T* pointer) {
+  size_t address = __cvta_generic_to_global(pointer);
+  asm volatile("" : "+l"(address));
+  return reinterpret_cast<T*>(__cvta_global_to_generic(address));
+}
 
 // Bytes of shared memory that a block may have on a device; -1 if there is no such device.
 inline int shared_memory_of_block(int device) {

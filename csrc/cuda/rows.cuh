@@ -15,8 +15,9 @@ struct HeadRows {
   int stride;  // elements; the host makes sure that it fits
 
   DEVICE T* operator()(int i) const {  // as one multiplication, with the stride where the call's arguments are
-    return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(first) + int64_t(i * int(sizeof(T))) * stride);
+    return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(first) + multiply_wide(i * int(sizeof(T)), stride));
   }
+  DEVICE HeadRows kept() const { return {kept_in_register(first), stride}; }
 };
 
 template <typename T>

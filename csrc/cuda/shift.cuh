@@ -16,9 +16,8 @@ namespace xlnet_kernels::cuda {
 // What a lane has to do for one of its rows, in one word: column j of the row is column j + amount of the band.
 struct QuadShift {
   // tile n takes tiles n + 1 and n + 2 of the band, not n and n + 1; odd amount; what this lane gives away is of the
-  // latter tile, for each parity of columns; the row is not part of this slice; all 16 rows of the slice are, row g
-  // shifted by 15 - g, as where positions come one after the other
-  enum : uint32_t { NEXT = 1, ODD = 2, LATTER = 4, IDLE = 16, CONSECUTIVE = 32 };
+  // latter tile, for each parity of columns; the row is not part of this slice
+  enum : uint32_t { NEXT = 1, ODD = 2, LATTER = 4, IDLE = 16 };
   uint32_t word;  // these bits; in bits 8 and 16 on, which lane gives this one its even and odd columns
 
   DEVICE bool has(uint32_t bit) const { return word & bit; }
@@ -32,6 +31,9 @@ DEVICE QuadShift shift_by(uint32_t amount, bool mine, int lane) {
           (t < even_step ? QuadShift::LATTER : 0) | (t < odd_step ? QuadShift::LATTER << 1 : 0) |
           (quad + (t + even_step) % 4) << 8 | (quad + (t + odd_step) % 4) << 16};
 }
+
+// Of row g + 8 of 16 rows whose positions come one after the other; row g's has NEXT, too.
+DEVICE QuadShift consecutive_shift(int lane) { return {kept_in_register(shift_by(7 - lane / 4, true, lane).word)}; }
 
 // A row's part, of one parity of columns, of two neighbouring tiles of the band.
 DEVICE float shifted(const float* low, const float* high, int parity, QuadShift shift) {
@@ -58,8 +60,6 @@ DEVICE void add_shifted(float* score, const float* first, const float* second, c
 struct BandSlice {
   int begin;  // its first column of the window, or NO_SLICE
   QuadShift shift[2];
-
-  DEVICE bool is_consecutive() const { return shift[1].has(QuadShift::CONSECUTIVE); }
 };
 constexpr int NO_SLICE = -1;
 
@@ -98,11 +98,11 @@ struct BandSlices {
     more = ballot(waits[0] || waits[1]) != 0;
   }
 
-  // Whether the first slice is consecutive: where a kernel has a way of its own for it.
-  DEVICE void find_consecutive(int lane) {
-    const uint32_t last = shift_by(7 - lane / 4, true, lane).word;
-    if (!ballot(first.shift[0].word != (last | QuadShift::NEXT) || first.shift[1].word != last))
-      first.shift[1].word |= QuadShift::CONSECUTIVE;
+  // Whether all 16 rows are part of the first slice, row g shifted by 15 - g, as where positions come one after the
+  // other.
+  DEVICE bool is_consecutive(int lane) const {
+    const uint32_t last = consecutive_shift(lane).word;
+    return !ballot(first.shift[0].word != (last | QuadShift::NEXT) || first.shift[1].word != last);
   }
 
   // use(slice) for every slice of a window; shift_of(r) is the shift of row r in it.
@@ -131,45 +131,96 @@ DEVICE const float* rel_bias_of(const Call& call, int b, int h) {
   return call.workspace.rel_bias + head * call.rel_bias_rows;
 }
 
-// Adds the position term of a slice to the warp's scores (16 x 8 N). CONSECUTIVE: what the slice says of itself, which
-// spares row g and row g + 8 the choice between their tiles of the band. `window` is the window's first row of rel_key;
-// load_query(k) gives the fragment at depth k.
-template <typename T, int HEAD_DIM, bool CONSECUTIVE = false, int N, typename Ring, typename Query>
-DEVICE void add_position(float (&score)[N][4], const Ring& ring, int window, const float* bias, int rel_len,
-                         const BandSlice& slice, bool tf32, int lane, Query load_query) {
-  bias += larger(-REL_MARGIN, smaller(window, rel_len)) - window;  // no pair reads a window beyond its margins
-  float band[4][4] = {};                                           // tiles n - 2 .. n + 1 of eight columns
+// The band's columns of 16 rows of rel_key, from `row` on, whose v.r begin at bias: of the warp's tiles of 16 rows from
+// `first` to `last`. load_query(k, m) gives the fragment of tile m at depth k.
+template <typename T, int HEAD_DIM, int M_TILES, typename Ring, typename Query>
+DEVICE void multiply_band(float (&band)[M_TILES][2][4], int first, int last, const Ring& ring, int row,
+                          const float* bias, bool tf32, int lane, Query load_query) {
+  const float* const of_lane = bias + lane % 4 * 2;
 #pragma unroll
-  for (int n = 0; n < N + 2; n += 2) {
-    const int row = window + slice.begin + 8 * n;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        band[half][i] = band[half + 2][i];
-        band[half + 2][i] = bias[row + 8 * half + lane % 4 * 2 + i % 2];
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < HEAD_DIM; k += DEPTH<T>) {
-      const Fragment q = load_query(k), r = load_b(ring, row, k, lane);
-      multiply<T>(band[2], q, r, 0, tf32);
-      multiply<T>(band[3], q, r, 1, tf32);
-    }
-    if (n == 0) continue;
+  for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float* const to = score[n - 2 + half] + 2 * r;
-        const float (*const from)[4] = band + half;
-        if constexpr (CONSECUTIVE) {
+      for (int i = 0; i < 4; ++i)
+        if (m >= first && m <= last) band[m][half][i] = of_lane[8 * half + i % 2];
+#pragma unroll
+  for (int k = 0; k < HEAD_DIM; k += DEPTH<T>) {
+    const Fragment r = load_b(ring, row, k, lane);
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) {
+      if (m < first || m > last) continue;
+      const Fragment q = load_query(k, m);
+      multiply<T>(band[m][0], q, r, 0, tf32);
+      multiply<T>(band[m][1], q, r, 1, tf32);
+    }
+  }
+}
+
+// Adds the position term of a slice to the warp's scores (16 x 8 N). `window` is the window's first row of rel_key;
+// load_query(k) gives the fragment at depth k.
+template <typename T, int HEAD_DIM, int N, typename Ring, typename Query>
+DEVICE void add_position(float (&score)[N][4], const Ring& ring, int window, const float* bias, int rel_len,
+                         const BandSlice& slice, bool tf32, int lane, Query load_query) {
+  bias += larger(-REL_MARGIN, smaller(window, rel_len)) - window;  // no pair reads a window beyond its margins
+  float before[2][4], band[1][2][4];
+#pragma unroll
+  for (int n = 0; n < N + 2; n += 2) {
+    const int row = window + slice.begin + 8 * n;
+    multiply_band<T, HEAD_DIM>(band, 0, 0, ring, row, bias + row, tf32, lane,
+                               [&](int k, int) { return load_query(k); });
+    const float* const tiles[4] = {before[0], before[1], band[0][0], band[0][1]};
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        if (n > 0)
+          add_shifted(score[n - 2 + half] + 2 * r, tiles[half] + 2 * r, tiles[half + 1] + 2 * r,
+                      tiles[half + 2] + 2 * r, slice.shift[r]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) before[half][i] = band[0][half][i];
+  }
+}
+
+// The same for all of a warp's rows where their positions come one after the other. `row` is the first row of rel_key
+// that tile M_TILES - 1 of 16 rows needs, each tile before needs what is 16 rows further on. Only what is new to this
+// tile of keys is multiplied: `carried` has the first 16 columns of the bands from the tile before, if is_carried, and
+// afterwards those of the next one.
+template <typename T, int HEAD_DIM, int M_TILES, int N, typename Ring, typename Query>
+DEVICE void add_consecutive_position(float (&score)[M_TILES][N][4], float (&carried)[M_TILES][2][4], bool is_carried,
+                                     const Ring& ring, int row, const float* bias, QuadShift shift, bool tf32,
+                                     int lane, Query load_query) {
+  constexpr int LAST = M_TILES - 1;
+  const auto multiply_columns = [&](float (&band)[M_TILES][2][4], int sixteen, int first, int last) {
+    multiply_band<T, HEAD_DIM>(band, first, last, ring, row + 16 * sixteen, bias + 16 * sixteen, tf32, lane,
+                               load_query);
+  };
+  if (!is_carried)
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) multiply_columns(carried, LAST - m, m, m);
+#pragma unroll
+  for (int sixteen = 1; sixteen <= N / 2 + LAST; ++sixteen) {
+    float band[M_TILES][2][4];
+    multiply_columns(band, sixteen, LAST + 1 - sixteen, N / 2 + LAST - sixteen);
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) {
+      const int n = 2 * (sixteen - 1 - LAST + m);
+      if (n < 0 || n >= N) continue;
+      const float* const tiles[4] = {carried[m][0], carried[m][1], band[m][0], band[m][1]};
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)  // row g takes a tile of eight columns further on than row g + 8
           for (int parity = 0; parity < 2; ++parity)
-            to[parity] += shifted(from[1 - r] + 2 * r, from[2 - r] + 2 * r, parity, slice.shift[1]);
-        } else {
-          add_shifted(to, from[0] + 2 * r, from[1] + 2 * r, from[2] + 2 * r, slice.shift[r]);
-        }
-      }
+            score[m][n + half][2 * r + parity] +=
+                shifted(tiles[half + 1 - r] + 2 * r, tiles[half + 2 - r] + 2 * r, parity, shift);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) carried[m][half][i] = band[m][half][i];
+    }
   }
 }
 

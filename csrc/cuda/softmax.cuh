@@ -101,7 +101,6 @@ struct OnlineSoftmax {
   DEVICE static void exponentials(const float (&score)[N][4], const float (&bases)[2],
                                   Fragment (&weights)[WEIGHTS<T, N>], float (&sum)[2]) {
     constexpr int EACH = N / WEIGHTS<T, N>;
-    sum[0] = sum[1] = 0;
 #pragma unroll
     for (int n = 0; n < N; n += EACH) {
       float of[EACH][4];
@@ -110,7 +109,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           of[j][i] = exp2_approximately(score[n + j][i] - bases[i / 2]);
-          sum[i / 2] += of[j][i];
+          sum[i / 2] = n + j == 0 && i % 2 == 0 ? of[j][i] : sum[i / 2] + of[j][i];
         }
       weights[n / EACH] = as_fragment<T>(of);
     }

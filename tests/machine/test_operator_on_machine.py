@@ -182,26 +182,43 @@ def test_gradients_of_tiles_that_do_not_follow_each_other(head_dim):
     assert any("warpgroup_backward_kernel" in launch.name for launch in record.launches)
 
 
-@NEEDS_NVCC
-def test_tiles_that_do_not_follow_each_other():
-    """Empty tiles between others: rel_key's window begins anew, one slot of it still being there."""
+def tiles_in_three_runs(head_dim: int) -> Problem:
+    """640 rows and keys; of ten tiles of 64 keys no row sees 1, 2, 5 and 9."""
     rank = torch.zeros(1, 640, dtype=torch.int32)
     for tile in (1, 2, 5, 9):
         rank[:, 64 * tile : 64 * (tile + 1)] = 1
     query_rank = torch.ones(1, 640, dtype=torch.int32)
-    problem = make(1, 1, 640, width=64, dtype=torch.bfloat16).with_options(mask=xk.RankMask(query_rank, rank))
+    return make(1, 1, 640, width=head_dim, dtype=torch.bfloat16).with_options(mask=xk.RankMask(query_rank, rank))
+
+
+@NEEDS_NVCC
+def test_tiles_that_do_not_follow_each_other():
+    """Empty tiles between others: rel_key's window begins anew, one slot of it still being there."""
     with serving(90) as record:
-        assert_right(problem, "cuda", needs=())
+        assert_right(tiles_in_three_runs(64), "cuda", needs=())
     found = record.launches[-1].counts.tensor
-    # six tiles are left in four runs; a run's first tile takes one product with rel_key more
+    # six tiles are left in three runs; a run's first tile takes one product with rel_key more
     assert found["wgmma.m64n64k16.bf16"] == 5 * 8 * (3 * 6 + 3) * 4
 
 
 @NEEDS_NVCC
+@pytest.mark.parametrize(("head_dim", "warps", "m_tiles"), [(64, 4, 2), (128, 8, 1)])
+def test_columns_of_the_band_are_carried_from_tile_to_tile(head_dim, warps, m_tiles):
+    """On sm_80, tiles of 32 keys: each row of rel_key is multiplied once for 16 rows of query in a run of tiles."""
+    with serving(80) as record:
+        assert_right(tiles_in_three_runs(head_dim), "cuda", needs=())
+    found = record.launches[-1].counts.tensor
+    products, sums = 3 * 4 * head_dim // 16, 2  # of a tile of 16 rows: content, position and values, and of weights
+    begun = 2 * head_dim // 16  # the first 16 columns of a run
+    assert found["mma.m16n8k16.bf16"] == 5 * warps * m_tiles * (12 * (products + sums) + 3 * begun)
+
+
+@NEEDS_NVCC
+@pytest.mark.parametrize(("architecture", "named"), [(80, ""), (90, "warpgroup_")])
 @pytest.mark.parametrize(
     ("dtype", "segments"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)]
 )
-def test_one_visible_key_of_a_large_score_has_probability_one(dtype, segments):
+def test_one_visible_key_of_a_large_score_has_probability_one(dtype, segments, architecture, named):
     """Backward computes scores again: the same numbers, or P would not be 1.
 
     But for what segments add, summed in another order: float16 would show it.
@@ -214,15 +231,15 @@ def test_one_visible_key_of_a_large_score_has_probability_one(dtype, segments):
     kinds = xk.Segments(ids, ids.flip(1), 4 * torch.randn(2, 1, width, dtype=dtype), segment_bias)
     value = torch.randn_like(query).requires_grad_()
     grad_out = torch.randn_like(query)
-    with serving(90) as record:
+    with serving(architecture) as record:
         out = xk.rel_attention(
             query, key, value, rel_key, content_bias=content_bias, position_bias=position_bias, scale=2.0,
             segments=kinds if segments else None, mask=torch.eye(rows).bool(), deterministic=False,
             backend="cuda",
         )  # fmt: skip
         (grad,) = torch.autograd.grad(out, value, grad_out)
-    assert "warpgroup_forward_kernel" in record.launches[1].name
-    assert "warpgroup_backward_kernel" in record.launches[3].name
+    assert f"{named}forward_kernel" in record.launches[1].name
+    assert f"{named}backward_kernel" in record.launches[3].name
     assert torch.equal(out, value) and torch.equal(grad, grad_out)
 
 

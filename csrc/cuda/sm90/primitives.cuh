@@ -184,12 +184,6 @@ struct Barrier {
   }
 };
 
-// The same number, which the compiler then keeps instead of computing it again where it is used.
-DEVICE uint32_t kept_in_register(uint32_t x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
 // The same number, of which the compiler does not know that it is the same in all lanes.
 DEVICE int in_each_lane(int x, int lane) { return int(__byte_perm(x, x, 0x3210 + lane % 2 * 0x4444)); }
 

@@ -10,8 +10,6 @@
 
 namespace xlnet_kernels::cuda {
 
-DEVICE QuadShift consecutive_shift(int lane) { return {kept_in_register(shift_by(7 - lane / 4, true, lane).word)}; }
-
 // Tile `tile` of the window of 16 that `lower` and `upper` are.
 DEVICE const float (&window_tile(const float (&lower)[8][4], const float (&upper)[8][4], int tile))[4] {
   return tile < 8 ? lower[tile] : upper[tile - 8];

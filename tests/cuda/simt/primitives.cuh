@@ -198,6 +198,11 @@ DEVICE float exp2_approximately(float x) {
 }
 DEVICE int first_bit(uint32_t word) { return __builtin_ctz(word); }
 DEVICE uint32_t multiply_high(uint32_t a, uint32_t b) { return uint32_t(uint64_t(a) * b >> 32); }
+DEVICE int64_t multiply_wide(int a, int b) { return int64_t(a) * b; }
+template <typename T>
+DEVICE T kept_in_register(T x) {
+  return x;
+}
 
 inline int shared_memory_of_block(int device) { return device == 0 ? simt::MAX_SHARED_BYTES : -1; }
 

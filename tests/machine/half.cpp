@@ -89,6 +89,15 @@ void compare_two(Warp& warp, const Inst& inst) {
   write_predicate(warp, inst.refs[3], high);
 }
 
+// Both numbers of a register, all bits of a half where it holds.
+template <class F, class Half>
+struct Masks {
+  static uint32_t run(uint32_t a, uint32_t b) {
+    const auto mask = [&](int shift) { return Halves<F, Half>::run(a >> shift, b >> shift) ? 0xffffu << shift : 0; };
+    return mask(0) | mask(16);
+  }
+};
+
 template <class Half>
 void add_type(SimpleTable& table, const std::string& type) {
   for (const std::string round : {"", ".rn"}) {
@@ -110,6 +119,7 @@ void add_type(SimpleTable& table, const std::string& type) {
     table[std::string("setp.") + name + type] = {run, {1, 32, 32}, Class::Selection};
   };
   table["setp.lt" + type + "x2"] = {compare_two<Less, Half>, {1, 32, 32}, Class::Selection};
+  table["set.lt.u32" + type + "x2"] = simple<Masks<Less, Half>, uint32_t, uint32_t, uint32_t>(Class::Selection);
   compare("eq", comparison<Halves<Equal, Half>, uint16_t>);
   compare("ne", comparison<Halves<Unequal, Half>, uint16_t>);
   compare("neu", comparison<Halves<OrNan<Unequal>, Half>, uint16_t>);

@@ -205,6 +205,16 @@ def test_two_halves_are_compared_at_once():
     same(out, (a < b)[: out.size])
 
 
+def test_two_halves_are_compared_into_a_mask():
+    a, b = numbers(np.float16), numbers(np.float16, 1)
+    x, y = (pair[: a.size // 2 * 2].view(np.uint32) for pair in (a, b))
+    out = np.zeros(x.size, np.uint32)
+    body = at(0, 4) + "ld.global.u32 %r10, [%d100];\n" + at(1, 4) + "ld.global.u32 %r11, [%d100];\n"
+    body += "set.lt.u32.f16x2 %r98, %r10, %r11;\n" + at(2, 4) + "st.global.u32 [%d100], %r98;\n"
+    run(body, x, y, out, block=x.size)
+    same(out.view(np.uint16), np.where((a < b)[: 2 * out.size], 0xFFFF, 0).astype(np.uint16))
+
+
 @pytest.mark.parametrize(
     ("op", "function"), [("ex2.approx.ftz", np.exp2), ("lg2.approx", np.log2), ("rcp.approx.ftz", np.reciprocal),
                          ("sqrt.rn", np.sqrt), ("rsqrt.approx", lambda x: x**-0.5), ("tanh.approx", np.tanh)],

@@ -16,6 +16,21 @@ DEVICE void start_scores(float (&score)[8][4], const float* bias, int t) {
     for (int i = 0; i < 4; ++i) score[n][i] = bias[8 * n + 2 * t + i % 2];
 }
 
+// The same of a half of the band, in those ten of the window's 16 tiles that the warp shifts; zeros elsewhere.
+DEVICE void start_half(float (&half)[8][4], const float* bias, bool is_upper, Lane lane) {
+  struct alignas(8) Pair {
+    float of[2];
+  };
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    Pair pair{};
+    if (is_upper ? n <= 7 - 2 * lane.warp : n >= 6 - 2 * lane.warp)
+      pair = *reinterpret_cast<const Pair*>(bias + 8 * n + 2 * lane.t);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) half[n][i] = pair.of[i % 2];
+  }
+}
+
 // Warpgroup: until the products that were begun are there.
 DEVICE void finish_products() {
   commit_products();

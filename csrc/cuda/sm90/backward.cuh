@@ -22,7 +22,8 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) warpgroup_backward_kernel(const __grid_c
   memory.init();
   if (thread_index() < WARPGROUP) {
     shrink_registers<S::PRODUCER_REGISTERS>();
-    BackwardProducer<S>{a, memory, b, block_index().y, key_tile * S::KEYS, {}, {}}.run();
+    if (thread_index() < WARP)
+      BackwardProducer<S>{a, memory, b, block_index().y, key_tile * S::KEYS, {}, {}}.run();
   } else {
     grow_registers<S::CONSUMER_REGISTERS>();
     Lane lane = this_lane();

@@ -4,9 +4,8 @@
 #include "../backward_products.cuh"
 #include "../bias.cuh"
 #include "../dropout.cuh"
-#include "../softmax.cuh"
 #include "accumulators.cuh"
-#include "backward_memory.cuh"
+#include "backward_rows.cuh"
 #include "shift.cuh"
 
 namespace xlnet_kernels::cuda {
@@ -17,7 +16,8 @@ struct BackwardConsumer {
   static constexpr int D = S::HEAD_DIM, TILES = S::BLOCK_N / 8;
   // Where there are registers for it: the lower half of a window is the next one's upper half, whose dR is then added
   // to global memory once.
-  static constexpr bool QUERY_IN_REGISTERS = D <= 64, KEEPS_REL_KEY = D <= 64;
+  static constexpr bool QUERY_IN_REGISTERS = D <= 64, KEEPS_REL_KEY = D <= 64, KEEPS_BIAS = D <= 64,
+                        BAND_IN_REGISTERS = D <= 64;
   static constexpr int NO_WINDOW = -2147483647 - 1;
   using Scores = float[TILES][4];
 
@@ -25,21 +25,32 @@ struct BackwardConsumer {
   const KeyTile<S>& tile;
   const BackwardWarpgroupMemory<S> memory;
   const int consumer;
-  const Lane lane;  // warp: of this warpgroup
+  Lane lane;  // warp: of this warpgroup
   const QuadShift shift;
   RingPlace<S::STAGES> stage;
   RingPlace<S::SLOTS> upper;  // of the window's halves; the lower one comes after it
-  bool has_run = false;
-  int32_t segment;        // of the keys,
-  bool has_two_segments;  // unless they have several
+  KeySegments segments;
+  float key_bias[KEEPS_BIAS ? TILES : 1][2];  // of this lane's columns
   float dK[D / 8][4] = {}, dV[D / 8][4] = {}, key_sum[4] = {};
-  Scores kept_dR;
+  Scores kept_dR = {};
   int kept_window = NO_WINDOW;
 
   DEVICE BackwardConsumer(const Backward& a, const KeyTile<S>& tile, const BackwardWarpgroupMemory<S>& memory,
                           int consumer, Lane lane)
-      : a(a), tile(tile), memory(memory), consumer(consumer), lane(lane), shift(consecutive_shift(lane.id)) {}
+      : a(a),
+        tile(tile),
+        memory(memory),
+        consumer(consumer),
+        lane(lane),
+        shift(consecutive_shift(lane.id)) {}
 
+  // Where registers are scarce, what follows from the lane is found again from here on, not kept.
+  DEVICE void forget() {
+    if constexpr (D > 64) {
+      lane.id = kept_in_register(lane.id);
+      lane.g = lane.id / 4, lane.t = lane.id % 4;
+    }
+  }
   DEVICE RingPlace<S::SLOTS> lower() const { return {upper.passed + 1}; }
   DEVICE KeyLabels labels() const {
     const KeyLabels all = memory.labels();
@@ -51,9 +62,12 @@ struct BackwardConsumer {
     make_key_biases<T, S::BLOCK_N, 4>(a.call.p, tile.key_rows, tile.h, tile.j0, lane.warp, labels().bias);
     sync_warpgroup(1 + consumer);
     memory.full_keys().wait(0);
-    const int32_t* const key_segment = labels().segment;
-    segment = key_segment[0];
-    has_two_segments = ballot(key_segment[lane.id] != segment || key_segment[lane.id + WARP] != segment);
+    segments = KeySegments(labels().segment, lane.id);
+    if constexpr (KEEPS_BIAS)
+#pragma unroll
+      for (int n = 0; n < TILES; ++n)
+        for (int parity = 0; parity < 2; ++parity)
+          key_bias[n][parity] = float_of(kept_in_register(bits_of(labels().bias[8 * n + 2 * lane.t + parity])));
     while (step()) {
     }
     add_kept_rel_key_gradient();
@@ -63,12 +77,13 @@ struct BackwardConsumer {
   DEVICE bool step() {
     memory.full_stage(stage.index()).wait(stage.parity());
     const RowTileInfo info = memory.info(stage.index());
-    if (info.first_row == NO_ROW) return false;
-    if (info.begins_run) begin_run();
+    if (info.tile() == RowTileInfo::NO_TILE) return false;
+    if (info.has(RowTileInfo::BEGINS_RUN)) begin_run();
     memory.full_slot(upper.index()).wait(upper.parity());
     memory.full_slot(lower().index()).wait(lower().parity());
-    const Visibility visibility = consumer ? info.visibility[1] : info.visibility[0];
-    if (visibility != Visibility::none) add_gradients(info.first_row, visibility);
+    const Visibility visibility = info.visibility(consumer);
+    if (visibility != Visibility::none)
+      add_gradients(info.tile() * S::BLOCK_M, visibility, info.has(RowTileInfo::OWNS << consumer));
     release(memory.empty_slot(upper.index()), lane.id);
     upper.advance();
     release(memory.empty_stage(stage.index()), lane.id);
@@ -78,59 +93,46 @@ struct BackwardConsumer {
 
   // Slots that this warpgroup has no use for: the last of the run before, the first of this one.
   DEVICE void begin_run() {
-    for (int i = has_run ? 0 : 1 + consumer; i < 2; ++i) {
+    for (int i = upper.passed > 0 ? 0 : 1 + consumer; i < 2; ++i) {
       memory.full_slot(upper.index()).wait(upper.parity());
       release(memory.empty_slot(upper.index()), lane.id);
       upper.advance();
     }
-    has_run = true;
   }
 
-  DEVICE void add_gradients(int first_row, Visibility visibility) {
+  DEVICE void add_gradients(int first_row, Visibility visibility, bool owns) {
     Scores score;
     Fragment dS[TILES / 2];
-    uint32_t kept[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) kept[r] = kept_by_dropout(row(first_row, r));
+    forget();
+    const uint32_t kept = S::DROPOUT ? draw_dropout(TileRows(a.call.p, first_row, lane)) : 0;
     fence_shared_memory();
-    make_scores(first_row, visibility, score);
-    make_score_gradients(first_row, kept, score, dS);
+    make_scores(score);
+    forget();
+    const TileRows rows(a.call.p, first_row, lane);
+    make_score_gradients(rows, visibility, owns, kept, score, dS);
     fence_shared_memory();
     sync_warpgroup(1 + consumer);
+    forget();
     Fragment transposed[4];
     add_key_gradients(transposed);
 #pragma unroll
-    for (int column = 0; column < D; column += 64) add_query_gradient(first_row, dS, column);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) pin(transposed[k].word);  // dK's products read them until they are waited for
+    for (int column = 0; column < D; column += 64) add_query_gradient(rows, dS, transposed, column);
     if (a.gradients.sums.rel_key) add_rel_key_gradient(first_row);
     sync_warpgroup(1 + consumer);  // no one reads what was stored any more
   }
 
-  // This lane's row r of two; those beyond the last one see nothing. What is known of it is loaded where it is needed:
-  // registers are scarce.
-  DEVICE int row(int first_row, int r) const { return first_row + 16 * lane.warp + lane.g + 8 * r; }
-  DEVICE bool is_inside(int first_row, int r) const { return row(first_row, r) < int(a.call.p.length); }
-  DEVICE float row_value(RowValue value, int first_row, int r) const {
-    return tile.row_values[value * tile.all_rows + row(first_row, r)];
-  }
-  DEVICE int32_t row_segment(int first_row, int r) const {
-    const RelAttention& p = a.call.p;
-    return p.segments.query_ids && is_inside(first_row, r) ? p.segments.query_ids[tile.b * p.length + row(first_row, r)]
-                                                           : 0;
+  // Bit 2 n + parity: whether a row keeps column 8 n + 2 t + parity; 16 bits for each row.
+  DEVICE uint32_t draw_dropout(const TileRows& rows) const {
+    const Philox philox = load_philox(a.call.p.dropout, tile.b, tile.head);
+    uint32_t kept = 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      kept |= kept_columns<S::BLOCK_N>(philox, rows.first + 8 * r, tile.j0, lane.t) << (16 * r);
+    return kept;
   }
 
-  // Bit 2 n + parity: whether a row keeps column 8 n + 2 t + parity.
-  DEVICE uint32_t kept_by_dropout(int row) const {
-    if constexpr (S::DROPOUT) {
-      const Philox philox = load_philox(a.call.p.dropout, tile.b, tile.head);
-      return kept_columns<S::BLOCK_N>(philox, row, tile.j0, lane.t);
-    }
-    return ~0u;
-  }
-
-  // In forward's order of additions: u.k, position, content, scale and segments, mask.
-  DEVICE void make_scores(int first_row, Visibility visibility, Scores& score) {
+  // In forward's order of additions: u.k, position, content.
+  DEVICE void make_scores(Scores& score) {
     const auto queries = memory.queries(stage.index());
     Fragment query[QUERY_IN_REGISTERS ? D / 16 : 1];
     if constexpr (QUERY_IN_REGISTERS)
@@ -148,15 +150,23 @@ struct BackwardConsumer {
     Scores half;
     float carried[2][2] = {};
     const auto multiply_half = [&](bool is_upper) {
-      start_scores(half, memory.rel_bias(window_half(is_upper)), lane.t);
+      start_half(half, memory.rel_bias(window_half(is_upper)), is_upper, lane);
       pin(half);
       fence_products();
       multiply_query(half, memory.rel_key(window_half(is_upper)));
       finish_products();
       pin(half);
     };
+    // what follows from the shift is found again where registers are scarce
+    const QuadShift shift{D > 64 ? kept_in_register(this->shift.word) : this->shift.word};
     multiply_half(false);
-    start_scores(score, labels().bias, lane.t);
+    if constexpr (KEEPS_BIAS)
+#pragma unroll
+      for (int n = 0; n < TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) score[n][i] = key_bias[n][i % 2];
+    else
+      start_scores(score, labels().bias, lane.t);
     add_shifted_half<false>(score, half, carried, shift, lane.warp);
     multiply_half(true);
     add_shifted_half<true>(score, half, carried, shift, lane.warp);
@@ -165,50 +175,15 @@ struct BackwardConsumer {
     multiply_query(score, memory.keys(consumer));
     finish_products();
     pin(score);
-
-    add_segment_term(first_row, score);
-    if (visibility == Visibility::all) return;
-    const RelAttention& p = a.call.p;
-    const RowLabels row_labels[2] = {load_query_row(p, tile.b, row(first_row, 0)),
-                                     load_query_row(p, tile.b, row(first_row, 1))};
-    apply_mask(score, visibility, p, row_labels, tile.b, tile.h, row(first_row, 0), tile.j0, labels().rank, lane.t);
   }
 
-  // Scales the scores, adds the segment term: one multiply-add where all keys are of one segment.
-  DEVICE void add_segment_term(int first_row, Scores& score) {
-    const float scale = float(a.call.p.scale) * LOG2_E;
-    RowLabels row_labels[2] = {};
-    float different[2] = {};
-    if (a.call.p.segments.embed) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        row_labels[r].segment = row_segment(first_row, r);
-        different[r] = is_inside(first_row, r) ? row_value(DIFFERENT, first_row, r) : 0.f;
-        if (!has_two_segments && row_labels[r].segment == segment) different[r] = 0;
-      }
-      if (has_two_segments) return add_segments(score, scale, labels().segment, row_labels, different, lane.t);
-    }
-#pragma unroll
-    for (int n = 0; n < TILES; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) score[n][i] = score[n][i] * scale + different[i / 2];
-  }
-
-  // Softmax and dropout: leaves P as the values had it, dS, and its band in shared memory; scores become dS, which
-  // `rounded` is as well.
-  DEVICE void make_score_gradients(int first_row, const uint32_t (&kept)[2], Scores& score,
+  // Softmax and dropout: leaves P as the values had it, dS, and its band in shared memory; dS is `rounded` as well.
+  DEVICE void make_score_gradients(const TileRows& rows, Visibility visibility, bool owns, uint32_t kept, Scores& score,
                                    Fragment (&rounded)[TILES / 2]) {
-    const RelAttention& p = a.call.p;
     const auto grad_out = memory.grad_out(stage.index()), values = memory.values(consumer);
-    const float kept_scale = S::DROPOUT ? float(p.dropout.kept_scale) : 1.f;
-    float row_max[2], kept_factor[2], delta[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const bool inside = is_inside(first_row, r);
-      row_max[r] = inside ? row_value(ROW_MAX, first_row, r) : INFINITY;  // exponentials are 0
-      kept_factor[r] = inside ? kept_scale * row_value(INVERSE, first_row, r) : 0.f;
-      delta[r] = inside ? row_value(DELTA, first_row, r) : 0.f;
-    }
+    const float kept_scale = float(a.call.p.dropout.kept_scale);
+    const RowStatistics statistics(tile, rows);
+    make_exponents(score, tile, rows, statistics, segments, labels().segment, lane.t);
     Scores dP;
     fence_products();
     begin_wgmma<T, 0, 0>(dP, grad_out.columns_from(0), values.columns_from(0));
@@ -216,64 +191,53 @@ struct BackwardConsumer {
     for (int k = 16; k < D; k += 16) wgmma<T, 0, 0>(dP, grad_out.columns_from(k), values.columns_from(k));
     finish_products();
     pin(dP);
-
+    const uint32_t matrix_row = shared_address(
+        memory.probability(consumer).at(16 * lane.warp + lane.id % 8, lane.id / 8 * 8));  // this lane's of four
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      const uint32_t rank = row_rank(a.call.p, tile, rows, r, visibility);
+      uint32_t key_ranks[4], probability[4];
       const int row = 16 * lane.warp + lane.g + 8 * r;  // of the tile
-      T* const to_probability = memory.probability(consumer).at(row, 2 * lane.t);
-      T* const to_dS = memory.dS(consumer).at(row, 2 * lane.t);
-      T* to_band[2];
+      uint32_t to_band[2];
 #pragma unroll
       for (int parity = 0; parity < 2; ++parity)
-        to_band[parity] = memory.band(consumer).at(row, 2 * lane.t + parity + S::BLOCK_M - 1 - row);
+        to_band[parity] = shared_address(memory.band(consumer).at(row, 2 * lane.t + parity + S::BLOCK_M - 1 - row));
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
-        float probability[2];
+        if (n % 4 == 0)
+          load_key_ranks(key_ranks, a.call, tile, tile.j0 + 8 * n, rows.first + 8 * r, visibility, owns,
+                         labels().rank + 8 * n, lane.t);
+        float weight[2], gradient[2];
 #pragma unroll
         for (int parity = 0; parity < 2; ++parity) {
-          float& of = score[n][2 * r + parity];
-          const float factor = !S::DROPOUT || kept[r] >> (2 * n + parity) & 1 ? kept_factor[r] : 0.f;
-          of -= row_max[r];
-          probability[parity] = softmax_backward(of, dP[n][2 * r + parity], factor, delta[r]);
+          const float exponential = exp2_approximately(score[n][2 * r + parity]);
+          weight[parity] = exponential;
+          gradient[parity] = dP[n][2 * r + parity];
+          if constexpr (S::DROPOUT) {
+            const float factor = kept >> (16 * r + 2 * n + parity) & 1 ? kept_scale : 0.f;
+            weight[parity] *= factor;
+            gradient[parity] *= factor;
+          }
+          gradient[parity] = exponential * (gradient[parity] - statistics.delta[r]);
         }
-        const uint32_t word = pack<T>(score[n][2 * r], score[n][2 * r + 1]);
+        // not by a product, for what is not visible may be NaN
+        const uint32_t visible = where_less(key_ranks[n % 4], rank);
+        probability[n % 4] = pack<T>(weight[0], weight[1]) & visible;
+        const uint32_t word = pack<T>(gradient[0], gradient[1]) & visible;
         rounded[n / 2].word[n % 2 * 2 + r] = word;
-        *reinterpret_cast<uint32_t*>(to_dS + n * Chunks<T>::STEP) = word;
-#pragma unroll
-        for (int parity = 0; parity < 2; ++parity)
-          (to_band[parity] + n * Chunks<T>::STEP)->bits = uint16_t(word >> (16 * parity));
-        store_pair(to_probability + n * Chunks<T>::STEP, probability[0], probability[1]);
+        store_lower_half(to_band[0] + n * Chunks<T>::EIGHT_COLUMNS, word);
+        store_lower_half(to_band[1] + n * Chunks<T>::EIGHT_COLUMNS, word >> 16);
+        if (n % 4 < 3) continue;
+        const auto store_last = [&](int offset, auto word) {
+          store_matrices(matrix_row + r * Chunks<T>::EIGHT_ROWS + (n - 3) * Chunks<T>::EIGHT_COLUMNS + offset,
+                         word(n - 3), word(n - 2), word(n - 1), word(n));
+        };
+        store_last(0, [&](int n) { return probability[n % 4]; });
+        store_last(S::SCORES, [&](int n) { return rounded[n / 2].word[n % 2 * 2 + r]; });
       }
     }
-    if (p.segments.embed) add_segment_gradient(first_row, score);
-  }
-
-  // The sum of dS over keys of another segment.
-  DEVICE void add_segment_gradient(int first_row, const Scores& dS) {
-    RowLabels row_labels[2] = {};
-#pragma unroll
-    for (int r = 0; r < 2; ++r) row_labels[r].segment = row_segment(first_row, r);
-    if (!has_two_segments && !ballot(row_labels[0].segment != segment || row_labels[1].segment != segment)) return;
-    const int32_t* const key_segment = labels().segment;
-    float sum[2] = {};
-    if (has_two_segments) {
-#pragma unroll
-      for (int n = 0; n < TILES; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (is_different(key_segment, row_labels, n, i, lane.t)) sum[i / 2] += dS[n][i];
-    } else {
-#pragma unroll
-      for (int n = 0; n < TILES; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[i / 2] += dS[n][i];
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float different_sum = quad_sum(sum[r]);
-      if (lane.t == 0 && is_inside(first_row, r) && (has_two_segments || row_labels[r].segment != segment))
-        add_atomically(a.gradients.sums.different + tile.first_row + row(first_row, r), different_sum);
-    }
+    if (a.call.p.segments.embed)
+      add_segment_gradient<T>(a.gradients.sums.different, tile, rows, segments, labels().segment, rounded, lane.t);
   }
 
   // dV += P' dO;  dK += dS' Q: under way until add_query_gradient has waited for them. transposed: dS', which is read
@@ -297,25 +261,53 @@ struct BackwardConsumer {
   }
 
   // dQ = dS K + band R, 64 columns of it, added to global memory.
-  DEVICE void add_query_gradient(int first_row, Fragment (&dS)[TILES / 2], int column) {
+  DEVICE void add_query_gradient(const TileRows& rows, Fragment (&dS)[TILES / 2], Fragment (&transposed)[4],
+                                 int column) {
     const auto band = memory.band(consumer);
     const auto rel_key = [&](int k) { return memory.rel_key(window_half(k >= 64)).rows_from(k % 64, column); };
     float dQ[8][4];
 #pragma unroll
     for (int k = 0; k < TILES / 2; ++k) pin(dS[k].word);
     fence_products();
-    begin_wgmma<T, 0, 1>(dQ, band.columns_from(0), rel_key(0));
+    // of the band's 16 columns k a warp's rows have zeros in three of eight; k = 3 and 4 have none
+    const auto is_shared = [](int k) { return !BAND_IN_REGISTERS || k == 3 || k == 4; };
+    begin_wgmma<T, 0, 1>(dQ, band.columns_from(48), rel_key(48));
 #pragma unroll
-    for (int k = 16; k < 128; k += 16) wgmma<T, 0, 1>(dQ, band.columns_from(k), rel_key(k));
+    for (int k = 0; k < 8; ++k)
+      if (is_shared(k) && k != 3) wgmma<T, 0, 1>(dQ, band.columns_from(16 * k), rel_key(16 * k));
 #pragma unroll
     for (int k = 0; k < 64; k += 16) wgmma<T, 1>(dQ, dS[k / 16].word, memory.keys(consumer).rows_from(k, column));
     commit_products();
+    if (column == 0) {
+      if (BAND_IN_REGISTERS)
+        wait_for_older_products<1>();
+      else
+        wait_for_products();
+      pin(dV), pin(dK);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) pin(transposed[k].word);  // dK's products have read them until here
+    }
+    if constexpr (BAND_IN_REGISTERS) {
+      Fragment left[8];
+      const uint32_t zero = zero_made_here();
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        if (is_shared(k)) continue;
+        left[k] = {{zero, zero, zero, zero}};
+        if (k >= 3 - lane.warp && k <= 7 - lane.warp) left[k] = band.load(16 * lane.warp, 16 * k, lane.id);
+        pin(left[k].word);
+      }
+      fence_products();
+#pragma unroll
+      for (int k = 0; k < 8; ++k)
+        if (!is_shared(k)) wgmma<T, 1>(dQ, left[k].word, rel_key(16 * k));
+      commit_products();
+    }
     wait_for_products();
-    if (column == 0) pin(dV), pin(dK);
     pin(dQ);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      if (is_inside(first_row, r)) add_row(tile.grad_query(row(first_row, r)) + column + 2 * lane.t, dQ, r);
+      if (rows.inside(r)) add_row(lane_row(tile.grad_query, rows.first_of_tile) + 8 * r * D + column, dQ, r);
   }
 
   // dR = band' Q and colsum(band), 64 rows of the window at a time, added to global memory. band' is read once for
@@ -325,19 +317,13 @@ struct BackwardConsumer {
     const int window = int(p.rel_key.max_distance - p.mem_len) - (first_row + S::BLOCK_M - 1) + tile.j0;
     Fragment left[4];
     if constexpr (KEEPS_REL_KEY) {
-      if (kept_window != window + 64) {
-        add_kept_rel_key_gradient();
-#pragma unroll
-        for (int n = 0; n < TILES; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) kept_dR[n][i] = 0;
-      }
+      const bool goes_on = kept_window == window + 64;
+      if (!goes_on) add_kept_rel_key_gradient();
       load_band(left, window, 64);
-      pin(kept_dR);
-      multiply_band<1>(kept_dR, left, 0);
+      multiply_band(kept_dR, left, 0, goes_on);
       add_rel_rows(kept_dR, window + 64, 0);
       load_band(left, window, 0);
-      multiply_band<0>(kept_dR, left, 0);
+      multiply_band(kept_dR, left, 0, false);
       kept_window = window;
     } else {
 #pragma unroll 1
@@ -346,7 +332,7 @@ struct BackwardConsumer {
 #pragma unroll
         for (int column = 0; column < D; column += 64) {
           Scores dR;
-          multiply_band<0>(dR, left, column);
+          multiply_band(dR, left, column, false);
           add_rel_rows(dR, window + half, column);
         }
       }
@@ -373,36 +359,37 @@ struct BackwardConsumer {
       pin(left[k].word);
     }
     if (!a.gradients.sums.rel) return;
+    const int rel = window + half + 16 * lane.warp + lane.g;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int rel = window + half + 16 * lane.warp + lane.g + 8 * r;
-      if (lane.t == 0 && uint32_t(rel) < uint32_t(a.call.p.rel_len))
-        add_atomically(a.gradients.sums.rel + tile.first_rel + rel, sum[2 * r]);
-    }
+    for (int r = 0; r < 2; ++r)
+      if (lane.t == 0 && uint32_t(rel + 8 * r) < uint32_t(a.call.p.rel_len))
+        add_atomically(a.gradients.sums.rel + tile.first_rel + rel + 8 * r, sum[2 * r]);
   }
 
-  // 64 columns of band' Q for 64 rows of the window; not ADDS: nothing but them.
-  template <int ADDS>
-  DEVICE void multiply_band(Scores& dR, const Fragment (&left)[4], int column) {
+  // 64 columns of band' Q for 64 rows of the window; added to dR, or all of it.
+  DEVICE void multiply_band(Scores& dR, const Fragment (&left)[4], int column, bool adds) {
     const auto queries = memory.queries(stage.index());
+    pin(dR);
     fence_products();
-    if constexpr (ADDS)
-      wgmma<T, 1>(dR, left[0].word, queries.rows_from(0, column));
-    else
-      begin_wgmma<T, 1>(dR, left[0].word, queries.rows_from(0, column));
+    wgmma_or_begin<T, 1>(dR, left[0].word, queries.rows_from(0, column), adds);
 #pragma unroll
     for (int k = 1; k < 4; ++k) wgmma<T, 1>(dR, left[k].word, queries.rows_from(16 * k, column));
     finish_products();
     pin(dR);
   }
 
+  // Of 64 rows from `first` on this lane's first one, from its first column on.
+  DEVICE float* lane_row(const HeadRows<float>& rows, int first) const {
+    return rows.first + int64_t(first + 16 * lane.warp + lane.g) * D + 2 * lane.t;
+  }
+
   // Adds 64 columns of rows of rel_key, from first_rel on.
   DEVICE void add_rel_rows(const Scores& dR, int first_rel, int column) {
+    const int rel = first_rel + 16 * lane.warp + lane.g;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int rel = first_rel + 16 * lane.warp + lane.g + 8 * r;
-      if (uint32_t(rel) < uint32_t(a.call.p.rel_len)) add_row(tile.grad_rel(rel) + column + 2 * lane.t, dR, r);
-    }
+    for (int r = 0; r < 2; ++r)
+      if (uint32_t(rel + 8 * r) < uint32_t(a.call.p.rel_len))
+        add_row(lane_row(tile.grad_rel, first_rel) + 8 * r * D + column, dR, r);
   }
 };
 

@@ -30,7 +30,12 @@ struct Chunks {
   DEVICE uint64_t rows_from(int row, int column) const {
     return plain_descriptor(data, column / 8 * EIGHT_COLUMNS + row * ROW, EIGHT_ROWS, EIGHT_COLUMNS);
   }
-  // The same, 16 x 16 of it as a warp's fragment
+  // 16 x 16 of them as a warp's fragment
+  DEVICE Fragment load(int row, int column, int lane) const {
+    Fragment a;
+    ldmatrix(a.word, at(row + lane % 16, column + lane / 16 * 8));
+    return a;
+  }
   DEVICE Fragment load_transposed(int row, int column, int lane) const {
     Fragment a;
     ldmatrix_transposed(a.word, at(row + lane % 8 + lane / 16 * 8, column + lane / 8 % 2 * 8));
@@ -38,14 +43,23 @@ struct Chunks {
   }
 };
 
-// What the producer announces with a tile of rows: what of it each consumer's keys are visible to; whether its window
-// of rel_key does not go on from that of the tile before.
-struct alignas(16) RowTileInfo {
-  int first_row;  // or NO_ROW: there are no more tiles
-  Visibility visibility[2];
-  int begins_run;
+// What the producer announces with a tile of rows, in one word, which takes one pass through shared memory: its number,
+// and behind it what of it each consumer's keys are visible to.
+struct RowTileInfo {
+  // the tile's window of rel_key does not go on from that of the tile before; by_rank, and rows see their own keys as
+  // well: of the first consumer's keys, of the second one's
+  enum : uint32_t { BEGINS_RUN = 16, OWNS = 32 };
+  static constexpr uint32_t NO_TILE = 0xffffff;  // there are no more
+  uint32_t word;
+
+  DEVICE static RowTileInfo of(uint32_t tile) { return {tile << 8}; }
+  DEVICE void add(int consumer, Visibility visibility, bool owns) {
+    word |= uint32_t(visibility) << (2 * consumer) | (owns ? OWNS << consumer : 0);
+  }
+  DEVICE uint32_t tile() const { return word >> 8; }
+  DEVICE bool has(uint32_t flag) const { return word & flag; }
+  DEVICE Visibility visibility(int consumer) const { return Visibility(word >> (2 * consumer) & 3); }
 };
-constexpr int NO_ROW = -1;
 
 template <typename S>
 struct BackwardWarpgroupMemory {
@@ -71,7 +85,9 @@ struct BackwardWarpgroupMemory {
   DEVICE KeyLabels labels() const { return key_labels_at(scores(S::CONSUMERS), S::KEYS); }
   DEVICE float* rel_bias(int slot) const { return labels().bias + S::KEYS + slot * 64; }  // v.r of the slot's rows
   DEVICE RowTileInfo& info(int stage) const { return reinterpret_cast<RowTileInfo*>(rel_bias(S::SLOTS))[stage]; }
-  DEVICE Barrier barrier(int index) const { return {reinterpret_cast<uint64_t*>(&info(S::STAGES)) + index}; }
+  DEVICE Barrier barrier(int index) const {
+    return {reinterpret_cast<uint64_t*>(reinterpret_cast<char*>(&info(0)) + S::INFO) + index};
+  }
 
   // Filled and emptied: of stages, of slots; the keys are filled once
   DEVICE Barrier full_stage(int stage) const { return barrier(stage); }
@@ -85,9 +101,9 @@ struct BackwardWarpgroupMemory {
     constexpr int WARPS = 4 * S::CONSUMERS;
     if (shared_address(data) % 1024) trap();  // the swizzle's pattern would begin elsewhere
     if (thread_index() == 0) {
-      for (int i = 0; i < S::STAGES; ++i) full_stage(i).init(WARPGROUP + 1), empty_stage(i).init(WARPS);
-      for (int i = 0; i < S::SLOTS; ++i) full_slot(i).init(WARPGROUP), empty_slot(i).init(WARPS);
-      full_keys().init(WARPGROUP);
+      for (int i = 0; i < S::STAGES; ++i) full_stage(i).init(WARP + 1), empty_stage(i).init(WARPS);
+      for (int i = 0; i < S::SLOTS; ++i) full_slot(i).init(WARP), empty_slot(i).init(WARPS);
+      full_keys().init(WARP);
     }
     clear_key_labels<S::THREADS>(labels(), S::KEYS);
     // what no dS is stored to stays zero: rows come one after the other, so that each has its place in every tile

@@ -1,4 +1,4 @@
-// Backward's producer warpgroup: brings a block's keys, then tile by tile the rows that see some of them, and rel_key.
+// Backward's producer, a warp: brings a block's keys, then tile by tile the rows that see some of them, and rel_key.
 //
 // rel_key comes in slots of 64 rows. A tile of rows has three of them: for the block's first 64 keys the two that come
 // last, for the others the two that come first; from one tile of rows to the next the window moves down by one slot.
@@ -6,6 +6,7 @@
 
 #include "../scheduler.cuh"
 #include "backward_memory.cuh"
+#include "copies.cuh"
 
 namespace xlnet_kernels::cuda {
 
@@ -18,32 +19,33 @@ struct BackwardProducer {
   RingPlace<S::STAGES> stage;
   RingPlace<S::SLOTS> slot;
 
+  // Asked for where it is needed: else all addresses that depend on it alone would be kept.
+  DEVICE static int own_lane() { return kept_in_register(thread_index()); }
+
   DEVICE void run() {
     const Call& call = a.call;
     const RelAttention& p = call.p;
-    const int lane = thread_index() % WARP;
     copy_keys();
     TileScheduler scheduler(rows_within_reach(p, j0, S::KEYS), S::BLOCK_M);
     int before = -2;  // the tile before
     for (;;) {
       Visibility visibility = Visibility::none;
-      const int tile = scheduler.next(visibility, lane, [&](int i) {
+      const int tile = scheduler.next(visibility, own_lane(), [&](int i) {
         const RowTile rows = load_row_tile(call, b, i * S::BLOCK_M, S::BLOCK_M);
         const bool first = tile_visibility(call, rows, b, j0, S::BLOCK_N) != Visibility::none;
         const bool second = tile_visibility(call, rows, b, j0 + S::BLOCK_N, S::BLOCK_N) != Visibility::none;
         return first || second ? Visibility::some : Visibility::none;
       });
       if (tile >= scheduler.tiles) break;
-      announce(tile * S::BLOCK_M, tile != before + 1);
+      announce(tile, tile != before + 1);
       copy_query_rows(tile * S::BLOCK_M);
       publish();
       const int window = int(p.rel_key.max_distance - p.mem_len) - (tile * S::BLOCK_M + S::BLOCK_M - 1) + j0;
-      if (tile != before + 1)
-        for (int i = 2; i > 0; --i) copy_rel_key(window + i * 64);
-      copy_rel_key(window);
+#pragma unroll 1
+      for (int i = tile == before + 1 ? 0 : 2; i >= 0; --i) copy_rel_key(window + i * 64);
       before = tile;
     }
-    announce(NO_ROW, false);
+    announce(RowTileInfo::NO_TILE, false);
     const RingPlace<S::STAGES> last = stage;
     publish();
     memory.full_stage(last.index()).wait(last.parity());  // no thread ends with copies or arrivals under way
@@ -54,32 +56,30 @@ struct BackwardProducer {
     memory.full_keys().wait(0);
   }
 
-  DEVICE void announce(int first_row, bool begins_run) {
+  DEVICE void announce(uint32_t tile, bool begins_run) {
     memory.empty_stage(stage.index()).wait(stage.parity() ^ 1);
-    if (thread_index() > 0) return;
-    RowTileInfo info{first_row, {}, begins_run};
-    if (first_row != NO_ROW) {
-      const RowTile rows = load_row_tile(a.call, b, first_row, S::BLOCK_M);
-      for (int i = 0; i < S::CONSUMERS; ++i)
-        info.visibility[i] = tile_visibility(a.call, rows, b, j0 + i * S::BLOCK_N, S::BLOCK_N);
+    if (own_lane() > 0) return;
+    RowTileInfo info = RowTileInfo::of(tile);
+    if (begins_run) info.word |= RowTileInfo::BEGINS_RUN;
+    if (tile != RowTileInfo::NO_TILE) {
+      const RelAttention& p = a.call.p;
+      const RowTile rows = load_row_tile(a.call, b, tile * S::BLOCK_M, S::BLOCK_M);
+      for (int i = 0; i < S::CONSUMERS; ++i) {
+        const int first_key = j0 + i * S::BLOCK_N;
+        Visibility visibility = visibility_by_pairs(a.call, rows, b, first_key, S::BLOCK_N);
+        if (visibility == Visibility::by_rank && p.rank_mask.query_floor) visibility = Visibility::some;
+        const bool owns = visibility == Visibility::some && is_by_rank_and_own(p, rows, first_key, S::BLOCK_N);
+        info.add(i, owns ? Visibility::by_rank : visibility, owns);
+      }
     }
     memory.info(stage.index()) = info;
     memory.full_stage(stage.index()).arrive();
   }
 
-  // The stage is full when this thread's copies have arrived.
+  // The stage is full when this lane's copies, and all others', have arrived.
   DEVICE void publish() {
     memory.full_stage(stage.index()).arrive_after_copies();
     stage.advance();
-  }
-
-  // use(row, column) of every chunk of a matrix that is this thread's to copy
-  template <typename Use>
-  DEVICE static void for_each_chunk(Use use) {
-    constexpr int CHUNKS = S::HEAD_DIM / CHUNK<T>;
-#pragma unroll 1
-    for (int row = thread_index() / CHUNKS; row < 64; row += WARPGROUP / CHUNKS)
-      use(row, thread_index() % CHUNKS * CHUNK<T>);
   }
 
   DEVICE void copy_keys() {
@@ -87,47 +87,52 @@ struct BackwardProducer {
     const int keys = int(p.mem_len + p.key_len);
     const auto key_rows = key_rows_of<const T>(p, p.memory.key, p.keys.key, b, h);
     const auto value_rows = key_rows_of<const T>(p, p.memory.value, p.keys.value, b, h);
-    for (int i = 0; i < S::CONSUMERS; ++i)
-      for_each_chunk([&](int row, int column) {
-        const int j = j0 + i * S::BLOCK_N + row;
-        copy_async<16>(memory.keys(i).at(row, column), key_rows(j) + column, j < keys);
-        copy_async<16>(memory.values(i).at(row, column), value_rows(j) + column, j < keys);
-      });
-    copy_key_labels<WARPGROUP, S::KEYS>(a.call, memory.labels(), b, h, j0);
+    const auto is_inside = [&](int j) { return j < keys; };
+    const int lane = own_lane();
+#pragma unroll 1
+    for (int i = 0; i < S::CONSUMERS; ++i) {
+      copy_rows_inside(memory.keys(i), key_rows, j0 + i * S::BLOCK_N, lane, is_inside);
+      copy_rows_inside(memory.values(i), value_rows, j0 + i * S::BLOCK_N, lane, is_inside);
+    }
+    copy_key_labels<WARP, S::KEYS>(a.call, memory.labels(), b, h, j0, lane);
     memory.full_keys().arrive_after_copies();
   }
 
   // Rows of query and of the output's gradient; zeros for fully masked rows: zero times NaN would be NaN.
   DEVICE void copy_query_rows(int first_row) {
     const RelAttention& p = a.call.p;
+    const int lane = own_lane();
     const auto query_rows = rows_of<const T>(p.rows.query, b, h),
                grad_out_rows = rows_of<const T>(a.gradients.out, b, h);
     const int64_t all_rows = p.batch * p.heads * p.length;
     const float* const inverse = a.gradients.row_values + INVERSE * all_rows + (b * p.heads + h) * p.length;
     const auto queries = memory.queries(stage.index()), grad_out = memory.grad_out(stage.index());
-    for_each_chunk([&](int row, int column) {
-      const int i = first_row + row;
-      const bool inside = i < p.length && inverse[i] != 0;
-      copy_async<16>(queries.at(row, column), query_rows(i) + column, inside);
-      copy_async<16>(grad_out.at(row, column), grad_out_rows(i) + column, inside);
-    });
+    const auto is_read = [&](int i) { return i < p.length && inverse[i] != 0; };
+    if (ballot(!is_read(first_row + lane) || !is_read(first_row + WARP + lane))) {
+      copy_rows_inside(queries, query_rows, first_row, lane, is_read);
+      copy_rows_inside(grad_out, grad_out_rows, first_row, lane, is_read);
+    } else {
+      copy_whole_rows(queries, query_rows, first_row, lane);
+      copy_whole_rows(grad_out, grad_out_rows, first_row, lane);
+    }
   }
 
   DEVICE void copy_rel_key(int begin) {
     memory.empty_slot(slot.index()).wait(slot.parity() ^ 1);
     const RelAttention& p = a.call.p;
+    const int lane = own_lane();
     // Rows that no pair reads count as outside: the tile's rows beyond the last would read them, and NaN stays NaN.
     const int first = max(0, int(p.rel_key.max_distance - p.mem_len - p.length + 1)),
-              read = min(int(p.rel_len), int(p.rel_key.max_distance + p.key_len)) - first, i = thread_index();
+              read = max(0, min(int(p.rel_len), int(p.rel_key.max_distance + p.key_len)) - first);
+    const auto is_read = [&](int row) { return uint32_t(row - first) < uint32_t(read); };
     const auto rel_rows = rows_of<const T>(p.rel_key.rows, b, h);
     const auto rel_key = memory.rel_key(slot.index());
-    for_each_chunk([&](int row, int column) {
-      copy_async<16>(rel_key.at(row, column), rel_rows(begin + row) + column,
-                     uint32_t(begin + row - first) < uint32_t(max(read, 0)));
-    });
-    if (i < 64)
-      copy_async<4>(memory.rel_bias(slot.index()) + i, rel_bias_of(a.call, b, h) + begin + i,
-                    uint32_t(begin + i - first) < uint32_t(max(read, 0)));
+    if (begin >= first && begin + 64 <= first + read)
+      copy_whole_rows(rel_key, rel_rows, begin, lane);
+    else
+      copy_rows_inside(rel_key, rel_rows, begin, lane, is_read);
+    for (int i = lane; i < 64; i += WARP)
+      copy_async<4>(memory.rel_bias(slot.index()) + i, rel_bias_of(a.call, b, h) + begin + i, is_read(begin + i));
     memory.full_slot(slot.index()).arrive_after_copies();
     slot.advance();
   }

@@ -46,11 +46,11 @@ DEVICE uint64_t plain_descriptor(const void* data, int bytes, int leading, int s
   "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define BEGUN_1(s, n) "=f"(s[n][0]), "=f"(s[n][1]), "=f"(s[n][2]), "=f"(s[n][3])
 #define BEGUN_4(s, n) BEGUN_1(s, n), BEGUN_1(s, n + 1), BEGUN_1(s, n + 2), BEGUN_1(s, n + 3)
-#define WGMMA_64(type, adds, SUMS)                                                                                  \
-  asm volatile("{ .reg .pred adds; setp.ne.b32 adds, " adds ", 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type \
-               "." type " {" REGISTERS_32 "}, {%32, %33, %34, %35}, %36, adds, 1, 1, %37; }"                        \
-               : SUMS(sum, 0), SUMS(sum, 4)                                                                         \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED))
+#define WGMMA_64(type, SUMS, ADDS)                                                                               \
+  asm volatile("{ .reg .pred adds; setp.ne.b32 adds, %38, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type   \
+               "." type " {" REGISTERS_32 "}, {%32, %33, %34, %35}, %36, adds, 1, 1, %37; }"                     \
+               : SUMS(sum, 0), SUMS(sum, 4)                                                                      \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED), ADDS)
 #define WGMMA_128(type)                                                                                                \
   asm volatile("{ .reg .pred adds; setp.ne.b32 adds, 1, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type \
                " {" REGISTERS_64 "}, {%64, %65, %66, %67}, %68, adds, 1, 1, %69; }"                                    \
@@ -62,9 +62,9 @@ DEVICE uint64_t plain_descriptor(const void* data, int bytes, int leading, int s
 template <typename T, int TRANSPOSED>
 DEVICE void wgmma(float (&sum)[8][4], const uint32_t (&a)[4], uint64_t b) {
   if constexpr (std::is_same_v<T, BFloat16>)
-    WGMMA_64("bf16", "1", SUMS_4);
+    WGMMA_64("bf16", SUMS_4, "n"(1));
   else
-    WGMMA_64("f16", "1", SUMS_4);
+    WGMMA_64("f16", SUMS_4, "n"(1));
 }
 template <typename T, int TRANSPOSED>
 DEVICE void wgmma(float (&sum)[16][4], const uint32_t (&a)[4], uint64_t b) {
@@ -77,9 +77,18 @@ DEVICE void wgmma(float (&sum)[16][4], const uint32_t (&a)[4], uint64_t b) {
 template <typename T, int TRANSPOSED>
 DEVICE void begin_wgmma(float (&sum)[8][4], const uint32_t (&a)[4], uint64_t b) {
   if constexpr (std::is_same_v<T, BFloat16>)
-    WGMMA_64("bf16", "0", BEGUN_4);
+    WGMMA_64("bf16", BEGUN_4, "n"(0));
   else
-    WGMMA_64("f16", "0", BEGUN_4);
+    WGMMA_64("f16", BEGUN_4, "n"(0));
+}
+
+// The same, the sum beginning here unless it adds, in the registers that it has been in.
+template <typename T, int TRANSPOSED>
+DEVICE void wgmma_or_begin(float (&sum)[8][4], const uint32_t (&a)[4], uint64_t b, bool adds) {
+  if constexpr (std::is_same_v<T, BFloat16>)
+    WGMMA_64("bf16", SUMS_4, "r"(int(adds)));
+  else
+    WGMMA_64("f16", SUMS_4, "r"(int(adds)));
 }
 
 #define WGMMA_SHARED_64(type, adds, SUMS)                                                                           \
@@ -146,6 +155,36 @@ DEVICE void sync_warpgroup(int barrier) { asm volatile("bar.sync %0, %1;" ::"r"(
 // wgmma then sees what this thread knows to be in shared memory.
 DEVICE void fence_shared_memory() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Warp: stores four 8 x 8 matrices of 16-bit numbers, a word of each as ldmatrix leaves it. Lane 8 m + r has the
+// address of row r of matrix m.
+DEVICE void store_matrices(uint32_t row, uint32_t word0, uint32_t word1, uint32_t word2, uint32_t word3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(word0), "r"(word1),
+               "r"(word2), "r"(word3)
+               : "memory");
+}
+// The lower 16 bits of a word, without a register of 16 bits for them.
+DEVICE void store_lower_half(uint32_t shared, uint32_t word) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
+}
+
+// All bits of those halves of a word in which a float16 number of a is less than that of b.
+DEVICE uint32_t where_less(uint32_t a, uint32_t b) {
+  uint32_t mask;
+  asm("set.lt.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
+  return mask;
+}
+
+DEVICE float log2_approximately(float x) {
+  float result;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+DEVICE float divide_approximately(float x, float y) {
+  float result;
+  asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+
 // As add_atomically of two neighbours, OFFSET elements further on.
 template <int OFFSET>
 DEVICE void add_atomically_at(float* to, float first, float second) {
@@ -183,6 +222,13 @@ struct Barrier {
     } while (!over);
   }
 };
+
+// Zero, made here: a constant may be moved to where products are under way, which then wait for it.
+DEVICE uint32_t zero_made_here() {
+  uint32_t zero;
+  asm volatile("mov.b32 %0, 0;" : "=r"(zero)::"memory");
+  return zero;
+}
 
 // The same number, of which the compiler does not know that it is the same in all lanes.
 DEVICE int in_each_lane(int x, int lane) { return int(__byte_perm(x, x, 0x3210 + lane % 2 * 0x4444)); }

@@ -10,7 +10,7 @@
 #pragma once
 
 #include "../scheduler.cuh"
-#include "memory.cuh"
+#include "copies.cuh"
 
 namespace xlnet_kernels::cuda {
 
@@ -130,28 +130,9 @@ struct Producer {
 
   template <typename Source>
   DEVICE void copy_rows(const Panels<T, S::HEAD_DIM>& to, Source source, int from, int count) {
-    constexpr int CHUNKS = S::HEAD_DIM / CHUNK<T>, STEP = WARP / CHUNKS;  // rows that are copied at a time
-    const int column = lane % CHUNKS * CHUNK<T>, start = lane / CHUNKS;
-    if constexpr (std::is_same_v<Source, HeadRows<const T>>) {
-      if (from >= 0 && from + S::BLOCK_N <= count) {  // as mostly: nothing to ask
-        // Every eighth row has the same swizzle; start < STEP, so that row start + i exchanges chunks by start and i.
-        const uint32_t first = shared_address(to.at(start, column));
-        const char* const global = reinterpret_cast<const char*>(source(from + start) + column);
-        // where registers allow in no uniform one, from which it would be moved for each row
-        const int bytes = source.stride * int(sizeof(T)), stride = S::HEAD_DIM > 64 ? bytes : in_each_lane(bytes, lane);
-#pragma unroll
-        for (int way = 0; way < 8; way += STEP)
-#pragma unroll
-          for (int i = way; i < S::BLOCK_N; i += 8)
-            copy_whole((first ^ way * 16) + i * to.ROW, global + int64_t(i) * stride);
-        return;
-      }
-    }
-#pragma unroll 1
-    for (int i = 0; i < S::BLOCK_N; i += STEP) {
-      const int row = from + start + i;
-      copy_async<16>(to.at(start + i, column), source(row) + column, uint32_t(row) < uint32_t(count));
-    }
+    if constexpr (std::is_same_v<Source, HeadRows<const T>>)
+      if (from >= 0 && from + S::BLOCK_N <= count) return copy_whole_rows(to, source, from, lane);
+    copy_rows_inside(to, source, from, lane, [&](int row) { return uint32_t(row) < uint32_t(count); });
   }
 
   DEVICE void copy_keys(int j0, bool asks_rank, bool asks_segment) {

@@ -36,9 +36,9 @@ struct WarpgroupBackwardSizes {
   static constexpr int SLOTS = 4;  // of rel_key, 64 rows each: three for one tile of rows, and the next one's first
   static constexpr int MATRIX = 64 * HEAD_DIM * 2, MATRICES = 2 * CONSUMERS + 2 * STAGES + SLOTS;
   static constexpr int SCORES = BLOCK_M * BLOCK_N * 2, BAND = 2 * SCORES;
-  static constexpr int LABELS = 3 * KEYS * 4, BIAS = 64 * 4, INFO = 16, BARRIERS = (1 + 2 * (STAGES + SLOTS)) * 8;
+  static constexpr int LABELS = 3 * KEYS * 4, BIAS = 64 * 4, INFO = 2 * 4, BARRIERS = (1 + 2 * (STAGES + SLOTS)) * 8;
   static constexpr int SHARED =
-      MATRICES * MATRIX + CONSUMERS * (2 * SCORES + BAND) + LABELS + SLOTS * BIAS + STAGES * INFO + BARRIERS;
+      MATRICES * MATRIX + CONSUMERS * (2 * SCORES + BAND) + LABELS + SLOTS * BIAS + INFO + BARRIERS;
 };
 
 }  // namespace xlnet_kernels::cuda

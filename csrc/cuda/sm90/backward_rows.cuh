@@ -1,0 +1,169 @@
+// Of a tile of rows in backward: what softmax asks of a lane's two, and which keys they see.
+#pragma once
+
+#include "../backward_block.cuh"
+#include "../segments.cuh"
+#include "../softmax.cuh"
+#include "backward_memory.cuh"
+
+namespace xlnet_kernels::cuda {
+
+// A lane's two rows, eight apart; those beyond the last one see nothing.
+struct TileRows {
+  const RelAttention& p;
+  int first_of_tile, first;
+
+  DEVICE TileRows(const RelAttention& p, int first_of_tile, Lane lane)
+      : p(p), first_of_tile(first_of_tile), first(first_of_tile + 16 * lane.warp + lane.g) {}
+  DEVICE bool inside(int r) const { return first + 8 * r < int(p.length); }
+};
+
+// Of the keys of a consumer: the first one's segment, and whether others are of another one.
+struct KeySegments {
+  int32_t first;
+  bool are_several;
+
+  KeySegments() = default;
+  DEVICE KeySegments(const int32_t* of_key, int lane)
+      : first(of_key[0]), are_several(ballot(of_key[lane] != first || of_key[lane + WARP] != first)) {}
+  // Whether some key is of another segment than a row.
+  DEVICE bool differ(const RowLabels& row) const { return are_several || row.segment != first; }
+};
+
+// Their segments; 0 where there are none.
+template <typename S>
+DEVICE void load_segments(const RelAttention& p, const KeyTile<S>& tile, const TileRows& rows, RowLabels (&labels)[2]) {
+  for (int r = 0; r < 2; ++r) {
+    const bool any = p.segments.query_ids && rows.inside(r);
+    labels[r].segment = any ? p.segments.query_ids[tile.b * p.length + rows.first + 8 * r] : 0;
+  }
+}
+
+// P = exp2(score - row_max + log_inverse), dS = P (dP - delta). Of rows beyond the last one whatever is finite. Loaded
+// where it is needed: registers are scarce.
+struct RowStatistics {
+  float row_max[2], log_inverse[2], delta[2];
+
+  template <typename S>
+  DEVICE RowStatistics(const KeyTile<S>& tile, const TileRows& rows) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float inverse = row_value(tile, rows, r, INVERSE, 1);
+      row_max[r] = row_value(tile, rows, r, ROW_MAX, 0);
+      log_inverse[r] = log2_approximately(inverse);
+      delta[r] = divide_approximately(row_value(tile, rows, r, DELTA, 0), inverse);
+    }
+  }
+
+  template <typename S>
+  DEVICE static float row_value(const KeyTile<S>& tile, const TileRows& rows, int r, RowValue of, float otherwise) {
+    return rows.inside(r) ? tile.row_values[of * tile.all_rows + rows.first + 8 * r] : otherwise;
+  }
+};
+
+// Scores become exponents of P: scale, segments and what is subtracted from a row in one multiply-add, or, where
+// row_max is large, one after the other, so that P of a single visible key is 1.
+template <typename S>
+DEVICE void make_exponents(float (&score)[8][4], const KeyTile<S>& tile, const TileRows& rows,
+                           const RowStatistics& statistics, const KeySegments& segments, const int32_t* key_segment,
+                           int t) {
+  const float scale = float(rows.p.scale) * LOG2_E;
+  RowLabels labels[2] = {};
+  float different[2] = {};
+  if (rows.p.segments.embed) {
+    load_segments(rows.p, tile, rows, labels);
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      if (segments.differ(labels[r])) different[r] = RowStatistics::row_value(tile, rows, r, DIFFERENT, 0);
+  }
+  float base[2], row_max[2], log_inverse[2];
+  bool is_large[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    is_large[r] = !(fabsf(statistics.row_max[r]) <= LARGEST_BASE);
+    base[r] = is_large[r] ? 0 : statistics.row_max[r] - statistics.log_inverse[r];
+    row_max[r] = is_large[r] ? statistics.row_max[r] : 0;
+    log_inverse[r] = is_large[r] ? statistics.log_inverse[r] : 0;
+  }
+  if (segments.are_several) {
+    add_segments(score, scale, key_segment, labels, different, t, base);
+  } else {
+    const float added[2] = {different[0] - base[0], different[1] - base[1]};
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) score[n][i] = score[n][i] * scale + added[i / 2];
+  }
+  if (!ballot(is_large[0] || is_large[1])) return;
+#pragma unroll
+  for (int n = 0; n < 8; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) score[n][i] = score[n][i] - row_max[i / 2] + log_inverse[i / 2];
+}
+
+// Adds the sums of dS over keys of another segment.
+template <typename T, typename S>
+DEVICE void add_segment_gradient(float* sums, const KeyTile<S>& tile, const TileRows& rows, const KeySegments& segments,
+                                 const int32_t* key_segment, const Fragment (&dS)[4], int t) {
+  RowLabels labels[2];
+  load_segments(rows.p, tile, rows, labels);
+  if (!segments.are_several && !ballot(segments.differ(labels[0]) || segments.differ(labels[1]))) return;
+  float sum[4] = {};
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    Fragment of = dS[k];
+    if (segments.are_several)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        of.word[i] &= (is_different(key_segment, labels, 2 * k + i / 2, i % 2 * 2, t) ? 0xffffu : 0) |
+                      (is_different(key_segment, labels, 2 * k + i / 2, i % 2 * 2 + 1, t) ? 0xffff0000u : 0);
+    multiply<T>(sum, of, ones<T>(), 0, false);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    if (t == 0 && rows.inside(r) && segments.differ(labels[r]))
+      add_atomically(sums + tile.first_row + rows.first + 8 * r, sum[2 * r]);
+}
+
+constexpr uint32_t BELOW_ALL = 0xfc00, ABOVE_ALL = 0x7c00;  // ranks as float16: -inf and inf
+
+// The rank of a row, twice in a word.
+template <typename S>
+DEVICE uint32_t row_rank(const RelAttention& p, const KeyTile<S>& tile, const TileRows& rows, int r,
+                         Visibility visibility) {
+  uint32_t rank = rows.inside(r) ? ABOVE_ALL : BELOW_ALL;
+  if (visibility == Visibility::by_rank && rows.inside(r))
+    rank = rank_as_half(p.rank_mask.query_rank[tile.b * p.length + rows.first + 8 * r]);
+  return rank * 0x10001;
+}
+
+// The ranks of 32 keys from j0 on as a row is to see them, by pairs of columns 8 n + 2 t and its neighbour. Where more
+// than ranks decides, they are such that a comparison with the row's finds it.
+template <typename S>
+DEVICE void load_key_ranks(uint32_t (&ranks)[4], const Call& call, const KeyTile<S>& tile, int j0, int sorted_row,
+                           Visibility visibility, bool owns, const int32_t* key_rank, int t) {
+  const RelAttention& p = call.p;
+  if (visibility == Visibility::some) {
+    const uint32_t bits =
+        visible_columns<32>(p, load_query_row(p, tile.b, sorted_row), tile.b, tile.h, j0, key_rank, t);
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+      ranks[n] = (bits >> (2 * n) & 1 ? 0 : ABOVE_ALL) | (bits >> (2 * n + 1) & 1 ? 0 : ABOVE_ALL << 16);
+    return;
+  }
+  const int tiles = tiles_of(int(p.mem_len + p.key_len), BOUNDS_TILE);
+  const int first = kept_in_register(tile.b) * tiles * BOUNDS_TILE + j0;  // not as far as it is the same for all tiles
+  const Bytes16* const from = reinterpret_cast<const Bytes16*>(call.workspace.rank_pairs) + first / 8 + t;
+  const Bytes16 pairs = p.rank_mask.key_rank ? *from : Bytes16{};
+#pragma unroll
+  for (int n = 0; n < 4; ++n) ranks[n] = pairs.word[n];
+  if (!owns) return;
+  const int own = load_query_row(p, tile.b, sorted_row).own_key - j0 - 2 * t;  // a column, less 2 t
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    if (own == 8 * n) ranks[n] = (ranks[n] & 0xffff0000) | BELOW_ALL;
+    if (own == 8 * n + 1) ranks[n] = (ranks[n] & 0xffff) | BELOW_ALL << 16;
+  }
+}
+
+}  // namespace xlnet_kernels::cuda

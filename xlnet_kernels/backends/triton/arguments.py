@@ -200,6 +200,7 @@ class Meta(NamedTuple):
     PRECISION: Any  # of float32 products: "tf32", "tf32x3" or "ieee"
     QUADS: Any  # see shift.py's `rotate`
     WINDOW: Any  # see window.py
+    FOLDED: Any  # see chunks.py's `rows_of_tile`
     LAZY: Any  # see softmax.py's LARGEST_SUM
     IN_REGISTERS: Any  # see chunks.py's `row_operand`
     NEEDS_REL: Any = None  # the gradient of rel_key is asked for

@@ -46,6 +46,18 @@ class SomeRows(NamedTuple):
 
 
 @triton.jit
+def rows_of_tile(META):
+    """(BLOCK_M,) the number in a tile of each of its rows.
+
+    FOLDED: rows n and n + BLOCK_M / 2, whose positions differ by BLOCK_N, are n % 8 and n % 8 + 8 of a fragment's 16.
+    """
+    row = tl.arange(0, META.BLOCK_M)
+    if META.FOLDED:
+        row = row // 16 * 8 + row % 8 + row // 8 % 2 * (META.BLOCK_M // 2)
+    return row
+
+
+@triton.jit
 def columns(c, META):
     """(BLOCK_D,) the columns of chunk c."""
     return tl.cast(c * META.BLOCK_D, tl.int32) + tl.arange(0, META.BLOCK_D)  # the interpreter wants tensors on the left
@@ -75,7 +87,7 @@ def load_rel_key(rel_key, head, start, c, size, META):
     """Chunk c (BLOCK_N, BLOCK_D) of rows start .. start + BLOCK_N - 1 of rel_key; zeros for those it does not have."""
     column = _rows_of_tile(tl.maximum(start, 0), META)
     inside = column < size.rel_len - start
-    if META.BOUNDED_BEHIND:
+    if META.BOUNDED_BEHIND or META.FOLDED:  # what only rows beyond the last need may be before the first
         inside = inside & (column >= -start)
     base = matrix_at(rel_key, head) + tl.cast(start, tl.int64) * rel_key.stride_l
     return load_rows(base, column, rel_key.stride_l, inside, c, META)
@@ -173,7 +185,7 @@ def scaled(chunks, factor):
 def _load_row_chunk(data, c, step, META):
     """Chunk c (BLOCK_M, BLOCK_D) of rows as prepare.py leaves them."""
     d = columns(c, META)
-    row = in_loop(tl.arange(0, META.BLOCK_M), step)
+    row = in_loop(rows_of_tile(META), step)
     pointer = data + (row[:, None] * META.HEAD_DIM + d[None, :])
     if META.HEAD_DIM % META.BLOCK_D != 0:
         return tl.load(pointer, mask=(d < META.HEAD_DIM)[None, :], other=0.0)

@@ -26,7 +26,7 @@ def _main_loop(
     # Two tiles a step, so that the ring's blocks need not change registers; where that is not too much for them.
     simple: tl.constexpr = mask.rank.sees_self is None and mask.rank.query_floor is None and mask.dense.data is None
     ordinary: tl.constexpr = memory.key.data is None and dropout.state is None and RING
-    UNROLL: tl.constexpr = 2 if META.WINDOW and KEEP and META.HEAD_DIM <= 64 and simple and ordinary else 1
+    UNROLL: tl.constexpr = 3 if META.WINDOW and KEEP and META.HEAD_DIM <= 64 and simple and ordinary else 1
     row_max = tl.full((META.BLOCK_M,), UNSEEN, tl.float32)
     row_sum = tl.zeros((META.BLOCK_M,), tl.float32)
     acc = zeros(META.BLOCK_M, META)

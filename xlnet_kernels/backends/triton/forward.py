@@ -26,7 +26,7 @@ def _main_loop(
     # Two tiles a step, so that the ring's blocks need not change registers; where that is not too much for them.
     simple: tl.constexpr = mask.rank.sees_self is None and mask.rank.query_floor is None and mask.dense.data is None
     ordinary: tl.constexpr = memory.key.data is None and dropout.state is None and RING
-    UNROLL: tl.constexpr = 3 if META.WINDOW and KEEP and META.HEAD_DIM <= 64 and simple and ordinary else 1
+    UNROLL: tl.constexpr = 2 if META.WINDOW and KEEP and META.HEAD_DIM <= 64 and simple and ordinary else 1
     row_max = tl.full((META.BLOCK_M,), UNSEEN, tl.float32)
     row_sum = tl.zeros((META.BLOCK_M,), tl.float32)
     acc = zeros(META.BLOCK_M, META)
@@ -115,8 +115,9 @@ def forward_kernel(
     row_mask = RowMask(rank, floor, own, tl.min(rank, 0), tl.max(floor, 0))
     span = span_of_keys(tile, row_mask, mask, size, META)
     terms = load_row_segments(rows, segments, tile, size, META)
-    content_query = row_operand(rows.content, tile, size, META, META.KEEP)  # (BLOCK_M, D)
-    position_query = row_operand(rows.position, tile, size, META, META.KEEP)  # (BLOCK_M, D)
+    # wgmma has registers for one of the two
+    content_query = row_operand(rows.content, tile, size, META, META.KEEP, META.IN_REGISTERS and not META.WINDOW)
+    position_query = row_operand(rows.position, tile, size, META, META.KEEP, META.IN_REGISTERS)  # (BLOCK_M, D)
 
     arguments = (
         tile, content_query, position_query, terms, row_mask, span, keys, memory, rel_key, segments, mask,

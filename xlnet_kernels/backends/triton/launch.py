@@ -45,7 +45,8 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     residual = out_residual if has_residual else None
     window = tuning.takes_windows(config, known.kind, known.capability)
     call.launch(
-        forward_kernel, programs, config, in_registers=tuning.in_registers(known.capability), window=window,
+        forward_kernel, programs, config, window=window,
+        in_registers=tuning.in_registers(known.head_dim, call.has_tests, known.capability),
         folded=window and config.BLOCK_M > config.BLOCK_N and call.tensors["query_positions"] is None,
         lazy=tuning.raises_late(config, known.capability), output=args.Output(*results[:4], residual),
     )  # fmt: skip
@@ -286,6 +287,11 @@ class Call:
         elsewhere = known.device.type == "cuda" and known.device.index != torch.cuda.current_device()
         with torch.cuda.device(known.device) if elsewhere else contextlib.nullcontext():
             plan.run(known, kernel, self.alignment, count, given, describe)
+
+    @property
+    def has_tests(self) -> bool:
+        """Whether there are masks or segments."""
+        return any(self.tensors[name] is not None for name in ("mask", "key_rank", "key_ids"))
 
     @functools.cached_property
     def alignment(self) -> int:

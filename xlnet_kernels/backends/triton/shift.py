@@ -160,7 +160,8 @@ def shift_in(first, middle, new, shift, META):
     block further.
     """
     if META.FOLDED:
-        return shift_folded(first, middle, new), middle, new
+        score, first = shift_folded(first, middle, new)
+        return score, first, new
     if META.BLOCK_M > META.BLOCK_N:
         second = tl.where((shift >= META.BLOCK_N)[:, None], new, middle)
     else:
@@ -217,7 +218,9 @@ def open_ring(position_query, tile, rel_key, start, step, size, META, KEEP: tl.c
     middle = first
     if META.BLOCK_M > META.BLOCK_N:
         middle = rel_product(position_query, rel_key, start + META.BLOCK_N, step, size, META, KEEP)
-        if not META.FOLDED:
+        if META.FOLDED:
+            _, first = shift_folded(first, first, middle)
+        else:
             first = tl.where((tile.shift >= META.BLOCK_N)[:, None], middle, first)
     return first, middle
 

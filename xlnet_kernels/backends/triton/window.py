@@ -94,16 +94,16 @@ def _pick() -> str:
 
 def _pick_folded() -> str:
     """As `_pick`, with one shift for both halves, which all rows of a warp have in the same group."""
-    lines = _conditions(0, f"${4 * _REGISTERS}")
+    lines = _conditions(0, f"${3 * _REGISTERS}")
     lines += [f"mov.pred {name}1, {name}0;" for name in ("later0", "later1", "odd")]
-    both = [[*_take(0, begin + 8), *_take(1, begin)] for begin in range(8)]
-    return _program([*lines, *_one_of(both, "begin0", "BOTH"), "BOTH_DONE:"], f"${4 * _REGISTERS + 1}")
+    both = [[*_take(0, begin), *_take(1, begin)] for begin in range(8)]
+    return _program([*lines, *_one_of(both, "begin0", "BOTH"), "BOTH_DONE:"], f"${3 * _REGISTERS + 1}")
 
 
 PICK = tl.constexpr(_pick())
 PICK_FOLDED = tl.constexpr(_pick_folded())
 OPERANDS = tl.constexpr(",".join(["=&f"] * _REGISTERS + ["f"] * 2 * _REGISTERS + ["r"] * 3))
-FOLDED_OPERANDS = tl.constexpr(",".join(["=&f"] * _REGISTERS + ["f"] * 3 * _REGISTERS + ["r"] * 2))
+FOLDED_OPERANDS = tl.constexpr(",".join(["=&f"] * _REGISTERS + ["f"] * 2 * _REGISTERS + ["r"] * 2))
 
 
 @triton.jit
@@ -179,22 +179,28 @@ def shift_window(first, second, shift):
 
 
 @triton.jit
-def shift_folded(older, old, new):
-    """out[i, c] = window[i, 63 - i % 64 + c] for the rows i of a folded tile (see `rows_of_tile`), whose windows are the
-    blocks `older` and `old` (128, 64) in the second half of the tile, `old` and `new` in the first."""
+def shift_folded(delayed, old, new):
+    """(scores (128, 64) of a folded tile (see `rows_of_tile`), what `delayed` is at the next tile of keys).
+
+    Row i takes columns from 63 - i % 64 on of the window that the blocks `old` and `new` (128, 64) are. Those of the
+    second half of the tile are one block ahead: theirs are put into place and kept for the next tile of keys.
+    """
     shape: tl.constexpr = (old.shape[0], GROUPS, 8)
-    blocks = split_fragment(tl.reshape(older, shape)) + split_fragment(tl.reshape(old, shape))
-    blocks = blocks + split_fragment(tl.reshape(new, shape))
+    blocks = split_fragment(tl.reshape(old, shape)) + split_fragment(tl.reshape(new, shape))
     lane = tl.arange(0, 4)[None, :]
     shift = 63 - tl.arange(0, 64)[:, None] + tl.zeros_like(lane)
-    operands = blocks + (shift, lane)
     taken = tl.inline_asm_elementwise(
-        PICK_FOLDED, FOLDED_OPERANDS, operands, (tl.float32,) * 32, is_pure=True, pack=1
+        PICK_FOLDED, FOLDED_OPERANDS, blocks + (shift, lane), (tl.float32,) * 32, is_pure=True, pack=1
     )  # fmt: skip
+    before = split_fragment(tl.reshape(delayed, shape))
     found = ()
     for i in tl.static_range(32):
-        found = found + (tl.gather(taken[i], (2 * lane + i // 16 + shift >> 1) & 3, 1),)
-    return tl.reshape(join_fragment(found, GROUPS), (old.shape[0], 64))
+        source = (2 * lane + i // 16 + shift >> 1) & 3
+        if i // 8 % 2 == 0:
+            found = found + (tl.gather(taken[i], source, 1),)
+        else:
+            found = found + (tl.gather(before[i], source, 1),)
+    return tl.reshape(join_fragment(found, GROUPS), old.shape), tl.reshape(join_fragment(taken, GROUPS), old.shape)
 
 
 @triton.jit

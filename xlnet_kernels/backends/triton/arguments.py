@@ -200,8 +200,9 @@ class Meta(NamedTuple):
     PRECISION: Any  # of float32 products: "tf32", "tf32x3" or "ieee"
     QUADS: Any  # see shift.py's `rotate`
     WINDOW: Any  # see window.py
+    FOLDED: Any  # see chunks.py's `rows_of_tile`
     LAZY: Any  # see softmax.py's LARGEST_SUM
-    IN_REGISTERS: Any  # see chunks.py's `row_operand`
+    IN_REGISTERS: Any  # see tuning.py's `in_registers`
     NEEDS_REL: Any = None  # the gradient of rel_key is asked for
     ATOMIC: Any = None  # and added atomically: not in a fixed order
     ONE_PASS: Any = None  # the kernel of rows makes the sums over rows, too, that of keys only finishes them

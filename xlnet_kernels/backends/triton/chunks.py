@@ -46,6 +46,18 @@ class SomeRows(NamedTuple):
 
 
 @triton.jit
+def rows_of_tile(META):
+    """(BLOCK_M,) the number in a tile of each of its rows.
+
+    FOLDED: rows n and n + BLOCK_M / 2, whose positions differ by BLOCK_N, are n % 8 and n % 8 + 8 of a fragment's 16.
+    """
+    row = tl.arange(0, META.BLOCK_M)
+    if META.FOLDED:
+        row = row // 16 * 8 + row % 8 + row // 8 % 2 * (META.BLOCK_M // 2)
+    return row
+
+
+@triton.jit
 def columns(c, META):
     """(BLOCK_D,) the columns of chunk c."""
     return tl.cast(c * META.BLOCK_D, tl.int32) + tl.arange(0, META.BLOCK_D)  # the interpreter wants tensors on the left
@@ -62,34 +74,24 @@ def load_rows(base, row, stride, inside, c, META):
 
 
 @triton.jit
-def _rows_of_tile(step, META):
-    """(BLOCK_N,) from 0; with WINDOW registers are too few to keep in a loop what is made of them."""
-    row = tl.arange(0, META.BLOCK_N)
-    if META.WINDOW:
-        row = in_loop(row, step)
-    return row
-
-
-@triton.jit
 def load_rel_key(rel_key, head, start, c, size, META):
     """Chunk c (BLOCK_N, BLOCK_D) of rows start .. start + BLOCK_N - 1 of rel_key; zeros for those it does not have."""
-    column = _rows_of_tile(tl.maximum(start, 0), META)
-    inside = column < size.rel_len - start
-    if META.BOUNDED_BEHIND:
-        inside = inside & (column >= -start)
-    base = matrix_at(rel_key, head) + tl.cast(start, tl.int64) * rel_key.stride_l
-    return load_rows(base, column, rel_key.stride_l, inside, c, META)
+    row = start + tl.arange(0, META.BLOCK_N)
+    inside = row < size.rel_len
+    if META.BOUNDED_BEHIND or META.FOLDED:  # what only rows beyond the last need may be before the first: huge numbers
+        inside = row.to(tl.uint32, bitcast=True) < size.rel_len.to(tl.uint32, bitcast=True)
+    return load_rows(matrix_at(rel_key, head), row, rel_key.stride_l, inside, c, META)
 
 
 @triton.jit
 def key_pointers(memory, memory_stride, current, stride, j0, c, size, META):
     """Pointers (BLOCK_N, BLOCK_D) to keys or values from j0 on, of the memory and then the current segment."""
-    column = _rows_of_tile(j0, META)
+    key = j0 + tl.arange(0, META.BLOCK_N)
     d = columns(c, META)
-    pointer = (current + tl.cast(j0 - size.mem_len, tl.int64) * stride) + (column[:, None] * stride + d[None, :])
+    pointer = current + ((key - size.mem_len)[:, None] * stride + d[None, :])
     if memory is not None:
-        old = (memory + tl.cast(j0, tl.int64) * memory_stride) + (column[:, None] * memory_stride + d[None, :])
-        pointer = tl.where((column < size.mem_len - j0)[:, None], old, pointer)
+        old = memory + (key[:, None] * memory_stride + d[None, :])
+        pointer = tl.where((key < size.mem_len)[:, None], old, pointer)
     return pointer
 
 
@@ -173,7 +175,7 @@ def scaled(chunks, factor):
 def _load_row_chunk(data, c, step, META):
     """Chunk c (BLOCK_M, BLOCK_D) of rows as prepare.py leaves them."""
     d = columns(c, META)
-    row = in_loop(tl.arange(0, META.BLOCK_M), step)
+    row = in_loop(rows_of_tile(META), step)
     pointer = data + (row[:, None] * META.HEAD_DIM + d[None, :])
     if META.HEAD_DIM % META.BLOCK_D != 0:
         return tl.load(pointer, mask=(d < META.HEAD_DIM)[None, :], other=0.0)
@@ -182,7 +184,7 @@ def _load_row_chunk(data, c, step, META):
 
 
 @triton.jit
-def row_operand(prepared, tile, size, META, KEEP: tl.constexpr):
+def row_operand(prepared, tile, size, META, KEEP: tl.constexpr, IN_REGISTERS: tl.constexpr = False):
     """A tile's rows of what prepare.py leaves; KEEP: its chunks are loaded once, into registers with IN_REGISTERS, else
     into shared memory."""
     data = prepared + (of_prepared(tile.head, size) + tile.start) * META.HEAD_DIM
@@ -190,7 +192,7 @@ def row_operand(prepared, tile, size, META, KEEP: tl.constexpr):
     if KEEP:
         for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
             chunk = _load_row_chunk(data, c, 0, META)
-            if META.IN_REGISTERS:  # the compiler takes from shared memory what comes straight from a load
+            if IN_REGISTERS:  # the compiler takes from shared memory what comes straight from a load
                 chunk += 0.0
             chunks = chunks + (chunk,)
     return RowOperand(chunks, data, tile.head)

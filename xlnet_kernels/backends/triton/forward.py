@@ -115,8 +115,9 @@ def forward_kernel(
     row_mask = RowMask(rank, floor, own, tl.min(rank, 0), tl.max(floor, 0))
     span = span_of_keys(tile, row_mask, mask, size, META)
     terms = load_row_segments(rows, segments, tile, size, META)
-    content_query = row_operand(rows.content, tile, size, META, META.KEEP)  # (BLOCK_M, D)
-    position_query = row_operand(rows.position, tile, size, META, META.KEEP)  # (BLOCK_M, D)
+    # wgmma has registers for one of the two
+    content_query = row_operand(rows.content, tile, size, META, META.KEEP, META.IN_REGISTERS and not META.WINDOW)
+    position_query = row_operand(rows.position, tile, size, META, META.KEEP, META.IN_REGISTERS)  # (BLOCK_M, D)
 
     arguments = (
         tile, content_query, position_query, terms, row_mask, span, keys, memory, rel_key, segments, mask,

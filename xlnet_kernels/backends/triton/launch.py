@@ -43,9 +43,11 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     config = known.config("forward")
     programs = _tiles(known.length, config.BLOCK_M) * known.batch * known.heads
     residual = out_residual if has_residual else None
+    window = tuning.takes_windows(config, known.kind, known.capability)
     call.launch(
-        forward_kernel, programs, config, in_registers=tuning.in_registers(known.capability),
-        window=tuning.takes_windows(config, known.kind, known.capability),
+        forward_kernel, programs, config, window=window,
+        in_registers=tuning.in_registers(known.head_dim, call.has_tests, known.capability),
+        folded=window and config.BLOCK_M > config.BLOCK_N and call.tensors["query_positions"] is None,
         lazy=tuning.raises_late(config, known.capability), output=args.Output(*results[:4], residual),
     )  # fmt: skip
     return results
@@ -258,6 +260,7 @@ class Call:
         config: tuning.Config,
         in_registers: bool = False,
         window: bool = False,
+        folded: bool = False,
         lazy: bool = False,
         needs_rel: bool = False,
         atomic: bool = False,
@@ -270,8 +273,8 @@ class Call:
         def describe() -> dict[str, Any]:
             quads = known.takes_quads(config)
             meta = _meta(
-                config, known.head_dim, *known.bounded, known.precision, quads, window, lazy, in_registers, needs_rel,
-                atomic, one_pass,
+                config, known.head_dim, *known.bounded, known.precision, quads, window, folded, lazy, in_registers,
+                needs_rel, atomic, one_pass,
             )  # fmt: skip
             return {
                 "META": meta,
@@ -284,6 +287,11 @@ class Call:
         elsewhere = known.device.type == "cuda" and known.device.index != torch.cuda.current_device()
         with torch.cuda.device(known.device) if elsewhere else contextlib.nullcontext():
             plan.run(known, kernel, self.alignment, count, given, describe)
+
+    @property
+    def has_tests(self) -> bool:
+        """Whether there are masks or segments."""
+        return any(self.tensors[name] is not None for name in ("mask", "key_rank", "key_ids"))
 
     @functools.cached_property
     def alignment(self) -> int:

@@ -48,19 +48,33 @@ def reach_of(own, size):
 
 
 @triton.jit
+def _two_of(bounds, at, COUNT: tl.constexpr):
+    """Numbers `at` and at + 1 of int32 bounds by one load; of COUNT = BOUND elements number `at` twice."""
+    if COUNT == BOUND:
+        one = tl.load(bounds + at)
+        return one, one
+    else:
+        two = tl.load((bounds + at).to(tl.pointer_type(tl.int64)))
+        return two.to(tl.int32), (two >> 32).to(tl.int32)
+
+
+@triton.jit
 def range_of(least, largest, start, first, COUNT: tl.constexpr):
     """The least and the largest value among `first` .. first + COUNT - 1, from those of every BOUND of them, which
     begin at `start`; zeros without them."""
     if least is None:
         return 0, 0
     else:
-        least += start
-        largest += start
-        at = first // BOUND
-        low, high = tl.load(least + at), tl.load(largest + at)
-        for i in tl.static_range(1, COUNT // BOUND):
-            low = tl.minimum(low, tl.load(least + (at + i)))
-            high = tl.maximum(high, tl.load(largest + (at + i)))
+        at = start + first // BOUND
+        low, low_too = _two_of(least, at, COUNT)
+        high, high_too = _two_of(largest, at, COUNT)
+        low = tl.minimum(low, low_too)
+        high = tl.maximum(high, high_too)
+        for i in tl.static_range(2, COUNT // BOUND, 2):
+            low_too, low_last = _two_of(least, at + i, COUNT)
+            high_too, high_last = _two_of(largest, at + i, COUNT)
+            low = tl.minimum(low, tl.minimum(low_too, low_last))
+            high = tl.maximum(high, tl.maximum(high_too, high_last))
         return low, high
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .arguments import load_or, of_prepared, of_rows, padded
-from .chunks import add_bias, columns, load_query
+from .chunks import add_bias, columns, load_query, rows_of_tile
 from .mask import BOUND, range_of
 
 
@@ -50,7 +50,7 @@ def load_row_segments(rows, segments, tile, size, META):
     same = tl.zeros((META.BLOCK_M,), tl.float32)
     different = same
     if segments.embed is not None:
-        at = of_prepared(tile.head, size) + tile.start + tl.arange(0, META.BLOCK_M)
+        at = of_prepared(tile.head, size) + tile.start + rows_of_tile(META)
         same = tl.load(rows.same + at)
         different = tl.load(rows.different + at)
     return RowSegments(ids, same, different)

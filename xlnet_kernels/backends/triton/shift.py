@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from .arguments import load_position, of_rows
-from .chunks import load_rel_key, row_chunk
-from .window import join_fragment, shift_window, split_fragment
+from .chunks import load_rel_key, row_chunk, rows_of_tile
+from .window import join_fragment, shift_folded, shift_window, split_fragment
 
 
 class RowTile(NamedTuple):
@@ -36,7 +36,7 @@ class RowTile(NamedTuple):
 @triton.jit
 def load_tile(positions, head, tile, size, META):
     """Rows tile * BLOCK_M .. of a head, in the order of their positions."""
-    n = tile * META.BLOCK_M + tl.arange(0, META.BLOCK_M)
+    n = tile * META.BLOCK_M + rows_of_tile(META)
     inside = n < size.length
     end = tl.minimum(tile * META.BLOCK_M + META.BLOCK_M, size.length) - 1
     if positions.position is None:
@@ -44,6 +44,8 @@ def load_tile(positions, head, tile, size, META):
         position = n
         first = tile * META.BLOCK_M
         last = end
+        if META.FOLDED:  # as if the last tile were whole
+            last = first + META.BLOCK_M - 1
     else:
         start = of_rows(head, size)
         row = tl.load((positions.row + start) + n, mask=inside, other=0)
@@ -157,6 +159,9 @@ def shift_in(first, middle, new, shift, META):
     `new` is the product with the furthest block. Rows of the upper half of a tile with BLOCK_M = 2 BLOCK_N are one
     block further.
     """
+    if META.FOLDED:
+        score, first = shift_folded(first, middle, new)
+        return score, first, new
     if META.BLOCK_M > META.BLOCK_N:
         second = tl.where((shift >= META.BLOCK_N)[:, None], new, middle)
     else:
@@ -213,7 +218,10 @@ def open_ring(position_query, tile, rel_key, start, step, size, META, KEEP: tl.c
     middle = first
     if META.BLOCK_M > META.BLOCK_N:
         middle = rel_product(position_query, rel_key, start + META.BLOCK_N, step, size, META, KEEP)
-        first = tl.where((tile.shift >= META.BLOCK_N)[:, None], middle, first)
+        if META.FOLDED:
+            _, first = shift_folded(first, first, middle)
+        else:
+            first = tl.where((tile.shift >= META.BLOCK_N)[:, None], middle, first)
     return first, middle
 
 

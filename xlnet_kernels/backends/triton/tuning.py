@@ -45,7 +45,7 @@ TABLE = {
     # by counts
     (90, "16-bit", 64): ((128, 64, 64, True, 8, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 1)),
     # by counts
-    (90, "16-bit", 128): ((128, 64, 64, True, 8, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 1)),
+    (90, "16-bit", 128): ((128, 64, 128, True, 8, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 1)),
     # by spills
     (90, "16-bit", 256): ((64, 32, 64, False, 8, 1), (64, 32, 64, False, 8, 1), (64, 32, 64, False, 8, 1)),
     # by spills
@@ -64,10 +64,13 @@ def family(capability: tuple[int, int]) -> int:
     return {9: 90, 10: 100, 11: 100}.get(capability[0], 80)
 
 
-def in_registers(capability: tuple[int, int] | None) -> bool:
-    """Whether the forward kernel keeps query rows in registers: mma.sync would read them again for each tile, wgmma
-    takes them from shared memory as they are. Backward has no registers to spare."""
-    return capability is not None and family(capability) == 80
+def in_registers(head_dim: int, tests: bool, capability: tuple[int, int] | None) -> bool:
+    """Whether the forward kernel keeps query rows in registers, on sm_90 those of the position product: else each tile
+    reads them again from shared memory. On sm_90 they are copied for each product: not where issue is what bounds, in
+    narrow heads with a mask or segments to test. Backward has no registers to spare."""
+    if capability is None:
+        return False
+    return family(capability) == 80 or capability[0] == 9 and (head_dim > 64 or not tests)
 
 
 def in_quads(config: Config, kind: str, capability: tuple[int, int] | None) -> bool:

@@ -55,17 +55,32 @@ def _one_of(ways: list[list[str]], number: str, name: str, first: int = 0) -> li
     ]
 
 
+def _conditions(half: int, shift: str) -> list[str]:
+    """Of rows of one half with a shift: the group that it is in, which lanes take from the group behind it, and whether
+    columns of a pair change places."""
+    lines = [f"shr.u32 begin{half}, {shift}, 3;", f"and.b32 bits, {shift}, 7;"]
+    lines += [f"setp.lt.s32 later{column}{half}, column{column}, bits;" for column in (0, 1)]
+    return [*lines, f"and.b32 bits, {shift}, 1;", f"setp.ne.b32 odd{half}, bits, 0;"]
+
+
+def _exchange(half: int) -> list[str]:
+    """Columns of pairs that change places, into the result."""
+    pairs = [[_register(column, half, group) for column in (0, 1)] for group in range(8)]
+    ways = [way for pair in pairs for way in (pair, pair[::-1])]
+    return [f"selp.f32 ${to}, taken{other}, taken{to}, odd{half};" for to, other in ways]
+
+
+def _program(lines: list[str], lane: str) -> str:
+    head = [".reg .pred choice, odd0, odd1, later00, later01, later10, later11;", f".reg .f32 taken<{_REGISTERS}>;"]
+    head += [".reg .b32 column0, column1, begin0, begin1, bits, parity;"]
+    head += [f"shl.b32 column0, {lane}, 1;", "or.b32 column1, column0, 1;"]
+    return "{\n" + "\n".join(head + lines + _exchange(0) + _exchange(1)) + "\n}"
+
+
 def _pick() -> str:
     """Operands: registers of a block for the result and for both blocks of the window, the shifts of rows of either
     half, and the lane's number among four."""
-    shifts, lane = [f"${3 * _REGISTERS + half}" for half in (0, 1)], f"${3 * _REGISTERS + 2}"
-    lines = [".reg .pred choice, odd0, odd1, later00, later01, later10, later11;", f".reg .f32 taken<{_REGISTERS}>;"]
-    lines += [".reg .b32 column0, column1, begin0, begin1, bits, parity;"]
-    lines += [f"shl.b32 column0, {lane}, 1;", "or.b32 column1, column0, 1;"]
-    for half in (0, 1):
-        lines += [f"shr.u32 begin{half}, {shifts[half]}, 3;", f"and.b32 bits, {shifts[half]}, 7;"]
-        lines += [f"setp.lt.s32 later{column}{half}, column{column}, bits;" for column in (0, 1)]
-        lines += [f"and.b32 bits, {shifts[half]}, 1;", f"setp.ne.b32 odd{half}, bits, 0;"]
+    lines = [line for half in (0, 1) for line in _conditions(half, f"${3 * _REGISTERS + half}")]
     # one after the other: rows of the second half begin in an even group, those of the first in the one behind it
     lines += ["sub.s32 bits, begin0, begin1;", "xor.b32 bits, bits, 1;", "and.b32 parity, begin1, 1;"]
     lines += ["or.b32 bits, bits, parity;", "setp.ne.b32 choice, bits, 0;", "@choice bra APART;"]
@@ -74,16 +89,21 @@ def _pick() -> str:
     for half in (0, 1):
         ways = [_take(half, begin) for begin in range(8)]
         lines += [*_one_of(ways, f"begin{half}", f"HALF{half}"), f"HALF{half}_DONE:"]
-    lines += ["BOTH_DONE:"]
-    for half in (0, 1):
-        for group in range(8):
-            pair = [_register(column, half, group) for column in (0, 1)]
-            lines += [f"selp.f32 ${to}, taken{other}, taken{to}, odd{half};" for to, other in (pair, pair[::-1])]
-    return "{\n" + "\n".join(lines) + "\n}"
+    return _program([*lines, "BOTH_DONE:"], f"${3 * _REGISTERS + 2}")
+
+
+def _pick_folded() -> str:
+    """As `_pick`, with one shift for both halves, which all rows of a warp have in the same group."""
+    lines = _conditions(0, f"${3 * _REGISTERS}")
+    lines += [f"mov.pred {name}1, {name}0;" for name in ("later0", "later1", "odd")]
+    both = [[*_take(0, begin), *_take(1, begin)] for begin in range(8)]
+    return _program([*lines, *_one_of(both, "begin0", "BOTH"), "BOTH_DONE:"], f"${3 * _REGISTERS + 1}")
 
 
 PICK = tl.constexpr(_pick())
+PICK_FOLDED = tl.constexpr(_pick_folded())
 OPERANDS = tl.constexpr(",".join(["=&f"] * _REGISTERS + ["f"] * 2 * _REGISTERS + ["r"] * 3))
+FOLDED_OPERANDS = tl.constexpr(",".join(["=&f"] * _REGISTERS + ["f"] * 2 * _REGISTERS + ["r"] * 2))
 
 
 @triton.jit
@@ -156,6 +176,31 @@ def shift_window(first, second, shift):
         source = (2 * lane + i // 16 + shifts[i // 8] >> 1) & 3
         found = found + (tl.gather(taken[i], source, 1),)
     return tl.reshape(join_fragment(found, GROUPS), (first.shape[0], 64))
+
+
+@triton.jit
+def shift_folded(delayed, old, new):
+    """(scores (128, 64) of a folded tile (see `rows_of_tile`), what `delayed` is at the next tile of keys).
+
+    Row i takes columns from 63 - i % 64 on of the window that the blocks `old` and `new` (128, 64) are. Those of the
+    second half of the tile are one block ahead: theirs are put into place and kept for the next tile of keys.
+    """
+    shape: tl.constexpr = (old.shape[0], GROUPS, 8)
+    blocks = split_fragment(tl.reshape(old, shape)) + split_fragment(tl.reshape(new, shape))
+    lane = tl.arange(0, 4)[None, :]
+    shift = 63 - tl.arange(0, 64)[:, None] + tl.zeros_like(lane)
+    taken = tl.inline_asm_elementwise(
+        PICK_FOLDED, FOLDED_OPERANDS, blocks + (shift, lane), (tl.float32,) * 32, is_pure=True, pack=1
+    )  # fmt: skip
+    before = split_fragment(tl.reshape(delayed, shape))
+    found = ()
+    for i in tl.static_range(32):
+        source = (2 * lane + i // 16 + shift >> 1) & 3
+        if i // 8 % 2 == 0:
+            found = found + (tl.gather(taken[i], source, 1),)
+        else:
+            found = found + (tl.gather(before[i], source, 1),)
+    return tl.reshape(join_fragment(found, GROUPS), old.shape), tl.reshape(join_fragment(taken, GROUPS), old.shape)
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""Compiled Triton kernels that are kept from call to call: see xlnet_kernels/backends/triton/plan.py."""
+"""Compiled Triton kernels that are kept from call to call, and deterministic additions: see plan.py and ordered.py in
+xlnet_kernels/backends/triton."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ if triton.knobs.runtime.interpret:
 
 from tests.cases import assert_right, make  # noqa: E402
 from tests.machine.package import serving  # noqa: E402
+from xlnet_kernels.backends.triton import plan  # noqa: E402
 
 
 def test_kept_kernels_get_the_tensors_of_their_call_and_those_of_their_alignment(monkeypatch):
@@ -38,3 +40,24 @@ def test_kept_kernels_get_the_tensors_of_their_call_and_those_of_their_alignment
             out, _ = replace(second, leaves=second.leaves | {"query": query}).call("triton")
             assert torch.equal(out, wanted)
     assert len(bound) == 2
+
+
+CHAINS = {  # run and copies of two processors
+    "one-head": (dict(heads=1, length=150), (3, 2)),
+    "window": (dict(heads=2, length=150, window=(30, 41)), (1, 2)),
+    "rows-far-apart": (dict(heads=4, length=70, keys=150, positions=True), (2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_deterministic_additions_keep_their_order(name):
+    """Whatever the order in which blocks of the same heads run, several side by side."""
+    sizes, chains = CHAINS[name]
+    problem = make(3, width=16, mask="order", dtype=torch.bfloat16, **sizes).with_options(deterministic=True)
+    found = []
+    for seed in range(3):
+        with serving(80, seed=seed):
+            found.append(problem.results("triton"))
+            assert {known.chains for known in plan.plans.values()} == {chains}
+    for other in found[1:]:
+        assert all(torch.equal(values, found[0][of]) for of, values in other.items())

@@ -140,3 +140,28 @@ def test_what_triton_does_not_promise_falls_back_to_its_binder():
         for x in "ab":
             run(known, kernel, 1, x)
         assert [named["x"] for _, named in kernel.bound] == ["a", "b"] and not known.kernels
+
+
+@pytest.mark.parametrize(
+    ("heads", "batch", "length", "rel_len", "chains"),
+    [
+        (16, 1, 65536, 131072, (1024, 1)),
+        (16, 16, 512, 1024, (8, 3)),  # eight tiles a head at once would leave processors idle
+        (16, 1, 65536, 256, (1, 5)),  # a window: four blocks are at work
+        (1, 1, 512, 1024, (8, 1)),  # no more copies than runs
+    ],
+)
+def test_copies_of_a_deterministic_gradient_are_as_many_as_fill_a_gpu(
+    monkeypatch, heads, batch, length, rel_len, chains
+):  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(plan, "INTERPRETED", False)
+    x = torch.empty(batch, heads, length, 64, dtype=torch.bfloat16, device="meta")
+    rel_key = torch.empty(heads, rel_len, 64, dtype=torch.bfloat16, device="meta")
+    tensors = dict.fromkeys(plan.INPUT_NAMES) | {"query": x, "key": x, "value": x, "rel_key": rel_key}
+    known = plan.Plan(tensors, rel_len // 2, 0.0, 1.0)
+    known.device = SimpleNamespace(type="cuda")
+    assert known.chains == chains
+    rows = (chains[1] - 1) * heads * rel_len
+    assert rows <= 2 * 132 * 64 * 2  # a block, twice as the other half of rel_key is for other keys

@@ -154,7 +154,8 @@ class RowGradients(NamedTuple):
     """What the kernel of rows writes."""
 
     query: Pointer  # (B, L, H, D)
-    rel_key: Pointer  # (slots, H or B * H, room for blocks that reach beyond, rel_len, room, D) float32, zeros
+    rel_key: Pointer  # (copies, H or B * H, room for blocks that reach beyond, rel_len, room, D) float32, and an
+    # int32 for each tile of rows; zeros
     sums: Pointer  # (B, H, tiles, 4, D) float32: over rows, of dQ less its segment term; dS of the same segment times
     # (q + segment bias); dS of others times it; and dQ's segment term
 
@@ -204,7 +205,7 @@ class Meta(NamedTuple):
     LAZY: Any  # see softmax.py's LARGEST_SUM
     IN_REGISTERS: Any  # see tuning.py's `in_registers`
     NEEDS_REL: Any = None  # the gradient of rel_key is asked for
-    ATOMIC: Any = None  # and added atomically: not in a fixed order
+    ORDERED: Any = None  # and added to in a fixed order: see ordered.py
     ONE_PASS: Any = None  # the kernel of rows makes the sums over rows, too, that of keys only finishes them
 
 

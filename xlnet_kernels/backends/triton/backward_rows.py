@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arguments import ROOM, SIZES, Dropout, Mask, Sizes, head_at, of_head_rows, of_key_sums, program
+from .arguments import SIZES, Dropout, Mask, Sizes, head_at, of_head_rows, of_key_sums, program
 from .chunks import (
     KeyOperand,
     SomeRows,
@@ -28,6 +28,7 @@ from .chunks import (
     zeros,
 )
 from .mask import RowMask, load_row_mask, rank_range, span_of_keys, visibility
+from .ordered import END, Chains, pass_on, rel_sums, wait
 from .segments import add_dS_different, add_segments, id_range, load_embedding, load_row_segments
 from .shift import (
     block_of,
@@ -52,7 +53,7 @@ def _add_rel_chunk(grad_rel, start, end, band, position_query, c, step, META, MA
     chunk = tl.dot(tl.trans(band), tile_q, input_precision=META.PRECISION)  # (BLOCK_N, BLOCK_D)
     column = tl.arange(0, META.BLOCK_N)
     d = columns(c, META)
-    pointer = (grad_rel + start * META.HEAD_DIM) + (column[:, None] * META.HEAD_DIM + d[None, :])
+    pointer = (grad_rel.data + start * META.HEAD_DIM) + (column[:, None] * META.HEAD_DIM + d[None, :])
     if MASKED:
         mask = (column < end - start)[:, None] & (d < META.HEAD_DIM)[None, :]
         if META.BOUNDED_BEHIND:
@@ -61,16 +62,14 @@ def _add_rel_chunk(grad_rel, start, end, band, position_query, c, step, META, MA
         mask = (d < META.HEAD_DIM)[None, :]
     else:
         mask = None
-    if META.ATOMIC:
-        tl.atomic_add(pointer, chunk, mask=mask, sem="relaxed")
-    else:
-        tl.store(pointer, tl.load(pointer, mask=mask, volatile=True) + chunk, mask=mask)
+    tl.atomic_add(pointer, chunk, mask=mask, sem="relaxed")
 
 
 @triton.jit
 def _add_band(grad_rel, grad_query, rel_key, start, end, band, position_query, step, size, META, MASKED: tl.constexpr):
     """Takes one complete block of the band of dS (BLOCK_M, BLOCK_N) into grad_rel and, returned, grad_query."""
     band = band.to(rel_key.data.dtype.element_ty)
+    wait(grad_rel, start + META.BLOCK_N, META)
     if META.NEEDS_REL:
         if META.KEEP:
             for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
@@ -186,6 +185,7 @@ def _main_loop(
                 acc = _add_band(
                     grad_rel, acc, rel_key, at, size.rel_len, band, position_query, index, size, META, MASKED
                 )
+        pass_on(grad_rel, start + META.BLOCK_N, META)
     if RING:  # the blocks that are still open
         start = tile.origin + span.begin + tl.cdiv(span.end - span.begin, META.BLOCK_N) * META.BLOCK_N
         if META.BOUNDED_BEHIND or META.BOUNDED_AHEAD:  # where there was no tile they may be anywhere, and are zero
@@ -196,6 +196,8 @@ def _main_loop(
             acc = _add_band(
                 grad_rel, acc, rel_key, start, size.rel_len, middle_dS, position_query, 0, size, META, MASKED
             )
+    wait(grad_rel, END, META)
+    pass_on(grad_rel, END, META)
     return acc, dS_different
 
 
@@ -222,59 +224,52 @@ def _store_gradients(result, rows, segments, tile, alive, sums_row, out_row, acc
         tl.store(pointer, total.to(result.query.dtype.element_ty), mask=tile.inside[:, None] & (d < D)[None, :])
 
 
-@triton.jit(do_not_specialize=[*SIZES, "items", "programs"])
+@triton.jit(do_not_specialize=[*SIZES, "groups", "run", "copies"])
 def rows_kernel(
     rows, keys, memory, rel_key, segments, rank_mask, dense_mask, positions, dropout, given, backward, result, key_sums,
-    heads, length, mem_len, key_len, rel_len, max_distance, threshold, items, programs, META,
+    heads, length, mem_len, key_len, rel_len, max_distance, threshold, groups, run, copies, META,
 ):  # fmt: skip
-    """dQ, drel_key and the sums that the biases' gradients are made of; arguments.py says what the tuples hold.
+    """dQ, drel_key and the sums that the biases' gradients are made of. Program (tile, b * heads + h); arguments.py
+    says what the tuples hold.
 
-    Program (turn, group) works on every programs-th tile of the `items` of its group, where a group is what shares rows
-    of rel_key: a head, or a head of one batch. With ATOMIC there is one slot of the gradient of rel_key for all
-    programs; otherwise each program owns a slot, and the order of additions is fixed.
+    The gradient of rel_key is added to as it comes, or with ORDERED in a fixed order.
     """
     size = Sizes(heads, length, mem_len, mem_len + key_len, rel_len, max_distance)
     mask = Mask(rank_mask, dense_mask)
     dropout = Dropout(dropout.state, dropout.kept_scale, threshold)
-    turn, group = program(programs)
-    groups = tl.num_programs(0) // programs
     tiles = tl.cdiv(length, META.BLOCK_M)
-    slot = 0 if META.ATOMIC else turn
-    room = ROOM * tl.maximum(META.BLOCK_M, META.BLOCK_N)
-    grad_rel_row = (slot * groups + group).to(tl.int64) * (rel_len + 2 * room) + room
-    grad_rel = result.rel_key + grad_rel_row * META.HEAD_DIM
-    for item in range(turn, items, programs):
-        number = tiles - 1 - item % tiles
-        head = head_at(item // tiles * groups + group, size)
+    number, index = program(tiles)
+    if not META.ORDERED:
+        number = tiles - 1 - number  # with a causal mask the longest are the last
+    head = head_at(index, size)
+    grad_rel = rel_sums(result.rel_key, Chains(groups, run, copies), index, number, tiles, rel_len, META)
 
-        # load
-        tile = load_tile(positions, head, number, size, META)
-        rank, floor, own = load_row_mask(mask, tile, size)
-        row_mask = RowMask(rank, floor, own, tl.min(rank, 0), tl.max(floor, 0))
-        span = span_of_keys(tile, row_mask, mask, size, META)
-        terms = load_row_segments(rows, segments, tile, size, META)
-        content_query = row_operand(rows.content, tile, size, META, META.KEEP)  # (BLOCK_M, D)
-        position_query = row_operand(rows.position, tile, size, META, META.KEEP)  # (BLOCK_M, D)
-        grad_rows = row_operand(backward.grad_out, tile, size, META, META.KEEP)  # (BLOCK_M, D)
-        statistics = load_statistics(backward, tile, size, META)
+    # load
+    tile = load_tile(positions, head, number, size, META)
+    rank, floor, own = load_row_mask(mask, tile, size)
+    row_mask = RowMask(rank, floor, own, tl.min(rank, 0), tl.max(floor, 0))
+    span = span_of_keys(tile, row_mask, mask, size, META)
+    terms = load_row_segments(rows, segments, tile, size, META)
+    content_query = row_operand(rows.content, tile, size, META, META.KEEP)  # (BLOCK_M, D)
+    position_query = row_operand(rows.position, tile, size, META, META.KEEP)  # (BLOCK_M, D)
+    grad_rows = row_operand(backward.grad_out, tile, size, META, META.KEEP)  # (BLOCK_M, D)
+    statistics = load_statistics(backward, tile, size, META)
 
-        arguments = (
-            tile, content_query, position_query, grad_rows, terms, row_mask, span, statistics, grad_rel, key_sums,
-            keys, memory, rel_key, segments, mask, dropout, rows.scale, size,
-        )  # fmt: skip
-        if is_narrow(positions, tile, META):
-            acc, dS_different = _main_loop(*arguments, META, True)
-        else:
-            acc, dS_different = _main_loop(*arguments, META, False)
+    arguments = (
+        tile, content_query, position_query, grad_rows, terms, row_mask, span, statistics, grad_rel, key_sums,
+        keys, memory, rel_key, segments, mask, dropout, rows.scale, size,
+    )  # fmt: skip
+    if is_narrow(positions, tile, META):
+        acc, dS_different = _main_loop(*arguments, META, True)
+    else:
+        acc, dS_different = _main_loop(*arguments, META, False)
 
-        # epilogue
-        sums_row = head.index.to(tl.int64) * tiles + number
-        out_row = (head.b * length + tile.row) * heads + head.h
-        alive = SomeRows(head, tile.start, tile.row, statistics.inverse != 0)  # others' rows may hold NaN
-        dS_same = -dS_different
-        if given.grad_lse is not None:  # what dS of a row sums up to
-            row = of_head_rows(head, size) + tile.row
-            dS_same += tl.load(given.grad_lse + row, mask=alive.inside, other=0.0)
-        _store_gradients(result, rows, segments, tile, alive, sums_row, out_row, acc, dS_same, dS_different, size, META)
-        if not META.ATOMIC:
-            tl.debug_barrier()  # the next item's blocks are aligned otherwise: other threads add to the same elements
+    # epilogue
+    sums_row = head.index.to(tl.int64) * tiles + number
+    out_row = (head.b * length + tile.row) * heads + head.h
+    alive = SomeRows(head, tile.start, tile.row, statistics.inverse != 0)  # others' rows may hold NaN
+    dS_same = -dS_different
+    if given.grad_lse is not None:  # what dS of a row sums up to
+        row = of_head_rows(head, size) + tile.row
+        dS_same += tl.load(given.grad_lse + row, mask=alive.inside, other=0.0)
+    _store_gradients(result, rows, segments, tile, alive, sums_row, out_row, acc, dS_same, dS_different, size, META)

@@ -49,28 +49,28 @@ def _finish_parameters(result, sums, key_sums, batch, heads, part, h, row_tiles,
 
 
 @triton.jit
-def _finish_rel_key(result, grad_rel, scale, slots, groups, group, first, rel_len, room, META):
-    """Rows first .. first + BLOCK_M - 1 of a group's gradient of rel_key: the sum over slots."""
+def _finish_rel_key(result, grad_rel, scale, copies, groups, group, first, rel_len, room, META):
+    """Rows first .. first + BLOCK_M - 1 of a group's gradient of rel_key: the sum over copies."""
     row = first + tl.arange(0, META.BLOCK_M)
     for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
         d = columns(c, META)
         mask = (row < rel_len)[:, None] & (d < META.HEAD_DIM)[None, :]
         offset = row[:, None] * META.HEAD_DIM + d[None, :]
         total = tl.zeros((META.BLOCK_M, META.BLOCK_D), tl.float32)
-        for slot in range(slots):
-            start = (slot * groups + group).to(tl.int64) * (rel_len + 2 * room) + room
+        for copy in range(copies):
+            start = (copy * groups + group).to(tl.int64) * (rel_len + 2 * room) + room
             total += tl.load((grad_rel + start * META.HEAD_DIM) + offset, mask=mask, other=0.0)
         own = result.rel_key + group.to(tl.int64) * rel_len * META.HEAD_DIM
         tl.store(own + offset, (total * scale).to(result.rel_key.dtype.element_ty), mask=mask)
 
 
-NUMBERS = ["scale", "batch", "heads", "row_tiles", "key_tiles", "rel_len", "slots", "groups", "room", "parts"]
+NUMBERS = ["scale", "batch", "heads", "row_tiles", "key_tiles", "rel_len", "copies", "groups", "room", "parts"]
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def finish_kernel(
     result, sums, key_sums, grad_rel,
-    scale, batch, heads, row_tiles, key_tiles, rel_len, slots, groups, room, parts, META,
+    scale, batch, heads, row_tiles, key_tiles, rel_len, copies, groups, room, parts, META,
 ):  # fmt: skip
     """The sums: see RowGradients and KeyGradients. Programs: `parts` of each head (four with segments, else one), then
     the tiles of each group's gradient of rel_key."""
@@ -83,4 +83,4 @@ def finish_kernel(
         tiles = tl.cdiv(rel_len, META.BLOCK_M)
         of_rel = number - parts * heads
         first = of_rel % tiles * META.BLOCK_M
-        _finish_rel_key(result, grad_rel, scale, slots, groups, of_rel // tiles, first, rel_len, room, META)
+        _finish_rel_key(result, grad_rel, scale, copies, groups, of_rel // tiles, first, rel_len, room, META)

@@ -70,16 +70,16 @@ def backward(
     one_pass = known.takes_one_pass and not deterministic
     rows_config, keys_config = known.config("rows"), known.config("keys")
     row_tiles, key_tiles = _tiles(known.length, rows_config.BLOCK_M), _tiles(known.keys, keys_config.BLOCK_N)
-    items = row_tiles * known.batch * known.heads // max(groups, 1)
-    programs = max(1, min(items, known.most_slots)) if deterministic else items
+    programs = row_tiles * known.batch * known.heads
+    run, copies = known.chains if deterministic and not known.is_empty else (1, 1)
 
     grads = {name: rows_first(tensors[name]) for name in ("query", "key", "value")}
     for name in ("memory_key", "memory_value"):
         grads[name] = rows_first(tensors[name]) if known.mem_len else None
     room = args.ROOM.value * max(rows_config.BLOCK_M, rows_config.BLOCK_N)
     new_sums = functools.partial(query.new_empty, dtype=torch.float32)
-    slots = programs if deterministic else 1
-    grad_rel = query.new_zeros(slots, groups, known.rel_len + 2 * room, known.head_dim, dtype=torch.float32)
+    numbers = copies * groups * (known.rel_len + 2 * room) * known.head_dim
+    grad_rel = query.new_zeros(numbers + (programs if deterministic else 0), dtype=torch.float32)
     sums = new_sums(known.batch, known.heads, row_tiles, 4, known.head_dim)
     key_sums = new_sums(known.batch, known.heads, key_tiles, known.head_dim)
     for name, needed in zip(INPUT_NAMES[:DIFFERENTIABLE], needs, strict=True):
@@ -99,17 +99,17 @@ def backward(
         prepared = call.prepare(given, bounds_rows=not one_pass)
         sums_of_keys = call.room_for_key_sums() if one_pass else args.KeySums()
         call.launch(
-            rows_kernel, programs * groups, rows_config, given=given, backward=prepared, items=items, programs=programs,
+            rows_kernel, programs, rows_config, given=given, backward=prepared, groups=groups, run=run, copies=copies,
             result=args.RowGradients(grads["query"], grad_rel, sums), key_sums=sums_of_keys,
             window=tuning.takes_windows(rows_config, known.kind, known.capability),
-            needs_rel=needs[INPUT_NAMES.index("rel_key")], atomic=not deterministic, one_pass=one_pass,
+            needs_rel=needs[INPUT_NAMES.index("rel_key")], ordered=deterministic, one_pass=one_pass,
         )  # fmt: skip
         result = args.KeyGradients(grads["key"], grads["value"], grads["memory_key"], grads["memory_value"], key_sums)
         call.launch(
             keys_kernel, key_tiles * known.batch * known.heads, keys_config, backward=prepared, result=result,
             key_sums=sums_of_keys, one_pass=one_pass,
         )  # fmt: skip
-        call.finish([grads[name] for name in args.ParameterGradients._fields], sums, key_sums, grad_rel, room)
+        call.finish([grads[name] for name in args.ParameterGradients._fields], sums, key_sums, grad_rel, copies, room)
 
     found = []
     for name, needed in zip(INPUT_NAMES[:DIFFERENTIABLE], needs, strict=True):
@@ -224,18 +224,18 @@ class Call:
         return prepared
 
     def finish(
-        self, gradients: Sequence[Tensor | None], sums: Tensor, key_sums: Tensor, grad_rel: Tensor, room: int
-    ) -> None:
-        """Launches what makes `gradients` of parameters from sums over tiles, and of those over slots."""
+        self, gradients: Sequence[Tensor | None], sums: Tensor, key_sums: Tensor, grad_rel: Tensor, copies: int,
+        room: int,
+    ) -> None:  # fmt: skip
+        """Launches what makes `gradients` of parameters from sums over tiles, and of copies."""
         result = args.ParameterGradients(*gradients)
         config = self.plan.config("prepare")
-        slots, groups = grad_rel.shape[:2]
         parts = 4 if result.segment_embed is not None or result.segment_bias is not None else 1
-        rel_programs = 0 if result.rel_key is None else groups * _tiles(self.plan.rel_len, config.BLOCK_M)
+        rel_programs = 0 if result.rel_key is None else self.plan.groups * _tiles(self.plan.rel_len, config.BLOCK_M)
         self.launch(
             finish_kernel, parts * self.plan.heads + rel_programs, config, result=result, sums=sums, key_sums=key_sums,
             grad_rel=grad_rel, scale=self.plan.scale, batch=self.plan.batch, row_tiles=sums.shape[2],
-            key_tiles=key_sums.shape[2], slots=slots, groups=groups, room=room, parts=parts,
+            key_tiles=key_sums.shape[2], copies=copies, groups=self.plan.groups, room=room, parts=parts,
         )  # fmt: skip
 
     def room_for_key_sums(self) -> args.KeySums:
@@ -263,7 +263,7 @@ class Call:
         folded: bool = False,
         lazy: bool = False,
         needs_rel: bool = False,
-        atomic: bool = False,
+        ordered: bool = False,
         one_pass: bool = False,
         **arguments,
     ) -> None:
@@ -274,7 +274,7 @@ class Call:
             quads = known.takes_quads(config)
             meta = _meta(
                 config, known.head_dim, *known.bounded, known.precision, quads, window, folded, lazy, in_registers,
-                needs_rel, atomic, one_pass,
+                needs_rel, ordered, one_pass,
             )  # fmt: skip
             return {
                 "META": meta,

@@ -31,7 +31,6 @@ _VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # docs/validation.md. "ieee" does without tensor cores.
 _LOSES_TF32 = _VERSION < (3, 8)
 _KEEPS_FRAGMENTS = _VERSION >= (3, 9)  # where shift.py's `rotate` takes them apart; what older ones do was not tried
-_SLOT_BYTES = 2**30  # what the deterministic gradient of rel_key may take
 _MOST = 1024  # plans that are kept: each length has one for forward and one for backward
 
 plans: dict[tuple, Plan] = {}
@@ -94,12 +93,19 @@ class Plan:
         return tuning.takes_one_pass(self.config("rows"), self.kind, self.head_dim, self.capability)
 
     @functools.cached_property
-    def most_slots(self) -> int:
-        """Copies of rel_key's gradient in deterministic mode: programs that can run at once, within _SLOT_BYTES."""
+    def chains(self) -> tuple[int, int]:
+        """Of additions to rel_key's gradient in a fixed order (ordered.py): tiles of a run, copies for each group.
+
+        As many copies as give two programs to each processor, where a chain has as many tiles at work as one visits
+        blocks of rel_key. So all copies but the first have about a block for each of these programs.
+        """
+        config = self.config("rows")
+        tiles, blocks = -(-self.length // config.BLOCK_M), -(-min(self.keys, self.rel_len) // config.BLOCK_N)
         cuda = self.device.type == "cuda"
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
-        numbers = self.groups * self.rel_len * self.head_dim
-        return min(-(-2 * processors // max(self.groups, 1)), _SLOT_BYTES // max(4 * numbers, 1))
+        run = 1 if self.rel_len < self.keys else tiles  # in a window neighbours visit the same blocks
+        runs = tiles * self.batch * self.heads // (self.groups * run)
+        return run, min(runs, -(-2 * processors // (self.groups * blocks)))
 
 
 def precision_of(dtype: torch.dtype, dropout_p: float) -> str:

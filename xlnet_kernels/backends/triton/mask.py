@@ -49,8 +49,8 @@ def reach_of(own, size):
 
 @triton.jit
 def _two_of(bounds, at, COUNT: tl.constexpr):
-    """Numbers `at` and at + 1 of int32 bounds by one load; of COUNT = BOUND elements number `at` twice."""
-    if COUNT == BOUND:
+    """Numbers `at` and at + 1 of int32 bounds by one load; of BOUND elements or less number `at` twice."""
+    if COUNT <= BOUND:
         one = tl.load(bounds + at)
         return one, one
     else:

@@ -1,0 +1,98 @@
+"""Deterministic gradients of the CUDA kernels, those of sm_80: the same bits whichever block is ahead.
+
+The machine runs three blocks at a time, in an order and in turns drawn from the seed, and with every second seed lets
+additions to global memory come late, until a fence.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+import triton  # noqa: E402
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("Triton interprets in this process", allow_module_level=True)
+
+from tests.cases import Problem, assert_close, make  # noqa: E402
+from tests.machine import cuda_driver  # noqa: E402
+from tests.machine.package import serving  # noqa: E402
+
+if cuda_driver.unavailable() is not None:
+    pytest.skip(cuda_driver.unavailable(), allow_module_level=True)
+
+SEEDS = range(4)
+WIDTH = 64
+# Several tiles of keys; some hide tiles of rows from blocks: at their beginning, at their end, or between others.
+PROBLEMS = {
+    "all-seen": dict(batch=2, length=200),
+    "causal": dict(batch=1, length=330, rel_rows="uni", rel_batch=True),
+    "window": dict(batch=2, length=330, mask="window"),
+    "order": dict(batch=2, length=200, mem=70, mask="order"),
+    "rows-far-apart": dict(batch=1, length=70, keys=330, positions=True, mask="order"),
+}
+
+
+def problem_of(deterministic: bool, *, batch: int, length: int, **more) -> Problem:
+    problem = make(batch, 1, length, width=WIDTH, dtype=torch.bfloat16, **more)
+    return problem.with_options(deterministic=deterministic)
+
+
+class Workspace:
+    """Arrays of the workspace that the last launch was given, as they were then: (size, address)."""
+
+    def __init__(self, monkeypatch):
+        self.arrays: list[tuple[int, int]] = []
+        regions = cuda_driver._regions
+
+        def record(parameters):
+            known = regions(parameters)
+            self.arrays = sorted((size, start) for start, size, _, name in known if "device memory" in name)
+            self.contents = {place: ctypes.string_at(place[1], place[0]) for place in self.arrays}
+            return known
+
+        monkeypatch.setattr(cuda_driver, "_regions", record)
+
+    def of_size(self, size: int) -> list[bytes]:
+        return [self.contents[place] for place in self.arrays if place[0] == size]
+
+
+def results_and_sums(problem: Problem, seed: int, workspace: Workspace) -> dict:
+    """And the float32 sums that the gradients of query and rel_key are made of: 16 bits would hide most of an order."""
+    with serving(80, seed=seed):
+        found: dict = problem.results("cuda")
+    query, rel_key = problem.leaves["query"], problem.leaves["rel_key"]
+    batches = query.shape[0] if problem.options["deterministic"] else rel_key.numel() // (rel_key.shape[-2] * WIDTH)
+    found["sums for query"] = workspace.of_size(4 * query.numel())
+    found["sums for rel_key"] = workspace.of_size(4 * batches * rel_key.shape[-2] * WIDTH)
+    assert len(found["sums for query"]) == len(found["sums for rel_key"]) == 1, "sizes tell them from other arrays"
+    return found
+
+
+def different(one: dict, other: dict) -> set[str]:
+    return {
+        name
+        for name, value in one.items()
+        if not (torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name])
+    }
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_bits_do_not_depend_on_which_block_is_ahead(name, monkeypatch):
+    problem, workspace = problem_of(True, **PROBLEMS[name]), Workspace(monkeypatch)
+    first, *others = (results_and_sums(problem, seed, workspace) for seed in SEEDS)
+    for other in others:
+        assert not different(first, other)
+    found = {name: value for name, value in first.items() if isinstance(value, torch.Tensor)}
+    assert_close(found, problem.to(torch.float64).results("reference"), problem)
+
+
+def test_bits_of_sums_in_any_order_depend_on_it(monkeypatch):
+    """Else the test above would show nothing."""
+    problem, workspace = problem_of(False, **PROBLEMS["order"]), Workspace(monkeypatch)
+    first, *others = (results_and_sums(problem, seed, workspace) for seed in SEEDS)
+    for sums in ("sums for query", "sums for rel_key"):
+        assert any(sums in different(first, other) for other in others), sums

@@ -5,8 +5,7 @@
 #include "../dropout.cuh"
 #include "../softmax.cuh"
 #include "accumulators.cuh"
-#include "backward_memory.cuh"
-#include "shift.cuh"
+#include "backward_positions.cuh"
 
 namespace xlnet_kernels::cuda {
 
@@ -16,7 +15,7 @@ struct BackwardConsumer {
   static constexpr int D = S::HEAD_DIM, TILES = S::BLOCK_N / 8;
   // Where there are registers for it: the lower half of a window is the next one's upper half, whose dR is then added
   // to global memory once.
-  static constexpr bool QUERY_IN_REGISTERS = D <= 64, KEEPS_REL_KEY = D <= 64;
+  static constexpr bool QUERY_IN_REGISTERS = D <= 64, KEEPS_REL_KEY = D <= 64 && !S::POSITIONS;
   static constexpr int NO_WINDOW = -2147483647 - 1;
   using Scores = float[TILES][4];
 
@@ -25,7 +24,7 @@ struct BackwardConsumer {
   const BackwardWarpgroupMemory<S> memory;
   const int consumer;
   const Lane lane;  // warp: of this warpgroup
-  const QuadShift shift;
+  BackwardShift<S::POSITIONS> shift;
   RingPlace<S::STAGES> stage;
   RingPlace<S::SLOTS> upper;  // of the window's halves; the lower one comes after it
   bool has_run = false;
@@ -37,7 +36,7 @@ struct BackwardConsumer {
 
   DEVICE BackwardConsumer(const Backward& a, const KeyTile<S>& tile, const BackwardWarpgroupMemory<S>& memory,
                           int consumer, Lane lane)
-      : a(a), tile(tile), memory(memory), consumer(consumer), lane(lane), shift(consecutive_shift(lane.id)) {}
+      : a(a), tile(tile), memory(memory), consumer(consumer), lane(lane), shift(lane.id) {}
 
   DEVICE RingPlace<S::SLOTS> lower() const { return {upper.passed + 1}; }
   DEVICE KeyLabels labels() const {
@@ -87,8 +86,9 @@ struct BackwardConsumer {
     Scores score;
     Fragment dS[TILES / 2];
     uint32_t kept[2];
+    if constexpr (S::POSITIONS) shift.move(memory.rows(stage.index()), memory.band(consumer), lane);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) kept[r] = kept_by_dropout(row(first_row, r));
+    for (int r = 0; r < 2; ++r) kept[r] = kept_by_dropout(index(first_row, r));
     fence_shared_memory();
     make_scores(first_row, visibility, score);
     make_score_gradients(first_row, kept, score, dS);
@@ -107,14 +107,24 @@ struct BackwardConsumer {
   // This lane's row r of two; those beyond the last one see nothing. What is known of it is loaded where it is needed:
   // registers are scarce.
   DEVICE int row(int first_row, int r) const { return first_row + 16 * lane.warp + lane.g + 8 * r; }
-  DEVICE bool is_inside(int first_row, int r) const { return row(first_row, r) < int(a.call.p.length); }
+  // Where it is in the tensors, or -1
+  DEVICE int index(int first_row, int r) const {
+    if constexpr (S::POSITIONS)
+      return memory.rows(stage.index()).index[row(0, r)];
+    else
+      return row(first_row, r);
+  }
+  DEVICE bool is_inside(int first_row, int r) const {
+    return S::POSITIONS ? index(first_row, r) >= 0 : row(first_row, r) < int(a.call.p.length);
+  }
   DEVICE float row_value(RowValue value, int first_row, int r) const {
-    return tile.row_values[value * tile.all_rows + row(first_row, r)];
+    return tile.row_values[value * tile.all_rows + index(first_row, r)];
   }
   DEVICE int32_t row_segment(int first_row, int r) const {
     const RelAttention& p = a.call.p;
-    return p.segments.query_ids && is_inside(first_row, r) ? p.segments.query_ids[tile.b * p.length + row(first_row, r)]
-                                                           : 0;
+    return p.segments.query_ids && is_inside(first_row, r)
+               ? p.segments.query_ids[tile.b * p.length + index(first_row, r)]
+               : 0;
   }
 
   // Bit 2 n + parity: whether a row keeps column 8 n + 2 t + parity.
@@ -143,7 +153,7 @@ struct BackwardConsumer {
       }
     };
     Scores half;
-    float carried[2][2] = {};
+    typename BackwardShift<S::POSITIONS>::Carried carried = {};
     const auto multiply_half = [&](bool is_upper) {
       start_scores(half, memory.rel_bias(window_half(is_upper)), lane.t);
       pin(half);
@@ -153,10 +163,9 @@ struct BackwardConsumer {
       pin(half);
     };
     multiply_half(false);
-    start_scores(score, labels().bias, lane.t);
-    add_shifted_half<false>(score, half, carried, shift, lane.warp);
+    shift.template start_scores<false>(score, half, carried, labels().bias, lane);
     multiply_half(true);
-    add_shifted_half<true>(score, half, carried, shift, lane.warp);
+    shift.template start_scores<true>(score, half, carried, labels().bias, lane);
     pin(score);
     fence_products();
     multiply_query(score, memory.keys(consumer));
@@ -164,6 +173,8 @@ struct BackwardConsumer {
     pin(score);
 
     add_segment_term(first_row, score);
+    if constexpr (S::POSITIONS)
+      if (shift.served & shift.LACKS_ROWS) shift.hide_others(score);
     if (visibility == Visibility::all) return;
     const RelAttention& p = a.call.p;
     const RowLabels row_labels[2] = {load_query_row(p, tile.b, row(first_row, 0)),
@@ -222,7 +233,7 @@ struct BackwardConsumer {
       T* to_band[2];
 #pragma unroll
       for (int parity = 0; parity < 2; ++parity)
-        to_band[parity] = memory.band(consumer).at(row, 2 * lane.t + parity + S::BLOCK_M - 1 - row);
+        to_band[parity] = memory.band(consumer).at(row, 2 * lane.t + parity + shift.column(r, row));
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
         float probability[2];
@@ -269,7 +280,7 @@ struct BackwardConsumer {
     for (int r = 0; r < 2; ++r) {
       const float different_sum = quad_sum(sum[r]);
       if (lane.t == 0 && is_inside(first_row, r) && (has_two_segments || row_labels[r].segment != segment))
-        add_atomically(a.gradients.sums.different + tile.first_row + row(first_row, r), different_sum);
+        add_atomically(a.gradients.sums.different + tile.first_row + index(first_row, r), different_sum);
     }
   }
 
@@ -312,14 +323,15 @@ struct BackwardConsumer {
     pin(dQ);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      if (is_inside(first_row, r)) add_row(tile.grad_query(row(first_row, r)) + column + 2 * lane.t, dQ, r);
+      if (is_inside(first_row, r)) add_row(tile.grad_query(index(first_row, r)) + column + 2 * lane.t, dQ, r);
   }
 
   // dR = band' Q and colsum(band), 64 rows of the window at a time, added to global memory. band' is read once for
   // both.
   DEVICE void add_rel_key_gradient(int first_row) {
     const RelAttention& p = a.call.p;
-    const int window = int(p.rel_key.max_distance - p.mem_len) - (first_row + S::BLOCK_M - 1) + tile.j0;
+    const int last_position = S::POSITIONS ? memory.rows(stage.index()).last_position : first_row + S::BLOCK_M - 1;
+    const int window = int(p.rel_key.max_distance - p.mem_len) - last_position + tile.j0;
     Fragment left[4];
     if constexpr (KEEPS_REL_KEY) {
       if (kept_window != window + 64) {
@@ -363,7 +375,7 @@ struct BackwardConsumer {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       left[k] = {};
-      if (half == 0 ? k >= 3 - lane.warp : k <= 3 - lane.warp) {  // elsewhere the band has zeros
+      if (shift.has_dS(half, 16 * lane.warp, k)) {  // elsewhere the band has zeros
         left[k] = band.load_transposed(16 * k, half + 16 * lane.warp, lane.id);
         multiply<T>(sum, left[k], ones<T>(), 0, false);
       }

@@ -5,10 +5,10 @@
 
 namespace xlnet_kernels::cuda {
 
-template <typename Element, int HEAD_DIM_, bool DROPOUT_>
-struct WarpgroupBackwardShape : WarpgroupBackwardSizes<HEAD_DIM_> {
+template <typename Element, int HEAD_DIM_, bool DROPOUT_, bool POSITIONS_ = false>
+struct WarpgroupBackwardShape : WarpgroupBackwardSizes<HEAD_DIM_, POSITIONS_> {
   using T = Element;
-  static constexpr bool DROPOUT = DROPOUT_;
+  static constexpr bool DROPOUT = DROPOUT_, POSITIONS = POSITIONS_;  // POSITIONS: rows have some of their own
 };
 
 // 64 rows of 16-bit numbers that threads store from registers and wgmma reads without swizzle: chunks of eight columns,
@@ -47,6 +47,14 @@ struct alignas(16) RowTileInfo {
 };
 constexpr int NO_ROW = -1;
 
+// And with a tile of rows that have positions of their own: where each is in the tensors, by how much it is shifted,
+// both -1 where a tile has less than 64; and the position of the last one.
+struct alignas(16) SortedRows {
+  int index[64];
+  int8_t shift[64];
+  int last_position;
+};
+
 template <typename S>
 struct BackwardWarpgroupMemory {
   using T = typename S::T;
@@ -71,7 +79,10 @@ struct BackwardWarpgroupMemory {
   DEVICE KeyLabels labels() const { return key_labels_at(scores(S::CONSUMERS), S::KEYS); }
   DEVICE float* rel_bias(int slot) const { return labels().bias + S::KEYS + slot * 64; }  // v.r of the slot's rows
   DEVICE RowTileInfo& info(int stage) const { return reinterpret_cast<RowTileInfo*>(rel_bias(S::SLOTS))[stage]; }
-  DEVICE Barrier barrier(int index) const { return {reinterpret_cast<uint64_t*>(&info(S::STAGES)) + index}; }
+  DEVICE SortedRows& rows(int stage) const { return reinterpret_cast<SortedRows*>(&info(S::STAGES))[stage]; }
+  DEVICE Barrier barrier(int index) const {
+    return {reinterpret_cast<uint64_t*>(rel_bias(S::SLOTS) + S::STAGES * S::INFO / 4) + index};
+  }
 
   // Filled and emptied: of stages, of slots; the keys are filled once
   DEVICE Barrier full_stage(int stage) const { return barrier(stage); }
@@ -90,7 +101,7 @@ struct BackwardWarpgroupMemory {
       full_keys().init(WARPGROUP);
     }
     clear_key_labels<S::THREADS>(labels(), S::KEYS);
-    // what no dS is stored to stays zero: rows come one after the other, so that each has its place in every tile
+    // what no dS is stored to stays zero: each row has its place in every tile, or clears what it leaves
     for (int consumer = 0; consumer < S::CONSUMERS; ++consumer)
       for (int i = thread_index(); i < S::BAND / 16; i += S::THREADS)
         reinterpret_cast<Bytes16*>(band(consumer).data)[i] = {};

@@ -349,7 +349,7 @@ struct BackwardConsumer {
       multiply_band<0>(kept_dR, left, 0);
       kept_window = window;
     } else {
-#pragma unroll 1
+#pragma unroll (S::POSITIONS && D <= 64 ? 2 : 1)
       for (int half = 0; half < 128; half += 64) {
         load_band(left, window, half);
 #pragma unroll
@@ -407,11 +407,11 @@ struct BackwardConsumer {
 
   // Adds 64 columns of rows of rel_key, from first_rel on.
   DEVICE void add_rel_rows(const Scores& dR, int first_rel, int column) {
+    const int rel = first_rel + 16 * lane.warp + lane.g;
+    float* const to = tile.grad_rel(rel) + column + 2 * lane.t;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int rel = first_rel + 16 * lane.warp + lane.g + 8 * r;
-      if (uint32_t(rel) < uint32_t(a.call.p.rel_len)) add_row(tile.grad_rel(rel) + column + 2 * lane.t, dR, r);
-    }
+    for (int r = 0; r < 2; ++r)
+      if (uint32_t(rel + 8 * r) < uint32_t(a.call.p.rel_len)) add_row(to + 8 * r * D, dR, r);
   }
 };
 

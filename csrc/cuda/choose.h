@@ -56,9 +56,11 @@ inline constexpr ForwardChoice FORWARD_CHOICES[] = {
     {"sm_80", "all others", [](const Call&, int) { return true; }},
 };
 inline constexpr BackwardChoice BACKWARD_CHOICES[] = {
-    {"sm_90a", "float16 and bfloat16, head_dim 64 and 128, without query_positions, not deterministic, on sm_90",
+    {"sm_90a",
+     "float16 and bfloat16, head_dim 64 and 128, no query_positions or more rows than keys, not deterministic, on "
+     "sm_90",
      [](const Call& call, bool deterministic, int capability) {
-       return warpgroups_serve(call, capability) && call.p.rows.position == nullptr && !deterministic;
+       return warpgroups_serve(call, capability) && positions_are_close(call.p) && !deterministic;
      }},
     {"sm_80", "all others", [](const Call&, bool, int) { return true; }},
 };

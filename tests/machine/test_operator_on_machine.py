@@ -30,6 +30,7 @@ from tests.machine import cuda_driver  # noqa: E402
 from tests.machine.features import Features, pairwise  # noqa: E402
 from tests.machine.machine import Fault  # noqa: E402
 from tests.machine.package import serving  # noqa: E402
+from tests.machine.triton_driver import Record  # noqa: E402
 
 EVERYTHING = "XLNET_KERNELS_MACHINE" in os.environ
 BASE = Features(
@@ -108,6 +109,12 @@ def stacked(seed: int, keys: int, step: int, mem: int, width: int, mask: str | N
     return problem.with_options(query_positions=rows, **options)
 
 
+def assert_by_warpgroups(record: Record) -> None:
+    """Both passes: prepare, the main loop, and finish in backward."""
+    assert "warpgroup_forward_kernel" in record.launches[1].name
+    assert "warpgroup_backward_kernel" in record.launches[3].name
+
+
 STACKED = {
     "sixth": (200, 6, 0, 64, "order", torch.bfloat16),
     "all-memory": (100, 1, 30, 128, "ranks", torch.float16),
@@ -121,12 +128,13 @@ STACKED = {
 @pytest.mark.parametrize("sizes", STACKED.values(), ids=STACKED.keys())
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_stacked_streams_by_warpgroups(sizes, dropout):
-    """Rows sorted between each other, one window of rel_key for 64 of them, each shifted by an amount of its own."""
+    """Rows sorted between each other, one window of rel_key for 64 of them, each shifted by an amount of its own;
+    backward moves each row's part of the band from tile to tile."""
     state = torch.tensor([2**62 + 12345, 2**61 + 2**40 + 77])
-    problem = stacked(5, *sizes).with_options(dropout_p=dropout)
+    problem = stacked(5, *sizes).with_options(dropout_p=dropout, deterministic=False)
     with mock.patch("xlnet_kernels.dropout.new_state", lambda device: state), serving(90) as record:
-        assert_right(problem, "cuda", needs=())
-    assert "warpgroup_forward_kernel" in record.launches[-1].name
+        assert_right(problem, "cuda")
+    assert_by_warpgroups(record)
 
 
 @NEEDS_NVCC
@@ -140,8 +148,35 @@ def test_rows_in_any_order_by_warpgroups(most, mask):
     problem = make(2, 1, length, keys, mem, 64, dtype=torch.bfloat16)
     options = {} if mask is None else {"mask": make_mask(mask, rows, 1, keys, mem, generator)}
     with serving(90) as record:
-        assert_right(problem.with_options(query_positions=rows, **options), "cuda", needs=())
-    assert "warpgroup_forward_kernel" in record.launches[-1].name
+        assert_right(problem.with_options(query_positions=rows, deterministic=False, **options), "cuda")
+    assert_by_warpgroups(record)
+
+
+@NEEDS_NVCC
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_visible_key_of_a_stacked_row_has_probability_one(head_dim):
+    """Backward takes each row's band in two halves; the sums are forward's."""
+    torch.manual_seed(0)
+    keys = 80
+    positions = torch.cat([torch.arange(keys), torch.arange(0, keys, 3)])[None]
+    rows = positions.shape[1]
+    query, key, rel_key = (16 * torch.randn(1, 1, n, head_dim).bfloat16() for n in (rows, keys, 2 * keys))
+    content_bias, position_bias = (4 * torch.randn(1, head_dim).bfloat16() for _ in range(2))
+    value = torch.randn_like(key).requires_grad_()
+    grad_out = torch.randn_like(query)
+    seen = torch.arange(rows) % keys
+    with serving(90) as record:
+        out = xk.rel_attention(
+            query, key, value, rel_key, content_bias=content_bias, position_bias=position_bias, scale=2.0,
+            mask=torch.nn.functional.one_hot(seen, keys).bool(), query_positions=positions, deterministic=False,
+            backend="cuda",
+        )  # fmt: skip
+        (grad,) = torch.autograd.grad(out, value, grad_out)
+    assert_by_warpgroups(record)
+    assert torch.equal(out, value[:, :, seen])
+    first, second = grad_out[:, :, :keys].float(), torch.zeros(1, 1, keys, head_dim)
+    second[:, :, : rows - keys] = grad_out[:, :, keys:].float()
+    assert torch.equal(grad, (first + second).bfloat16())
 
 
 @NEEDS_NVCC

@@ -57,9 +57,12 @@ std::string warpgroup_backward_of(const Backward& a, Stream stream) {
   return dispatch_head_dim(
       a.call.p.head_dim,
       [&](auto head_dim) {
-        return a.call.p.dropout.threshold
-                   ? launch_warpgroup_backward<WarpgroupBackwardShape<T, head_dim, true>>(a, stream)
-                   : launch_warpgroup_backward<WarpgroupBackwardShape<T, head_dim, false>>(a, stream);
+        const auto launch_with = [&](auto dropout) {
+          return a.call.p.rows.position
+                     ? launch_warpgroup_backward<WarpgroupBackwardShape<T, head_dim, dropout, true>>(a, stream)
+                     : launch_warpgroup_backward<WarpgroupBackwardShape<T, head_dim, dropout>>(a, stream);
+        };
+        return a.call.p.dropout.threshold ? launch_with(std::true_type()) : launch_with(std::false_type());
       },
       WarpgroupHeadDims());
 }

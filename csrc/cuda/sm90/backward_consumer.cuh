@@ -3,10 +3,9 @@
 
 #include "../backward_products.cuh"
 #include "../bias.cuh"
-#include "../dropout.cuh"
 #include "accumulators.cuh"
+#include "backward_positions.cuh"
 #include "backward_rows.cuh"
-#include "shift.cuh"
 
 namespace xlnet_kernels::cuda {
 
@@ -16,8 +15,8 @@ struct BackwardConsumer {
   static constexpr int D = S::HEAD_DIM, TILES = S::BLOCK_N / 8;
   // Where there are registers for it: the lower half of a window is the next one's upper half, whose dR is then added
   // to global memory once.
-  static constexpr bool QUERY_IN_REGISTERS = D <= 64, KEEPS_REL_KEY = D <= 64, KEEPS_BIAS = D <= 64,
-                        BAND_IN_REGISTERS = D <= 64;
+  static constexpr bool QUERY_IN_REGISTERS = D <= 64, KEEPS_REL_KEY = D <= 64 && !S::POSITIONS,
+                        KEEPS_BIAS = D <= 64 && !S::POSITIONS, BAND_IN_REGISTERS = D <= 64 && !S::POSITIONS;
   static constexpr int NO_WINDOW = -2147483647 - 1;
   using Scores = float[TILES][4];
 
@@ -26,7 +25,7 @@ struct BackwardConsumer {
   const BackwardWarpgroupMemory<S> memory;
   const int consumer;
   Lane lane;  // warp: of this warpgroup
-  const QuadShift shift;
+  BackwardShift<S::POSITIONS> shift;
   RingPlace<S::STAGES> stage;
   RingPlace<S::SLOTS> upper;  // of the window's halves; the lower one comes after it
   KeySegments segments;
@@ -37,12 +36,7 @@ struct BackwardConsumer {
 
   DEVICE BackwardConsumer(const Backward& a, const KeyTile<S>& tile, const BackwardWarpgroupMemory<S>& memory,
                           int consumer, Lane lane)
-      : a(a),
-        tile(tile),
-        memory(memory),
-        consumer(consumer),
-        lane(lane),
-        shift(consecutive_shift(lane.id)) {}
+      : a(a), tile(tile), memory(memory), consumer(consumer), lane(lane), shift(lane.id) {}
 
   // Where registers are scarce, what follows from the lane is found again from here on, not kept.
   DEVICE void forget() {
@@ -83,7 +77,7 @@ struct BackwardConsumer {
     memory.full_slot(lower().index()).wait(lower().parity());
     const Visibility visibility = info.visibility(consumer);
     if (visibility != Visibility::none)
-      add_gradients(info.tile() * S::BLOCK_M, visibility, info.has(RowTileInfo::OWNS << consumer));
+      add_gradients(info.tile(), visibility, info.has(RowTileInfo::OWNS << consumer));
     release(memory.empty_slot(upper.index()), lane.id);
     upper.advance();
     release(memory.empty_stage(stage.index()), lane.id);
@@ -100,15 +94,18 @@ struct BackwardConsumer {
     }
   }
 
-  DEVICE void add_gradients(int first_row, Visibility visibility, bool owns) {
+  DEVICE TileRows<S> tile_rows(int tile) const { return {a.call.p, memory.rows(stage.index()), tile, lane}; }
+
+  DEVICE void add_gradients(int row_tile, Visibility visibility, bool owns) {
     Scores score;
     Fragment dS[TILES / 2];
     forget();
-    const uint32_t kept = S::DROPOUT ? draw_dropout(TileRows(a.call.p, first_row, lane)) : 0;
+    if constexpr (S::POSITIONS) shift.move(memory.rows(stage.index()), memory.band(consumer), lane);
+    const uint32_t kept = S::DROPOUT ? draw_dropout(tile, tile_rows(row_tile), lane.t) : 0;
     fence_shared_memory();
     make_scores(score);
     forget();
-    const TileRows rows(a.call.p, first_row, lane);
+    const TileRows<S> rows = tile_rows(row_tile);
     make_score_gradients(rows, visibility, owns, kept, score, dS);
     fence_shared_memory();
     sync_warpgroup(1 + consumer);
@@ -117,18 +114,8 @@ struct BackwardConsumer {
     add_key_gradients(transposed);
 #pragma unroll
     for (int column = 0; column < D; column += 64) add_query_gradient(rows, dS, transposed, column);
-    if (a.gradients.sums.rel_key) add_rel_key_gradient(first_row);
+    if (a.gradients.sums.rel_key) add_rel_key_gradient(row_tile);
     sync_warpgroup(1 + consumer);  // no one reads what was stored any more
-  }
-
-  // Bit 2 n + parity: whether a row keeps column 8 n + 2 t + parity; 16 bits for each row.
-  DEVICE uint32_t draw_dropout(const TileRows& rows) const {
-    const Philox philox = load_philox(a.call.p.dropout, tile.b, tile.head);
-    uint32_t kept = 0;
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      kept |= kept_columns<S::BLOCK_N>(philox, rows.first + 8 * r, tile.j0, lane.t) << (16 * r);
-    return kept;
   }
 
   // In forward's order of additions: u.k, position, content.
@@ -150,26 +137,36 @@ struct BackwardConsumer {
     Scores half;
     float carried[2][2] = {};
     const auto multiply_half = [&](bool is_upper) {
-      start_half(half, memory.rel_bias(window_half(is_upper)), is_upper, lane);
+      if constexpr (S::POSITIONS)
+        start_scores(half, memory.rel_bias(window_half(is_upper)), lane.t);
+      else
+        start_half(half, memory.rel_bias(window_half(is_upper)), is_upper, lane);
       pin(half);
       fence_products();
       multiply_query(half, memory.rel_key(window_half(is_upper)));
       finish_products();
       pin(half);
     };
-    // what follows from the shift is found again where registers are scarce
-    const QuadShift shift{D > 64 ? kept_in_register(this->shift.word) : this->shift.word};
-    multiply_half(false);
-    if constexpr (KEEPS_BIAS)
+    if constexpr (S::POSITIONS) {
+      multiply_half(false);
+      shift.template take_band<false>(score, half, labels().bias, lane.t);
+      multiply_half(true);
+      shift.template take_band<true>(score, half, labels().bias, lane.t);
+    } else {
+      // what follows from the shift is found again where registers are scarce
+      const QuadShift shift{D > 64 ? kept_in_register(this->shift.word.word) : this->shift.word.word};
+      multiply_half(false);
+      if constexpr (KEEPS_BIAS)
 #pragma unroll
-      for (int n = 0; n < TILES; ++n)
+        for (int n = 0; n < TILES; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) score[n][i] = key_bias[n][i % 2];
-    else
-      start_scores(score, labels().bias, lane.t);
-    add_shifted_half<false>(score, half, carried, shift, lane.warp);
-    multiply_half(true);
-    add_shifted_half<true>(score, half, carried, shift, lane.warp);
+          for (int i = 0; i < 4; ++i) score[n][i] = key_bias[n][i % 2];
+      else
+        start_scores(score, labels().bias, lane.t);
+      add_shifted_half<false>(score, half, carried, shift, lane.warp);
+      multiply_half(true);
+      add_shifted_half<true>(score, half, carried, shift, lane.warp);
+    }
     pin(score);
     fence_products();
     multiply_query(score, memory.keys(consumer));
@@ -178,8 +175,8 @@ struct BackwardConsumer {
   }
 
   // Softmax and dropout: leaves P as the values had it, dS, and its band in shared memory; dS is `rounded` as well.
-  DEVICE void make_score_gradients(const TileRows& rows, Visibility visibility, bool owns, uint32_t kept, Scores& score,
-                                   Fragment (&rounded)[TILES / 2]) {
+  DEVICE void make_score_gradients(const TileRows<S>& rows, Visibility visibility, bool owns, uint32_t kept,
+                                   Scores& score, Fragment (&rounded)[TILES / 2]) {
     const auto grad_out = memory.grad_out(stage.index()), values = memory.values(consumer);
     const float kept_scale = float(a.call.p.dropout.kept_scale);
     const RowStatistics statistics(tile, rows);
@@ -201,7 +198,7 @@ struct BackwardConsumer {
       uint32_t to_band[2];
 #pragma unroll
       for (int parity = 0; parity < 2; ++parity)
-        to_band[parity] = shared_address(memory.band(consumer).at(row, 2 * lane.t + parity + S::BLOCK_M - 1 - row));
+        to_band[parity] = shared_address(memory.band(consumer).at(row, 2 * lane.t + parity + shift.column(r, row)));
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
         if (n % 4 == 0)
@@ -261,7 +258,7 @@ struct BackwardConsumer {
   }
 
   // dQ = dS K + band R, 64 columns of it, added to global memory.
-  DEVICE void add_query_gradient(const TileRows& rows, Fragment (&dS)[TILES / 2], Fragment (&transposed)[4],
+  DEVICE void add_query_gradient(const TileRows<S>& rows, Fragment (&dS)[TILES / 2], Fragment (&transposed)[4],
                                  int column) {
     const auto band = memory.band(consumer);
     const auto rel_key = [&](int k) { return memory.rel_key(window_half(k >= 64)).rows_from(k % 64, column); };
@@ -307,14 +304,21 @@ struct BackwardConsumer {
     pin(dQ);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      if (rows.inside(r)) add_row(lane_row(tile.grad_query, rows.first_of_tile) + 8 * r * D + column, dQ, r);
+      if (rows.inside(r)) {
+        if constexpr (S::POSITIONS)
+          add_row(tile.grad_query(rows.index(r)) + 2 * lane.t + column, dQ, r);
+        else
+          add_row(lane_row(tile.grad_query, rows.first_of_tile) + 8 * r * D + column, dQ, r);
+      }
   }
 
   // dR = band' Q and colsum(band), 64 rows of the window at a time, added to global memory. band' is read once for
   // both.
-  DEVICE void add_rel_key_gradient(int first_row) {
+  DEVICE void add_rel_key_gradient(int row_tile) {
     const RelAttention& p = a.call.p;
-    const int window = int(p.rel_key.max_distance - p.mem_len) - (first_row + S::BLOCK_M - 1) + tile.j0;
+    const int last_position =
+        S::POSITIONS ? memory.rows(stage.index()).last_position : row_tile * S::BLOCK_M + S::BLOCK_M - 1;
+    const int window = int(p.rel_key.max_distance - p.mem_len) - last_position + tile.j0;
     Fragment left[4];
     if constexpr (KEEPS_REL_KEY) {
       const bool goes_on = kept_window == window + 64;
@@ -326,7 +330,7 @@ struct BackwardConsumer {
       multiply_band(kept_dR, left, 0, false);
       kept_window = window;
     } else {
-#pragma unroll 1
+#pragma unroll (S::POSITIONS && D <= 64 ? 2 : 1)
       for (int half = 0; half < 128; half += 64) {
         load_band(left, window, half);
 #pragma unroll
@@ -352,7 +356,7 @@ struct BackwardConsumer {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       left[k] = {};
-      if (half == 0 ? k >= 3 - lane.warp : k <= 3 - lane.warp) {  // elsewhere the band has zeros
+      if (shift.has_dS(half, 16 * lane.warp, k)) {  // elsewhere the band has zeros
         left[k] = band.load_transposed(16 * k, half + 16 * lane.warp, lane.id);
         multiply<T>(sum, left[k], ones<T>(), 0, false);
       }

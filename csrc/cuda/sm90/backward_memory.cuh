@@ -5,10 +5,10 @@
 
 namespace xlnet_kernels::cuda {
 
-template <typename Element, int HEAD_DIM_, bool DROPOUT_>
-struct WarpgroupBackwardShape : WarpgroupBackwardSizes<HEAD_DIM_> {
+template <typename Element, int HEAD_DIM_, bool DROPOUT_, bool POSITIONS_ = false>
+struct WarpgroupBackwardShape : WarpgroupBackwardSizes<HEAD_DIM_, POSITIONS_> {
   using T = Element;
-  static constexpr bool DROPOUT = DROPOUT_;
+  static constexpr bool DROPOUT = DROPOUT_, POSITIONS = POSITIONS_;  // POSITIONS: rows have some of their own
 };
 
 // 64 rows of 16-bit numbers that threads store from registers and wgmma reads without swizzle: chunks of eight columns,
@@ -61,6 +61,15 @@ struct RowTileInfo {
   DEVICE Visibility visibility(int consumer) const { return Visibility(word >> (2 * consumer) & 3); }
 };
 
+// And with a run of rows that have positions of their own: where each is in the tensors, -1 where the run has less than
+// 64 or a row sees nothing; by how much it is shifted, -1 where there is none; the first one among the sorted rows, and
+// the position of the last one.
+struct alignas(16) SortedRows {
+  int index[64];
+  int8_t shift[64];
+  int first, last_position;
+};
+
 template <typename S>
 struct BackwardWarpgroupMemory {
   using T = typename S::T;
@@ -85,6 +94,10 @@ struct BackwardWarpgroupMemory {
   DEVICE KeyLabels labels() const { return key_labels_at(scores(S::CONSUMERS), S::KEYS); }
   DEVICE float* rel_bias(int slot) const { return labels().bias + S::KEYS + slot * 64; }  // v.r of the slot's rows
   DEVICE RowTileInfo& info(int stage) const { return reinterpret_cast<RowTileInfo*>(rel_bias(S::SLOTS))[stage]; }
+  DEVICE SortedRows& rows(int stage) const {
+    static_assert(!S::POSITIONS || sizeof(SortedRows) == S::SORTED_ROWS);
+    return reinterpret_cast<SortedRows*>(reinterpret_cast<char*>(&info(0)) + 16)[stage];
+  }
   DEVICE Barrier barrier(int index) const {
     return {reinterpret_cast<uint64_t*>(reinterpret_cast<char*>(&info(0)) + S::INFO) + index};
   }
@@ -106,7 +119,7 @@ struct BackwardWarpgroupMemory {
       full_keys().init(WARP);
     }
     clear_key_labels<S::THREADS>(labels(), S::KEYS);
-    // what no dS is stored to stays zero: rows come one after the other, so that each has its place in every tile
+    // what no dS is stored to stays zero: each row has its place in every tile, or clears what it leaves
     for (int consumer = 0; consumer < S::CONSUMERS; ++consumer)
       for (int i = thread_index(); i < S::BAND / 16; i += S::THREADS)
         reinterpret_cast<Bytes16*>(band(consumer).data)[i] = {};

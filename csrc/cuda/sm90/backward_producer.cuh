@@ -37,12 +37,14 @@ struct BackwardProducer {
         return first || second ? Visibility::some : Visibility::none;
       });
       if (tile >= scheduler.tiles) break;
+      if constexpr (S::POSITIONS) {
+        bring_runs(tile * S::BLOCK_M);
+        continue;
+      }
       announce(tile, tile != before + 1);
       copy_query_rows(tile * S::BLOCK_M);
       publish();
-      const int window = int(p.rel_key.max_distance - p.mem_len) - (tile * S::BLOCK_M + S::BLOCK_M - 1) + j0;
-#pragma unroll 1
-      for (int i = tile == before + 1 ? 0 : 2; i >= 0; --i) copy_rel_key(window + i * 64);
+      copy_window(tile * S::BLOCK_M + S::BLOCK_M - 1, tile == before + 1 ? 1 : 3);
       before = tile;
     }
     announce(RowTileInfo::NO_TILE, false);
@@ -56,24 +58,84 @@ struct BackwardProducer {
     memory.full_keys().wait(0);
   }
 
+  // A tile of 64 sorted rows, once for each run of them that one window serves: eight rows are 8 positions apart at
+  // most, all of them 64.
+  DEVICE void bring_runs(int first_row) {
+    const int end = smaller(first_row + S::BLOCK_M, int(a.call.p.length));
+    for (int run_end; first_row < end; first_row = run_end) {
+      run_end = end_of_run(first_row, end);
+      const int last_position = row_position(a.call.p, b, run_end - 1);
+      announce_run(first_row, run_end, last_position);
+      copy_run();
+      publish();
+      copy_window(last_position, 3);
+    }
+  }
+
+  DEVICE int end_of_run(int first, int end) const {
+    const int lane = own_lane();
+    const auto position = [&](int row) { return row_position(a.call.p, b, row); };
+    const int eight = smaller(first + lane % 8 * 8, end - 1);
+    const int from = position(eight), to = position(smaller(eight + 7, end - 1));
+    if (!ballot(to - from > 8) && shuffle(to, 7) - shuffle(from, 0) <= 64) return end;  // as mostly
+    for (int i = first + 1; i < end; i += WARP) {
+      const int row = i + lane;
+      const bool is_far =
+          row < end && (position(row) - position(row - (row - first) % 8) > 8 || position(row) - position(first) > 64);
+      const uint32_t far = ballot(is_far);
+      if (far) return i + first_bit(far);
+    }
+    return end;
+  }
+
+  // Of sorted rows first .. end - 1; those that are fully masked see nothing.
+  DEVICE void announce_run(int first, int end, int last_position) {
+    memory.empty_stage(stage.index()).wait(stage.parity() ^ 1);
+    const RelAttention& p = a.call.p;
+    const int lane = own_lane();
+    const float* const inverse = inverse_row_sums();
+    SortedRows& to = memory.rows(stage.index());
+#pragma unroll 1
+    for (int i = lane; i < S::BLOCK_M; i += WARP) {
+      const int row = first + i;
+      const int index = row < end ? row_index(p, b, row) : -1;
+      to.index[i] = index >= 0 && inverse[index] != 0 ? index : -1;
+      to.shift[i] = row < end ? int8_t(last_position - row_position(p, b, row)) : int8_t(-1);
+    }
+    sync_warp();  // the others read it in copy_run, the consumers when the stage is full
+    if (lane > 0) return;
+    to.first = first;
+    to.last_position = last_position;
+    RowTile rows = load_row_tile(a.call, b, first / S::BLOCK_M * S::BLOCK_M, S::BLOCK_M);
+    rows.first_position = row_position(p, b, first);
+    rows.last_position = last_position;
+    RowTileInfo info = RowTileInfo::of(first / S::BLOCK_M);
+    info.word |= RowTileInfo::BEGINS_RUN;
+    add_visibility(info, rows);
+    announce(info);
+  }
+
   DEVICE void announce(uint32_t tile, bool begins_run) {
     memory.empty_stage(stage.index()).wait(stage.parity() ^ 1);
     if (own_lane() > 0) return;
     RowTileInfo info = RowTileInfo::of(tile);
     if (begins_run) info.word |= RowTileInfo::BEGINS_RUN;
-    if (tile != RowTileInfo::NO_TILE) {
-      const RelAttention& p = a.call.p;
-      const RowTile rows = load_row_tile(a.call, b, tile * S::BLOCK_M, S::BLOCK_M);
-      for (int i = 0; i < S::CONSUMERS; ++i) {
-        const int first_key = j0 + i * S::BLOCK_N;
-        Visibility visibility = visibility_by_pairs(a.call, rows, b, first_key, S::BLOCK_N);
-        if (visibility == Visibility::by_rank && p.rank_mask.query_floor) visibility = Visibility::some;
-        const bool owns = visibility == Visibility::some && is_by_rank_and_own(p, rows, first_key, S::BLOCK_N);
-        info.add(i, owns ? Visibility::by_rank : visibility, owns);
-      }
-    }
+    if (tile != RowTileInfo::NO_TILE) add_visibility(info, load_row_tile(a.call, b, tile * S::BLOCK_M, S::BLOCK_M));
+    announce(info);
+  }
+  DEVICE void announce(RowTileInfo info) {
     memory.info(stage.index()) = info;
     memory.full_stage(stage.index()).arrive();
+  }
+  DEVICE void add_visibility(RowTileInfo& info, const RowTile& rows) const {
+    const RelAttention& p = a.call.p;
+    for (int i = 0; i < S::CONSUMERS; ++i) {
+      const int first_key = j0 + i * S::BLOCK_N;
+      Visibility visibility = visibility_by_pairs(a.call, rows, b, first_key, S::BLOCK_N);
+      if (visibility == Visibility::by_rank && p.rank_mask.query_floor) visibility = Visibility::some;
+      const bool owns = visibility == Visibility::some && is_by_rank_and_own(p, rows, first_key, S::BLOCK_N);
+      info.add(i, owns ? Visibility::by_rank : visibility, owns);
+    }
   }
 
   // The stage is full when this lane's copies, and all others', have arrived.
@@ -104,8 +166,7 @@ struct BackwardProducer {
     const int lane = own_lane();
     const auto query_rows = rows_of<const T>(p.rows.query, b, h),
                grad_out_rows = rows_of<const T>(a.gradients.out, b, h);
-    const int64_t all_rows = p.batch * p.heads * p.length;
-    const float* const inverse = a.gradients.row_values + INVERSE * all_rows + (b * p.heads + h) * p.length;
+    const float* const inverse = inverse_row_sums();
     const auto queries = memory.queries(stage.index()), grad_out = memory.grad_out(stage.index());
     const auto is_read = [&](int i) { return i < p.length && inverse[i] != 0; };
     if (ballot(!is_read(first_row + lane) || !is_read(first_row + WARP + lane))) {
@@ -117,12 +178,37 @@ struct BackwardProducer {
     }
   }
 
+  // The same of the run that was announced.
+  DEVICE void copy_run() {
+    const int lane = own_lane();
+    const auto query_rows = rows_of<const T>(a.call.p.rows.query, b, h),
+               grad_out_rows = rows_of<const T>(a.gradients.out, b, h);
+    const int* const index = memory.rows(stage.index()).index;
+    const auto is_read = [&](int i) { return index[i] >= 0; };
+    copy_rows_inside(memory.queries(stage.index()), [&](int i) { return query_rows(index[i]); }, 0, lane, is_read);
+    copy_rows_inside(memory.grad_out(stage.index()), [&](int i) { return grad_out_rows(index[i]); }, 0, lane, is_read);
+  }
+
+  // Of this head's rows; 0 of those that are fully masked.
+  DEVICE const float* inverse_row_sums() const {
+    const RelAttention& p = a.call.p;
+    return a.gradients.row_values + INVERSE * (p.batch * p.heads * p.length) + (b * p.heads + h) * p.length;
+  }
+
+  // The last `count` slots of the window of rows of which the last one is there.
+  DEVICE void copy_window(int last_position, int count) {
+    const int window = int(a.call.p.rel_key.max_distance - a.call.p.mem_len) - last_position + j0;
+#pragma unroll 1
+    for (int i = count - 1; i >= 0; --i) copy_rel_key(window + i * 64);
+  }
+
   DEVICE void copy_rel_key(int begin) {
     memory.empty_slot(slot.index()).wait(slot.parity() ^ 1);
     const RelAttention& p = a.call.p;
     const int lane = own_lane();
     // Rows that no pair reads count as outside: the tile's rows beyond the last would read them, and NaN stays NaN.
-    const int first = max(0, int(p.rel_key.max_distance - p.mem_len - p.length + 1)),
+    const int64_t positions = S::POSITIONS ? p.key_len : p.length;
+    const int first = max(0, int(p.rel_key.max_distance - p.mem_len - positions + 1)),
               read = max(0, min(int(p.rel_len), int(p.rel_key.max_distance + p.key_len)) - first);
     const auto is_read = [&](int row) { return uint32_t(row - first) < uint32_t(read); };
     const auto rel_rows = rows_of<const T>(p.rel_key.rows, b, h);

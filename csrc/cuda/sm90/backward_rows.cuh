@@ -2,20 +2,30 @@
 #pragma once
 
 #include "../backward_block.cuh"
+#include "../dropout.cuh"
 #include "../segments.cuh"
 #include "../softmax.cuh"
 #include "backward_memory.cuh"
 
 namespace xlnet_kernels::cuda {
 
-// A lane's two rows, eight apart; those beyond the last one see nothing.
+// A lane's two rows, eight apart; those that are not inside see nothing.
+template <typename S>
 struct TileRows {
   const RelAttention& p;
+  const SortedRows& of_run;
   int first_of_tile, first;
 
-  DEVICE TileRows(const RelAttention& p, int first_of_tile, Lane lane)
-      : p(p), first_of_tile(first_of_tile), first(first_of_tile + 16 * lane.warp + lane.g) {}
-  DEVICE bool inside(int r) const { return first + 8 * r < int(p.length); }
+  DEVICE TileRows(const RelAttention& p, const SortedRows& of_run, int tile, Lane lane)
+      : p(p),
+        of_run(of_run),
+        first_of_tile(S::POSITIONS ? of_run.first : tile * S::BLOCK_M),
+        first(first_of_tile + 16 * lane.warp + lane.g) {}
+  // Where it is in the tensors
+  DEVICE int index(int r) const {
+    return S::POSITIONS ? of_run.index[first - first_of_tile + 8 * r] : first + 8 * r;
+  }
+  DEVICE bool inside(int r) const { return S::POSITIONS ? index(r) >= 0 : first + 8 * r < int(p.length); }
 };
 
 // Of the keys of a consumer: the first one's segment, and whether others are of another one.
@@ -30,12 +40,23 @@ struct KeySegments {
   DEVICE bool differ(const RowLabels& row) const { return are_several || row.segment != first; }
 };
 
+// Bit 2 n + parity: whether a row keeps column 8 n + 2 t + parity; 16 bits for each row.
+template <typename S>
+DEVICE uint32_t draw_dropout(const KeyTile<S>& tile, const TileRows<S>& rows, int t) {
+  const Philox philox = load_philox(rows.p.dropout, tile.b, tile.head);
+  uint32_t kept = 0;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) kept |= kept_columns<S::BLOCK_N>(philox, rows.index(r), tile.j0, t) << (16 * r);
+  return kept;
+}
+
 // Their segments; 0 where there are none.
 template <typename S>
-DEVICE void load_segments(const RelAttention& p, const KeyTile<S>& tile, const TileRows& rows, RowLabels (&labels)[2]) {
+DEVICE void load_segments(const RelAttention& p, const KeyTile<S>& tile, const TileRows<S>& rows,
+                          RowLabels (&labels)[2]) {
   for (int r = 0; r < 2; ++r) {
     const bool any = p.segments.query_ids && rows.inside(r);
-    labels[r].segment = any ? p.segments.query_ids[tile.b * p.length + rows.first + 8 * r] : 0;
+    labels[r].segment = any ? p.segments.query_ids[tile.b * p.length + rows.index(r)] : 0;
   }
 }
 
@@ -45,7 +66,7 @@ struct RowStatistics {
   float row_max[2], log_inverse[2], delta[2];
 
   template <typename S>
-  DEVICE RowStatistics(const KeyTile<S>& tile, const TileRows& rows) {
+  DEVICE RowStatistics(const KeyTile<S>& tile, const TileRows<S>& rows) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float inverse = row_value(tile, rows, r, INVERSE, 1);
@@ -56,15 +77,15 @@ struct RowStatistics {
   }
 
   template <typename S>
-  DEVICE static float row_value(const KeyTile<S>& tile, const TileRows& rows, int r, RowValue of, float otherwise) {
-    return rows.inside(r) ? tile.row_values[of * tile.all_rows + rows.first + 8 * r] : otherwise;
+  DEVICE static float row_value(const KeyTile<S>& tile, const TileRows<S>& rows, int r, RowValue of, float otherwise) {
+    return rows.inside(r) ? tile.row_values[of * tile.all_rows + rows.index(r)] : otherwise;
   }
 };
 
 // Scores become exponents of P: scale, segments and what is subtracted from a row in one multiply-add, or, where
 // row_max is large, one after the other, so that P of a single visible key is 1.
 template <typename S>
-DEVICE void make_exponents(float (&score)[8][4], const KeyTile<S>& tile, const TileRows& rows,
+DEVICE void make_exponents(float (&score)[8][4], const KeyTile<S>& tile, const TileRows<S>& rows,
                            const RowStatistics& statistics, const KeySegments& segments, const int32_t* key_segment,
                            int t) {
   const float scale = float(rows.p.scale) * LOG2_E;
@@ -103,8 +124,9 @@ DEVICE void make_exponents(float (&score)[8][4], const KeyTile<S>& tile, const T
 
 // Adds the sums of dS over keys of another segment.
 template <typename T, typename S>
-DEVICE void add_segment_gradient(float* sums, const KeyTile<S>& tile, const TileRows& rows, const KeySegments& segments,
-                                 const int32_t* key_segment, const Fragment (&dS)[4], int t) {
+DEVICE void add_segment_gradient(float* sums, const KeyTile<S>& tile, const TileRows<S>& rows,
+                                 const KeySegments& segments, const int32_t* key_segment, const Fragment (&dS)[4],
+                                 int t) {
   RowLabels labels[2];
   load_segments(rows.p, tile, rows, labels);
   if (!segments.are_several && !ballot(segments.differ(labels[0]) || segments.differ(labels[1]))) return;
@@ -122,18 +144,18 @@ DEVICE void add_segment_gradient(float* sums, const KeyTile<S>& tile, const Tile
 #pragma unroll
   for (int r = 0; r < 2; ++r)
     if (t == 0 && rows.inside(r) && segments.differ(labels[r]))
-      add_atomically(sums + tile.first_row + rows.first + 8 * r, sum[2 * r]);
+      add_atomically(sums + tile.first_row + rows.index(r), sum[2 * r]);
 }
 
 constexpr uint32_t BELOW_ALL = 0xfc00, ABOVE_ALL = 0x7c00;  // ranks as float16: -inf and inf
 
 // The rank of a row, twice in a word.
 template <typename S>
-DEVICE uint32_t row_rank(const RelAttention& p, const KeyTile<S>& tile, const TileRows& rows, int r,
+DEVICE uint32_t row_rank(const RelAttention& p, const KeyTile<S>& tile, const TileRows<S>& rows, int r,
                          Visibility visibility) {
   uint32_t rank = rows.inside(r) ? ABOVE_ALL : BELOW_ALL;
   if (visibility == Visibility::by_rank && rows.inside(r))
-    rank = rank_as_half(p.rank_mask.query_rank[tile.b * p.length + rows.first + 8 * r]);
+    rank = rank_as_half(p.rank_mask.query_rank[tile.b * p.length + rows.index(r)]);
   return rank * 0x10001;
 }
 

@@ -25,18 +25,22 @@ struct WarpgroupSizes {
 };
 
 // Backward: a block has 64 keys of each of two consumer warpgroups, and goes to tiles of 64 rows.
-template <int HEAD_DIM_>
+template <int HEAD_DIM_, bool POSITIONS_ = false>
 struct WarpgroupBackwardSizes {
   static constexpr int HEAD_DIM = HEAD_DIM_, COLUMNS = HEAD_DIM;
   static constexpr int CONSUMERS = 2, BLOCK_M = 64, BLOCK_N = 64, KEYS = BLOCK_N * CONSUMERS;  // BLOCK_N: of a consumer
   static constexpr int THREADS = 128 * (1 + CONSUMERS), START_REGISTERS = 65536 / THREADS / 8 * 8;
-  static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+  static constexpr int PRODUCER_REGISTERS = POSITIONS_ && HEAD_DIM <= 64 ? 56 : 40;
+  static constexpr int CONSUMER_REGISTERS = POSITIONS_ && HEAD_DIM <= 64 ? 224 : 232;
   static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * START_REGISTERS);
   static constexpr int STAGES = HEAD_DIM > 64 ? 1 : 2;  // of rows
-  static constexpr int SLOTS = 4;  // of rel_key, 64 rows each: three for one tile of rows, and the next one's first
+  // Of rel_key, 64 rows each: three for one tile of rows, and the next one's first; all of the next one's where windows
+  // share no slot, if there is room.
+  static constexpr int SLOTS = POSITIONS_ && HEAD_DIM <= 64 ? 8 : 4;
   static constexpr int MATRIX = 64 * HEAD_DIM * 2, MATRICES = 2 * CONSUMERS + 2 * STAGES + SLOTS;
   static constexpr int SCORES = BLOCK_M * BLOCK_N * 2, BAND = 2 * SCORES;
-  static constexpr int LABELS = 3 * KEYS * 4, BIAS = 64 * 4, INFO = 2 * 4, BARRIERS = (1 + 2 * (STAGES + SLOTS)) * 8;
+  static constexpr int LABELS = 3 * KEYS * 4, BIAS = 64 * 4, BARRIERS = (1 + 2 * (STAGES + SLOTS)) * 8;
+  static constexpr int SORTED_ROWS = BLOCK_M * 5 + 16, INFO = POSITIONS_ ? 16 + STAGES * SORTED_ROWS : 2 * 4;
   static constexpr int SHARED =
       MATRICES * MATRIX + CONSUMERS * (2 * SCORES + BAND) + LABELS + SLOTS * BIAS + INFO + BARRIERS;
 };

@@ -54,24 +54,35 @@ DEVICE void add_shifted_band(float (&score)[8][4], const float (&lower)[8][4], c
   }
 }
 
-// score[n] += what rows R of a warp, g or g + 8, have of the band in columns 8 n to 8 n + 7, from tile BEGIN on.
+// What rows R of a warp, g or g + 8, have in eight columns, which begin in the first of three tiles of the band.
 // Columns change their parity after they are given away: fewer are to be moved then.
+template <int R>
+DEVICE void shifted_columns(float (&columns)[2], const float (&first)[4], const float (&second)[4],
+                            const float (&third)[4], QuadShift shift) {
+  const bool odd = shift.has(QuadShift::ODD), next = shift.has(QuadShift::NEXT);
+  float given[2];
+  for (int parity = 0; parity < 2; ++parity) {  // of the band's columns
+    const int i = 2 * R + parity;
+    const bool latter = shift.has(QuadShift::LATTER << (1 - parity));
+    const float near = next || latter ? second[i] : first[i];
+    given[parity] = shuffle(next && latter ? third[i] : near, int(shift.word >> (16 - 8 * parity)));
+  }
+  for (int parity = 0; parity < 2; ++parity) columns[parity] = odd ? given[1 - parity] : given[parity];
+}
+
+// score[n] += what rows R have of the band in columns 8 n to 8 n + 7, from tile BEGIN on.
 template <int R, int BEGIN>
 DEVICE void add_shifted_rows(float (&score)[8][4], const float (&lower)[8][4], const float (&upper)[8][4],
                              QuadShift shift) {
-  const bool odd = shift.has(QuadShift::ODD), next = shift.has(QuadShift::NEXT);
+  const float beyond[4] = {};  // nobody's columns
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
-    float given[2];
-    for (int parity = 0; parity < 2; ++parity) {  // of the band's columns
-      const auto column = [&](int tile) {         // nobody's are beyond the last tile
-        return tile < 16 ? window_tile(lower, upper, tile)[2 * R + parity] : 0;
-      };
-      const bool latter = shift.has(QuadShift::LATTER << (1 - parity));
-      const float near = next || latter ? column(BEGIN + n + 1) : column(BEGIN + n);
-      given[parity] = shuffle(next && latter ? column(BEGIN + n + 2) : near, int(shift.word >> (16 - 8 * parity)));
-    }
-    for (int parity = 0; parity < 2; ++parity) score[n][2 * R + parity] += odd ? given[1 - parity] : given[parity];
+    constexpr int LAST = 15;
+    float columns[2];
+    shifted_columns<R>(columns, window_tile(lower, upper, BEGIN + n),
+                       BEGIN + n + 1 > LAST ? beyond : window_tile(lower, upper, BEGIN + n + 1),
+                       BEGIN + n + 2 > LAST ? beyond : window_tile(lower, upper, BEGIN + n + 2), shift);
+    for (int parity = 0; parity < 2; ++parity) score[n][2 * R + parity] += columns[parity];
   }
 }
 

@@ -177,14 +177,20 @@ struct Consumer {
   // Zeros for the weights of 64 keys from j0 on that are dropped.
   DEVICE void drop_out(Fragment (&weights)[TILES / 2], int j0) const {
     const Philox philox = load_philox(call.p.dropout, tile.b, tile.head);
+    if constexpr (D > 64) {  // no registers for more than a bit of each
+      uint32_t bits = 0;
+#pragma unroll 1
+      for (int r = 0; r < 2; ++r)
+        bits |= kept_columns<S::BLOCK_N>(philox, dropout_row(r), j0, tile.lane.t) << (16 * r);
+      drop<T>(weights, bits);
+      return;
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      int index = smaller(tile.sorted_row(0) + 8 * r, int(call.p.length) - 1);
-      if constexpr (S::POSITIONS) index = row_index(call.p, tile.b, index);
       uint32_t words[4];
-      draw_bytes(philox, index, j0, tile.lane.t, words);
+      draw_bytes(philox, dropout_row(r), j0, tile.lane.t, words);
       // added to a byte: bit 15 says whether that is not less than the threshold
-      const uint32_t carry = (0x8000 - byte_threshold(philox, index, j0)) * 0x10001;
+      const uint32_t carry = (0x8000 - byte_threshold(philox, dropout_row(r), j0)) * 0x10001;
 #pragma unroll
       for (int word = 0; word < 4; ++word)
 #pragma unroll
@@ -193,6 +199,11 @@ struct Consumer {
           weights[word].word[2 * half + r] &= signs_of_halves(bytes + carry);
         }
     }
+  }
+  // The number by which dropout knows this lane's row r.
+  DEVICE int dropout_row(int r) const {
+    const int index = smaller(tile.sorted_row(0) + 8 * r, int(call.p.length) - 1);
+    return S::POSITIONS ? row_index(call.p, tile.b, index) : index;
   }
 
   // (q + v).r of a stage's rows of rel_key

@@ -238,38 +238,40 @@ def rows_kernel(
     mask = Mask(rank_mask, dense_mask)
     dropout = Dropout(dropout.state, dropout.kept_scale, threshold)
     tiles = tl.cdiv(length, META.BLOCK_M)
-    number, index = program(tiles)
+    first, index = program(tiles)
     if not META.ORDERED:
-        number = tiles - 1 - number  # with a causal mask the longest are the last
+        first = tiles - 1 - first  # with a causal mask the longest are the last
     head = head_at(index, size)
-    grad_rel = rel_sums(result.rel_key, Chains(groups, run, copies), index, number, tiles, rel_len, META)
+    # A loop of one: without it ptxas gives some calls on sm_80 32 registers, and spills thousands of words.
+    for number in range(first, first + 1):
+        grad_rel = rel_sums(result.rel_key, Chains(groups, run, copies), index, number, tiles, rel_len, META)
 
-    # load
-    tile = load_tile(positions, head, number, size, META)
-    rank, floor, own = load_row_mask(mask, tile, size)
-    row_mask = RowMask(rank, floor, own, tl.min(rank, 0), tl.max(floor, 0))
-    span = span_of_keys(tile, row_mask, mask, size, META)
-    terms = load_row_segments(rows, segments, tile, size, META)
-    content_query = row_operand(rows.content, tile, size, META, META.KEEP)  # (BLOCK_M, D)
-    position_query = row_operand(rows.position, tile, size, META, META.KEEP)  # (BLOCK_M, D)
-    grad_rows = row_operand(backward.grad_out, tile, size, META, META.KEEP)  # (BLOCK_M, D)
-    statistics = load_statistics(backward, tile, size, META)
+        # load
+        tile = load_tile(positions, head, number, size, META)
+        rank, floor, own = load_row_mask(mask, tile, size)
+        row_mask = RowMask(rank, floor, own, tl.min(rank, 0), tl.max(floor, 0))
+        span = span_of_keys(tile, row_mask, mask, size, META)
+        terms = load_row_segments(rows, segments, tile, size, META)
+        content_query = row_operand(rows.content, tile, size, META, META.KEEP)  # (BLOCK_M, D)
+        position_query = row_operand(rows.position, tile, size, META, META.KEEP)  # (BLOCK_M, D)
+        grad_rows = row_operand(backward.grad_out, tile, size, META, META.KEEP)  # (BLOCK_M, D)
+        statistics = load_statistics(backward, tile, size, META)
 
-    arguments = (
-        tile, content_query, position_query, grad_rows, terms, row_mask, span, statistics, grad_rel, key_sums,
-        keys, memory, rel_key, segments, mask, dropout, rows.scale, size,
-    )  # fmt: skip
-    if is_narrow(positions, tile, META):
-        acc, dS_different = _main_loop(*arguments, META, True)
-    else:
-        acc, dS_different = _main_loop(*arguments, META, False)
+        arguments = (
+            tile, content_query, position_query, grad_rows, terms, row_mask, span, statistics, grad_rel, key_sums,
+            keys, memory, rel_key, segments, mask, dropout, rows.scale, size,
+        )  # fmt: skip
+        if is_narrow(positions, tile, META):
+            acc, dS_different = _main_loop(*arguments, META, True)
+        else:
+            acc, dS_different = _main_loop(*arguments, META, False)
 
-    # epilogue
-    sums_row = head.index.to(tl.int64) * tiles + number
-    out_row = (head.b * length + tile.row) * heads + head.h
-    alive = SomeRows(head, tile.start, tile.row, statistics.inverse != 0)  # others' rows may hold NaN
-    dS_same = -dS_different
-    if given.grad_lse is not None:  # what dS of a row sums up to
-        row = of_head_rows(head, size) + tile.row
-        dS_same += tl.load(given.grad_lse + row, mask=alive.inside, other=0.0)
-    _store_gradients(result, rows, segments, tile, alive, sums_row, out_row, acc, dS_same, dS_different, size, META)
+        # epilogue
+        sums_row = head.index.to(tl.int64) * tiles + number
+        out_row = (head.b * length + tile.row) * heads + head.h
+        alive = SomeRows(head, tile.start, tile.row, statistics.inverse != 0)  # others' rows may hold NaN
+        dS_same = -dS_different
+        if given.grad_lse is not None:  # what dS of a row sums up to
+            row = of_head_rows(head, size) + tile.row
+            dS_same += tl.load(given.grad_lse + row, mask=alive.inside, other=0.0)
+        _store_gradients(result, rows, segments, tile, alive, sums_row, out_row, acc, dS_same, dS_different, size, META)

@@ -150,7 +150,7 @@ def keep_mask(state: Tensor, batch: int, heads: int, length: int, keys: int, dro
     words = philox([call.expand(shape), row.expand(shape), head.expand(shape), (offset & _LOW).expand(shape)], key)
     drawn = torch.stack([word >> 8 * byte & 0xFF for word in words for byte in range(4)], -1)
     # (..., groups, calls, words, halves, parities) -> a group's 64 columns
-    drawn = drawn.view(-1, length, groups, 4, 4, 2, 2).permute(0, 1, 2, 4, 5, 3, 6).flatten(-4)
+    drawn = drawn.view(batch * heads, length, groups, 4, 4, 2, 2).permute(0, 1, 2, 4, 5, 3, 6).flatten(-4)
     phase = key[0] + group * _STEPS[0] + row * _STEPS[1] + head * _STEPS[2] & _LOW
     least = (threshold(dropout_p) + (phase >> 8)) >> 24
     return (drawn >= least[..., None]).flatten(-2)[..., :keys].view(batch, heads, length, keys)

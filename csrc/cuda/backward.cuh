@@ -217,9 +217,8 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
     // once, but for rows far apart: then once for each window of rel_key, each time with the rows that it serves
     for (int window_shift = 0; window_shift <= span; window_shift += BLOCK_M) {
       const Step step = load_step(p, tile, memory, first_row, last_position, window_shift, state);
-      const bool is_ordered = turns.begins != nullptr;
-      if (is_ordered && thread_index() == 0) turns.pass(row_tile);  // the barrier was after the tile before
-      const bool may_add = !is_ordered || turns.has_come(row_tile, lane.id);
+      if (turns.is_ordered() && thread_index() == 0) turns.pass(row_tile);  // the barrier was after the tile before
+      const bool may_add = !turns.is_ordered() || turns.has_come(row_tile, lane.id);
       const StepRows rows = load_step_rows(p, tile, first_row + 16 * of.m_tile + lane.g, last_position, window_shift);
       wait_for_copies<0>();
       if (window_shift == 0) clear_masked_rows(p, tile, memory, first_row);

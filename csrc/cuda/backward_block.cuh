@@ -127,9 +127,11 @@ DEVICE void clear_masked_rows(const RelAttention& p, const KeyTile<S>& tile, con
 // Adds row r of a product's two, 8 N columns wide, of which this lane has two in eight, from `column` on.
 template <int N>
 DEVICE void add_row(float* to, const float (&product)[N][4], int r, int column, int head_dim) {
+  to += column;
+  const int columns = head_dim - column;  // compared with constants: sums with `column` would each take a register
 #pragma unroll
   for (int n = 0; n < N; ++n)
-    if (column + 8 * n < head_dim) add_atomically(to + column + 8 * n, product[n][2 * r], product[n][2 * r + 1]);
+    if (8 * n < columns) add_atomically(to + 8 * n, product[n][2 * r], product[n][2 * r + 1]);
 }
 
 }  // namespace xlnet_kernels::cuda

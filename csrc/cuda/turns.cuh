@@ -23,22 +23,27 @@ struct KeyItem {
 
 // A block's place among those of its head.
 struct Turns {
-  int32_t* begins;  // of each of the head's blocks: where the tiles of rows begin that it may still add to; null: no order
-  int own, first = 0;  // this one's number; all before `first` have ended
+  int32_t* const& turns;  // null: blocks add in any order
+  int head, own;          // the first of this head's blocks among all, and this one among them
+  int first = 0;          // all before it have ended
 
-  DEVICE Turns(const Backward& a, const KeyItem& item, int key_tiles) : begins(a.gradients.sums.turns), own(item.tile) {
-    if (begins) begins += 1 + (int64_t(item.b) * a.call.p.heads + item.h) * key_tiles;
-  }
+  DEVICE Turns(const Backward& a, const KeyItem& item, int key_tiles)
+      : turns(a.gradients.sums.turns), head((item.b * int(a.call.p.heads) + item.h) * key_tiles), own(item.tile) {}
+
+  DEVICE bool is_ordered() const { return turns != nullptr; }
+  // Where the tiles of rows begin that a block of this head may still add to; its address is made anew each time, since
+  // registers are scarce.
+  DEVICE int32_t* begin(int block) const { return turns + int(kept_in_register(1 + head + block)); }
 
   // One thread, which knows that its block has added all that it adds to earlier tiles of rows
-  DEVICE void pass(int32_t row_tile) const { store_release(begins + own, row_tile); }
+  DEVICE void pass(int32_t row_tile) const { store_release(begin(own), row_tile); }
 
   // Warp: whether all blocks before this one are done with a tile of rows
   DEVICE bool has_come(int32_t row_tile, int lane) {
     for (int i = first; i < own; i += WARP) {
-      const int32_t begin = i + lane < own ? load_acquire(begins + i + lane) : ENDED;
-      if (ballot(begin <= row_tile)) return false;
-      if (i == first && !ballot(begin != ENDED)) first += WARP;
+      const int32_t begins = i + lane < own ? load_acquire(begin(i + lane)) : ENDED;
+      if (ballot(begins <= row_tile)) return false;
+      if (i == first && !ballot(begins != ENDED)) first += WARP;
     }
     return true;
   }
@@ -49,7 +54,7 @@ struct Turns {
 
   // Block: it has added everything.
   DEVICE void end() const {
-    if (begins == nullptr) return;
+    if (!is_ordered()) return;
     sync_block();
     if (thread_index() == 0) pass(ENDED);
   }

@@ -36,11 +36,14 @@ from tests.machine.plain_attention import Config  # noqa: E402
 from tests.machine.triton_driver import Launch, on_machine  # noqa: E402
 
 LENGTHS = (256, 512, 768)  # measured; halves are whole tiles
+OF_TWO_STREAMS = (384, 768, 1152)  # multiples of six too
 CHECKED = 1024
 REPORTED = (512, 2048)
 HEAD_DIMS = (64, 128)
 PRODUCTS = {"forward": 2, "backward": 5}  # of plain attention, without what is computed again
-CASES = ("none", "order+segments")
+# All but the first have an order and segments. Two streams: a query row for every sixth position, too, stacked with the
+# content rows. Cycles are still for 1024 pairs of a content row and a key, beside which there are 171 of query rows.
+CASES = ("none", "order+segments", "dropout", "deterministic", "two streams")
 # Tiles of the plain kernels; the table has the best of those that do not spill.
 PLAIN = {
     "forward": [Config(128, n, warps, stages) for n in (64, 128) for warps in (4, 8) for stages in (2, 3)],
@@ -65,40 +68,40 @@ def sum_of(counts: list[Counts], weights: list[Fraction]) -> Counts:
     )
 
 
-def polynomial(length: int) -> list[Fraction]:
-    """What the values at LENGTHS are multiplied by: their sum is at `length` of the polynomial through them."""
+def polynomial(length: int, lengths: Sequence[int]) -> list[Fraction]:
+    """What the values at `lengths` are multiplied by: their sum is at `length` of the polynomial through them."""
     weights = []
-    for own in LENGTHS:
+    for own in lengths:
         weight = Fraction(1)
-        for other in LENGTHS:
+        for other in lengths:
             if other != own:
                 weight *= Fraction(length - other, own - other)
         weights.append(weight)
     return weights
 
 
-def extrapolate(measured: list[Counts], length: int) -> Counts:
-    """The counts at `length`."""
-    return sum_of(measured, polynomial(length))
-
-
-def executed(launches: Sequence[Launch], architecture: int, length: int) -> Counter[str]:
-    """Instructions of machine code by class at `length`, of launches of one kernel at LENGTHS."""
+def executed(launches: Sequence[Launch], architecture: int, factors: list[Fraction]) -> Counter[str]:
+    """Instructions of machine code by class, of launches of one kernel times their factors."""
     code = assemble(launches[-1].ptx, launches[-1].name, architecture)
     weights = code.weights(launches[-1].counts.lines)
     total: Counter[str] = Counter()
-    for launch, factor in zip(launches, polynomial(length), strict=True):
+    for launch, factor in zip(launches, factors, strict=True):
         for name, count in code.executed(weights, launch.counts.lines).items():
             total[triton_report.classify(name)] += count * float(factor)
     return total
 
 
-def segments_and_order(length: int) -> dict:
+def segments_and_order(length: int, two_streams: bool) -> dict:
     """Two segments, half a sequence each; a random order in which every sixth token is predicted, content stream."""
     generator = torch.Generator().manual_seed(0)
     order = torch.rand(1, length, generator=generator).argsort(1).argsort(1)
-    ids = (torch.arange(length) >= length // 2).long()[None]
-    return {"mask": xk.RankMask.from_order(order, order % 6 == 0), "ids": ids}
+    mask = xk.RankMask.from_order(order, order % 6 == 0)
+    ids = of_rows = (torch.arange(length) >= length // 2).long()[None]
+    positions = None
+    if two_streams:
+        positions = torch.cat([torch.arange(length), torch.arange(0, length, 6)])[None]
+        mask, of_rows = mask.rows(positions), ids.gather(1, positions)
+    return {"mask": mask, "ids": (of_rows, ids), "positions": positions}
 
 
 def ours(backend: str, architecture: int, head_dim: int, case: str, length: int) -> dict[str, list[Launch]]:
@@ -107,14 +110,21 @@ def ours(backend: str, architecture: int, head_dim: int, case: str, length: int)
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16).requires_grad_()
 
-    x = [normal(1, 1, length, head_dim) for _ in range(3)]
+    torch.manual_seed(length)
     options: dict = {"content_bias": normal(1, head_dim), "position_bias": normal(1, head_dim)}
+    rows = length
     if case != "none":
-        given = segments_and_order(length)
+        given = segments_and_order(length, case == "two streams")
         embed, bias = normal(2, 1, head_dim), normal(1, head_dim)
-        options |= {"mask": given["mask"], "segments": xk.Segments(given["ids"], given["ids"], embed, bias)}
+        options |= {"mask": given["mask"], "segments": xk.Segments(*given["ids"], embed, bias)}
+        if given["positions"] is not None:
+            options["query_positions"], rows = given["positions"], given["positions"].shape[1]
+    if case == "dropout":
+        options["dropout_p"] = 0.1
+    x = [normal(1, 1, rows, head_dim), normal(1, 1, length, head_dim), normal(1, 1, length, head_dim)]
+    rel_key, deterministic = normal(1, 2 * length, head_dim), case == "deterministic"
     with serving(architecture, check=False) as record:
-        out = xk.rel_attention(*x, normal(1, 2 * length, head_dim), backend=backend, deterministic=False, **options)
+        out = xk.rel_attention(*x, rel_key, backend=backend, deterministic=deterministic, **options)
         forward = len(record.launches)
         out.sum().backward()
     return {"forward": record.launches[:forward], "backward": record.launches[forward:]}
@@ -132,16 +142,16 @@ def plain(kernel: str, config: Config, architecture: int, head_dim: int, length:
 
 
 def row(
-    kernel: str, direction: str, head_dim: int, architecture: int, case: str, runs: list[list[Launch]], length: int
+    kernel: str, direction: str, head_dim: int, architecture: int, case: str, runs: dict[int, list[Launch]], length: int
 ):
-    """One row of the table; `runs`: the launches at each of LENGTHS. Its "launches" have what was counted itself."""
+    """One row of the table; `runs`: the launches at each length. Its "launches" have what was counted itself."""
     gpu = bounds.GPUS[architecture]
     total: dict[str, float] = {}
     issued = machine = bound = 0.0
-    bounds_of, counted = {}, []
-    for launches in zip(*runs, strict=True):  # the same kernel at every length
-        counts = extrapolate([launch.counts for launch in launches], length)
-        of_machine = executed(launches, architecture, length)
+    bounds_of, counted, factors = {}, [], polynomial(length, list(runs))
+    for launches in zip(*runs.values(), strict=True):  # the same kernel at every length
+        counts = sum_of([launch.counts for launch in launches], factors)
+        of_machine = executed(launches, architecture, factors)
         issued, machine = issued + counts.issued, machine + of_machine.total()
         needed = {
             name: float(value) * bounds.PAIRS / length**2
@@ -156,7 +166,7 @@ def row(
             | plainly(counts)
             | {"machine_instructions": {name: round(count) for name, count in of_machine.items()}}
         )
-    code = [assemble(launch.ptx, launch.name, architecture) for launch in runs[-1]]
+    code = [assemble(launch.ptx, launch.name, architecture) for launch in runs[max(runs)]]
     return {
         "kernel": kernel, "direction": direction, "dtype": "bfloat16", "head_dim": head_dim,
         "architecture": architecture, "length": length, "case": case,
@@ -178,14 +188,14 @@ def plainly(counts: Counts) -> dict:
     return {f.name: whole(getattr(counts, f.name)) for f in fields(Counts) if f.name != "lines"}
 
 
-def best_plain(direction: str, architecture: int, head_dim: int, say: Callable) -> list[list[Launch]]:
+def best_plain(direction: str, architecture: int, head_dim: int, say: Callable) -> dict[int, list[Launch]]:
     """Launches at each length of the plain kernels with the tiles whose bound is the least."""
-    found: list[list[Launch]] = [[] for _ in LENGTHS]
+    found: dict[int, list[Launch]] = {length: [] for length in LENGTHS}
     for kernel in ("forward",) if direction == "forward" else ("keys", "rows"):
         best, least = None, (float("inf"),)
         for config in PLAIN[kernel]:
             try:
-                runs = [plain(kernel, config, architecture, head_dim, length) for length in LENGTHS]
+                runs = {length: plain(kernel, config, architecture, head_dim, length) for length in LENGTHS}
             except triton.runtime.errors.OutOfResources:
                 continue
             of = row("plain", direction, head_dim, architecture, "none", runs, REPORTED[-1])
@@ -193,13 +203,18 @@ def best_plain(direction: str, architecture: int, head_dim: int, say: Callable) 
             say(f"plain {kernel} sm_{architecture} D{head_dim} {tuple(config)}: {of['bound_cycles']} {of['bound_by']}")
             if cost < least:
                 best, least = runs, cost
-        for all_of, more in zip(found, best, strict=True):
-            all_of += more if kernel != "rows" else [launch for launch in more if launch.name != "delta_kernel"]
+        for length, more in best.items():
+            found[length] += more if kernel != "rows" else [of for of in more if of.name != "delta_kernel"]
     return found
 
 
 def table(
-    architectures: list[int], kernels: list[str], check: bool, say: Callable, earlier: list[dict] | None = None
+    architectures: list[int],
+    kernels: list[str],
+    cases: Sequence[str],
+    check: bool,
+    say: Callable,
+    earlier: list[dict] | None = None,
 ) -> list[dict]:
     """The rows of these kernels, and of the plain one, which is not counted again where rows of `earlier` have it."""
     rows = []
@@ -216,12 +231,13 @@ def table(
                     rows.append(row("plain", direction, head_dim, architecture, "none", runs, length) | {"ratio": 1.0})
                     floor[direction, length] = rows[-1]["bound_cycles"]
             for kernel in kernels:
-                for case in CASES:
-                    runs = [ours(kernel, architecture, head_dim, case, length) for length in LENGTHS]
+                for case in cases:
+                    lengths = OF_TWO_STREAMS if case == "two streams" else LENGTHS
+                    runs = {length: ours(kernel, architecture, head_dim, case, length) for length in lengths}
                     if check:
                         verify(kernel, runs, ours(kernel, architecture, head_dim, case, CHECKED))
                     for direction in PRODUCTS:
-                        of = [run[direction] for run in runs]
+                        of = {length: run[direction] for length, run in runs.items()}
                         for length in REPORTED:
                             found = row(kernel, direction, head_dim, architecture, case, of, length)
                             found["ratio"] = round(found["bound_cycles"] / floor[direction, length], 3)
@@ -256,11 +272,12 @@ def calibrate(rows: list[dict]) -> list[dict]:
     return found
 
 
-def verify(kernel: str, runs: list[dict], checked: dict) -> None:
+def verify(kernel: str, runs: dict[int, dict], checked: dict) -> None:
     """The polynomial gives what is counted at a length that it was not made from."""
+    factors = polynomial(CHECKED, list(runs))
     for direction, launches in checked.items():
         for number, launch in enumerate(launches):
-            expected = extrapolate([run[direction][number].counts for run in runs], CHECKED)
+            expected = sum_of([run[direction][number].counts for run in runs.values()], factors)
             for name in ("issued", "tensor_cycles", "special_operations", "global_sectors_read"):
                 found, wanted = getattr(launch.counts, name), getattr(expected, name)
                 if found != wanted:
@@ -284,6 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architectures", type=int, nargs="+", default=[80, 90])
     parser.add_argument("--kernels", nargs="*", default=["triton", "cuda"])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--check", action="store_true", help=f"compare with what is counted at length {CHECKED}")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--update", type=Path, help="write into this results file, whose other rows stay")
@@ -297,7 +315,7 @@ def main() -> None:
             print(line, file=sys.stderr, flush=True)
 
     earlier = json.loads(options.update.read_text())["rows"] if options.update else None
-    rows = table(options.architectures, kernels, options.check, say, earlier)
+    rows = table(options.architectures, kernels, options.cases, options.check, say, earlier)
     show(rows)
     rows = with_the_rest(rows, earlier or [])
     calibration = calibrate(rows)

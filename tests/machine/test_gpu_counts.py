@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 
@@ -34,17 +35,17 @@ def counted(monkeypatch, tmp_path):
     """A results file with rows of three kernels, and how to run main on it: every count is 300 cycles."""
     file, ran = tmp_path / "counts.json", []
     monkeypatch.setattr(gpu_counts, "PRODUCTS", {"forward": 2})
-    monkeypatch.setattr(gpu_counts, "CASES", ("none",))
     monkeypatch.setattr(gpu_counts, "REPORTED", (2048,))
     monkeypatch.setattr(gpu_counts, "ours", lambda *of: ran.append(of[:3]) or {"forward": []})
-    monkeypatch.setattr(gpu_counts, "best_plain", lambda *of: ran.append(("plain", *of[1:3])) or [])
+    monkeypatch.setattr(gpu_counts, "best_plain", lambda *of: ran.append(("plain", *of[1:3])) or {})
 
     monkeypatch.setattr(gpu_counts, "row", lambda kernel, _, head_dim, *rest: row(kernel, head_dim, 300.0))
     before = [row(kernel, width, 100.0) for width in WIDTHS for kernel in KERNELS]
 
     def run(*arguments):
         file.write_text(json.dumps({"rows": before}))
-        monkeypatch.setattr(sys, "argv", ["gpu_counts.py", *map(str, arguments), "--architectures", "80"])
+        some = ("--architectures", "80", "--cases", "none")
+        monkeypatch.setattr(sys, "argv", ["gpu_counts.py", *map(str, arguments), *some])
         gpu_counts.main()
         return {(r["kernel"], r["head_dim"]): r for r in json.loads(file.read_text())["rows"]}, ran
 
@@ -69,6 +70,28 @@ def test_without_an_update_plain_attention_is_counted_too(counted):
     assert rows["triton", 64]["ratio"] == 1
 
 
+@pytest.mark.parametrize("case", gpu_counts.CASES)
+def test_a_case_is_what_it_says(monkeypatch, case):
+    given = {}
+    monkeypatch.setattr(gpu_counts, "serving", lambda *of, **options: contextlib.nullcontext(Record()))
+
+    class Record:
+        launches = ()
+
+    def attention(query, key, value, rel_key, **options):
+        given.update(options, rows=query.shape[2])
+        return query
+
+    monkeypatch.setattr(gpu_counts.xk, "rel_attention", attention)
+    gpu_counts.ours("cuda", 80, 64, case, 12)
+    assert given["rows"] == (14 if case == "two streams" else 12)
+    assert ("mask" in given) == (case != "none") and ("dropout_p" in given) == (case == "dropout")
+    assert given["deterministic"] == (case == "deterministic")
+    if case == "two streams":
+        assert given["query_positions"].tolist() == [[*range(12), 0, 6]]
+        assert given["mask"].query_rank.shape == given["segments"].query_ids.shape == (1, 14)
+
+
 def test_a_row_has_the_counts_of_each_launch(monkeypatch):
     """At the row's length, from those of shorter ones."""
     code = MachineCode(9, 16, [[(1, "FADD"), (1, "FADD"), (1, "LDL")]], {1: Line(1, "")})
@@ -80,7 +103,7 @@ def test_a_row_has_the_counts_of_each_launch(monkeypatch):
         )
         return Launch(name, (1, 1, 1), 32, 0, "ptx", b"", counts)
 
-    runs = [[launch("prepare", 3 * n, 0), launch("main", n * n + 5, 2 * n * n)] for n in gpu_counts.LENGTHS]
+    runs = {n: [launch("prepare", 3 * n, 0), launch("main", n * n + 5, 2 * n * n)] for n in (256, 512, 768)}
     row = gpu_counts.row("cuda", "forward", 64, 80, "none", runs, 2048)
     prepare, main = row["launches"]
     assert prepare["name"] == "prepare" and prepare["instructions"] == {"float": 3 * 2048}

@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import xlnet_kernels as xk
 from tests.cuda import on_host
+from xlnet_kernels import dropout
 from xlnet_kernels.backends import self_check
 
 on_host.install()
@@ -26,6 +28,7 @@ if "XLNET_KERNELS_MACHINE" in os.environ:  # the others' tests are run elsewhere
 BACKENDS = [name for name in READY if name not in INTERPRETED and MODULES[name].DEVICE in (None, "cpu")]
 COMPILED = [name for name in BACKENDS if name != "reference"]  # empty: pytest skips what is parametrised over it
 GPU_BACKENDS = [name for name in READY if MODULES[name].DEVICE == "cuda"]  # best first
+CPU = torch.device("cpu")
 MASKS = (None, "order", "causal", "window", "padding", "ranks", "dense")
 
 
@@ -83,14 +86,17 @@ class Problem:
         with_lse: bool = True,
         grad_dtype: torch.dtype | None = None,
     ) -> dict[str, Tensor]:
-        """out, lse and, under "grad <name>", the gradient of every leaf (or of those in `needs`).
+        """out, lse and, under "grad <name>", the gradient of every leaf (or of those in `needs`), with one dropout mask
+        of the problem whoever computes.
 
         grad_dtype: what the gradient of `out` is rounded to, as it always is to the dtype of `out`.
         """
         needs = tuple(self.leaves) if needs is None else needs
         leaves = {n: leaf.detach().requires_grad_(n in needs) for n, leaf in self.leaves.items()}
-        problem = replace(self, leaves=leaves)
-        out, lse = problem.call(backend)
+        draw = dropout.new_state  # masks of their own would be as far apart as any results that are compared
+        with torch.random.fork_rng([]), mock.patch.object(dropout, "new_state", lambda of: draw(CPU).to(of)):
+            torch.random.default_generator.manual_seed(0)
+            out, lse = replace(self, leaves=leaves).call(backend)
         found = {"out": out.detach(), "lse": lse.detach()}
         if needs:
             outputs = (out, lse) if with_lse else (out,)

@@ -60,11 +60,8 @@ def test_windows_of_distances(window, mask, positions, width):
 
 
 def test_dropout():
-    torch.manual_seed(0)
     problem = make(2, 2, 100, mem=5, mask="order", dtype=BFLOAT16).with_options(dropout_p=0.3)
-    torch.manual_seed(1)
     exact = problem.to(torch.float64).results("reference")
-    torch.manual_seed(1)
     found = problem.results("cpu")
     for name, value in exact.items():
         # 3 roundings of 2**-9 (operands and results) of the largest of up to 105 terms

@@ -90,6 +90,12 @@ def test_each_call_draws_a_new_mask_that_the_seed_repeats():
     assert torch.equal(problem.call("reference")[0], first)
 
 
+def test_results_that_are_compared_have_one_mask():
+    problem = make(length=16, dtype=torch.float64).with_options(dropout_p=0.5)
+    found = [problem.results("reference") for _ in range(2)]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 @pytest.mark.parametrize("backend", READY)
 @pytest.mark.parametrize("p", [0.2, 0.9])
 def test_equals_the_formula_with_the_rebuilt_mask(backend, p):

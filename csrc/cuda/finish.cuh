@@ -1,13 +1,13 @@
 // After backward's main loop: every gradient that is made of sums, in its own dtype and layout.
 //
 //   dQ = scale (sum + same s[0] + different s[1]);  dR = scale (sum + rel v)
-//   du = scale sum_j key_j k_j;  dv = scale sum_i sum_i - du
+//   du = scale sum_j key_j k_j;  dv = scale sum_p rel_p r_p
 //   ds[0], ds[1] = scale sum_i {same, different}_i (q_i + b);  db = scale (sum_i same_i s[0] + sum_i different_i s[1])
 //
 // where same_i = dlse_i - different_i, since softmax's gradients add up to zero but for what comes through the
-// log-sum-exp. A row's sum is what it gets by content and by position, whose sums over all rows are du and dv. Of sums
-// over keys and over rows of query a block leaves its part in global memory; the last one of a head adds the parts up
-// in their order.
+// log-sum-exp. Of sums over keys, rows of query and rows of rel_key a block leaves its part in global memory; the last
+// one of a head adds the parts up in their order. dv is also the sum of all rows of dQ less du, which would spare reading
+// r; but it would be off by a share of du, which may be far larger.
 #pragma once
 
 #include "backward_rows.cuh"
@@ -156,10 +156,7 @@ DEVICE void finish_query(const Backward& a, const HeadPart& part) {
       float x[FOUR];
       unpack_four<float>(sum[i], x);
 #pragma unroll
-      for (int d = 0; d < FOUR; ++d) {
-        sums[ROW_PART][d] += x[d];
-        x[d] = x[d] * scale + different * difference[d];
-      }
+      for (int d = 0; d < FOUR; ++d) x[d] = x[d] * scale + different * difference[d];
       if (has_lse) {
         const float of_lse = lanes.of_row(own_lse, base + i * lanes.rows);
         add_weighted<T>(sums[LSE_PART], of_lse, query[i]);
@@ -176,7 +173,8 @@ DEVICE void finish_query(const Backward& a, const HeadPart& part) {
   store_part(lanes, head_dim, sums, grad.sums.query_parts + before * QUERY_PARTS * head_dim);
 }
 
-// Of a head, of all batches unless they share rel_key. Batches that do may have sums of their own.
+// Of a head, of all batches unless they share rel_key. Batches that do may have sums of their own. With position_bias
+// also the part of its gradient, where that is wanted.
 template <typename T>
 DEVICE void finish_rel_key(const Backward& a, const HeadPart& part) {
   const RelAttention& p = a.call.p;
@@ -185,6 +183,8 @@ DEVICE void finish_rel_key(const Backward& a, const HeadPart& part) {
   const int batches = a.call.shared_rel_key ? int(grad.sums.rel_batches) : 1;
   const float scale = float(p.scale);
   const Columns lanes(head_dim);
+  const bool stores = grad.rel_key.data != nullptr, sums_rows = grad.sums.rel_parts != nullptr;
+  RowWalk<const T> rel_rows(rows_of<const T>(p.rel_key.rows, part.b, part.h), part.first, lanes);
   RowWalk<T> to(rows_of<T>(grad.rel_key, part.b, part.h), part.first, lanes);
   float bias[FOUR] = {};
   if (p.position_bias && lanes.inside)
@@ -195,8 +195,10 @@ DEVICE void finish_rel_key(const Backward& a, const HeadPart& part) {
 #pragma unroll 1
     for (int batch = 0; batch < batches; ++batch) own_sum += grad.sums.rel[first_row(batch) + part.first + lanes.lane];
   RowWalk<const float> from({grad.sums.rel_key + first_row(0) * head_dim, head_dim}, part.first, lanes);
+  float sums[1][FOUR] = {};
   lanes.for_each([&](int base) {
     Four<float> sum[FINISH_PASSES] = {};
+    Four<T> rel[FINISH_PASSES] = {};
     const float* of[FINISH_PASSES];
     T* rows[FINISH_PASSES];
     bool inside[FINISH_PASSES];
@@ -204,16 +206,19 @@ DEVICE void finish_rel_key(const Backward& a, const HeadPart& part) {
     for (int i = 0; i < FINISH_PASSES; ++i) {
       of[i] = from.next();
       rows[i] = to.next();
+      const T* const from_rel = rel_rows.next();
       inside[i] = part.first + base + i * lanes.rows + lanes.row < rel_len && lanes.inside;
-      if (inside[i]) sum[i] = load_four(of[i]);
+      if (inside[i] && stores) sum[i] = load_four(of[i]);
+      if (inside[i] && sums_rows) rel[i] = load_four(from_rel);
     }
 #pragma unroll
     for (int i = 0; i < FINISH_PASSES; ++i) {
       const float of_bias = lanes.of_row(own_sum, base + i * lanes.rows);
+      add_weighted<T>(sums[0], of_bias, rel[i]);
       float x[FOUR];
       unpack_four<float>(sum[i], x);
 #pragma unroll 1
-      for (int batch = 1; batch < batches && inside[i]; ++batch) {
+      for (int batch = 1; batch < batches && inside[i] && stores; ++batch) {
         float more[FOUR];
         unpack_four<float>(load_four(of[i] + batch * p.heads * rel_len * head_dim), more);
 #pragma unroll
@@ -221,9 +226,12 @@ DEVICE void finish_rel_key(const Backward& a, const HeadPart& part) {
       }
 #pragma unroll
       for (int d = 0; d < FOUR; ++d) x[d] = (x[d] + of_bias * bias[d]) * scale;
-      if (inside[i]) store_columns(rows[i], lanes.column, int(grad.width), x);
+      if (inside[i] && stores) store_columns(rows[i], lanes.column, int(grad.width), x);
     }
   });
+  if (!sums_rows) return;
+  const int64_t before = int64_t(part.h) * (a.call.shared_rel_key ? 1 : p.batch) * tiles_of(rel_len, FINISH_ROWS);
+  store_part(lanes, head_dim, sums, grad.sums.rel_parts + (before + part.number) * head_dim);
 }
 
 // Adds up the parts of a head, which lie one after the other; all threads of the block.
@@ -231,8 +239,9 @@ template <typename T>
 DEVICE void finish_head(const Backward& a, int h) {
   const RelAttention& p = a.call.p;
   const Gradients& grad = a.gradients;
-  const int head_dim = int(p.head_dim), batch = int(p.batch);
-  constexpr int KINDS = QUERY_PARTS + 1, KEY_PART = QUERY_PARTS, GROUPS = FINISH_THREADS / MOST_COLUMNS;
+  const int head_dim = int(p.head_dim), batch = int(p.batch), rel_batch = a.call.shared_rel_key ? 1 : batch;
+  constexpr int KEY_PART = QUERY_PARTS, REL_PART = KEY_PART + 1, KINDS = REL_PART + 1;
+  constexpr int GROUPS = FINISH_THREADS / MOST_COLUMNS;
   const int column = thread_index() % MOST_COLUMNS, group = thread_index() / MOST_COLUMNS;
   float* const scratch = finish_scratch();
   sync_block();  // no one reads what was there before any more
@@ -248,6 +257,7 @@ DEVICE void finish_head(const Backward& a, int h) {
   for (int kind = 0; kind < QUERY_PARTS; ++kind)
     add_parts(grad.sums.query_parts, batch * tiles_of(p.length, FINISH_ROWS), QUERY_PARTS, kind, kind);
   add_parts(grad.sums.key_parts, batch * tiles_of(p.mem_len + p.key_len, FINISH_ROWS), 1, 0, KEY_PART);
+  add_parts(grad.sums.rel_parts, rel_batch * tiles_of(p.rel_len, FINISH_ROWS), 1, 0, REL_PART);
   sync_block();
   if (group > 0 || column >= int(grad.width)) return;
   const auto sum_of = [&](int kind, int column) {
@@ -255,12 +265,12 @@ DEVICE void finish_head(const Backward& a, int h) {
     for (int of = 0; of < GROUPS; ++of) sum += scratch[(of * KINDS + kind) * MOST_COLUMNS + column];
     return sum;
   };
-  const float scale = float(p.scale), of_keys = sum_of(KEY_PART, column);
+  const float scale = float(p.scale);
   const auto store = [&](void* gradient, int64_t head, float x) {
     if (gradient) store_one(static_cast<T*>(gradient) + head * grad.width + column, x * scale);
   };
-  store(grad.content_bias, h, of_keys);
-  store(grad.position_bias, h, sum_of(ROW_PART, column) - of_keys);
+  store(grad.content_bias, h, sum_of(KEY_PART, column));
+  store(grad.position_bias, h, sum_of(REL_PART, column));
   if (!grad.segment_embed && !grad.segment_bias) return;
   const SegmentEmbed<T> embed(p, h);
   const float bias = embed.bias ? to_float(embed.bias[column]) : 0.f;
@@ -284,13 +294,18 @@ template <typename T>
 KERNEL THREADS_PER_BLOCK(FINISH_THREADS, 1) finish_kernel(Finish of) {
   const Backward& a = of.a;
   const RelAttention& p = a.call.p;
-  const int block = block_index().x, batch = int(p.batch), part_blocks = of.key_blocks + of.query_blocks;
-  if (block >= part_blocks)
-    return finish_rel_key<T>(a, HeadPart(block - part_blocks, a.call.shared_rel_key ? 1 : batch, p.rel_len));
-  const bool of_keys = block < of.key_blocks;
-  const HeadPart part(of_keys ? block : block - of.key_blocks, batch, of_keys ? p.mem_len + p.key_len : p.length);
-  of_keys ? finish_keys<T>(a, part) : finish_query<T>(a, part);
-  if (a.gradients.sums.finished && is_last(a, part.h, part_blocks / int(p.heads))) finish_head<T>(a, part.h);
+  const int batch = int(p.batch), block = block_index().x;
+  const int of_query = block - of.key_blocks, of_rel = of_query - of.query_blocks;  // numbers among those, or negative
+  const HeadPart part = of_query < 0 ? HeadPart(block, batch, p.mem_len + p.key_len)
+                        : of_rel < 0 ? HeadPart(of_query, batch, p.length)
+                                     : HeadPart(of_rel, a.call.shared_rel_key ? 1 : batch, p.rel_len);
+  if (of_query < 0)
+    finish_keys<T>(a, part);
+  else if (of_rel < 0)
+    finish_query<T>(a, part);
+  else
+    finish_rel_key<T>(a, part);
+  if (a.gradients.sums.finished && is_last(a, part.h, grid_size().x / int(p.heads))) finish_head<T>(a, part.h);
 }
 
 template <typename T>
@@ -302,7 +317,7 @@ const char* finish(const Backward& a, Stream stream) {
   Finish of{a, 0, 0};
   if (grad.sums.key_parts) of.key_blocks = blocks(all_heads, p.mem_len + p.key_len);
   if (grad.query.data || grad.sums.query_parts) of.query_blocks = blocks(all_heads, p.length);
-  const int rel_blocks = grad.rel_key.data ? blocks(rel_heads, p.rel_len) : 0;
+  const int rel_blocks = grad.rel_key.data || grad.sums.rel_parts ? blocks(rel_heads, p.rel_len) : 0;
   const int grid = of.key_blocks + of.query_blocks + rel_blocks;
   if (grid == 0) return nullptr;
   return launch(finish_kernel<T>, {grid, 1, 1}, FINISH_THREADS, FINISH_SCRATCH, stream, of);

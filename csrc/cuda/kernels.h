@@ -54,10 +54,9 @@ enum RowValue {
   ROW_VALUES
 };
 
-// Of sums over a head's keys, and over its rows of query, `finish` makes parts of FINISH_ROWS each.
+// Of sums over a head's keys, rows of query and rows of rel_key `finish` makes parts of FINISH_ROWS each.
 constexpr int FINISH_ROWS = 256;
 enum QueryPart {
-  ROW_PART,        // of Sums::query
   DIFFERENT_PART,  // of q times Sums::different
   LSE_PART,        // of q times the log-sum-exp's gradient
   WEIGHT_PART,     // of those two factors themselves, in its first two columns
@@ -76,6 +75,7 @@ struct Sums {
   float* key;           // (B, H, M + K), of dS over rows
   float* key_parts;     // (H, B, parts, D), of keys times those; null: not wanted
   float* query_parts;   // (H, B, parts, QUERY_PARTS, D); null: not wanted
+  float* rel_parts;     // (H, B or 1, parts, D), of rows of rel_key times `rel`; null: not wanted
   float* zeros;         // where the first six are
   int64_t zero_chunks;  // of 16 bytes there
   int64_t rel_batches;  // B, or 1 where all batches add to the same: they do in any order alone

@@ -200,21 +200,21 @@ void add_sums(const DeviceCall& device, const Needs& needs, Arena& arena, Gradie
   arena.add(&sums.zeros, 1);  // no array begins where another one does
   arena.add(&sums.query, rows * p.head_dim);
   if (p.segments.embed) arena.add(&sums.different, rows);
-  if (needs.rel_key) {
+  const bool of_content = needs.content_bias && p.content_bias, of_position = needs.position_bias && p.position_bias;
+  const bool of_segments = p.segments.embed && (needs.segment_embed || needs.segment_bias);
+  if (needs.rel_key || of_position) {
     arena.add(&sums.rel_key, rel_rows * p.head_dim);
     if (p.position_bias) arena.add(&sums.rel, rel_rows);
   }
   if (deterministic) arena.add(&sums.turns, 1 + all_heads * most_backward_tiles(p));
-  const bool of_position = needs.position_bias && p.position_bias;
-  const bool of_keys = of_position || (needs.content_bias && p.content_bias);
-  const bool of_rows = of_position || (p.segments.embed && (needs.segment_embed || needs.segment_bias));
-  if (of_keys || of_rows) arena.add(&sums.finished, p.heads);
+  if (of_content || of_position || of_segments) arena.add(&sums.finished, p.heads);
   sums.zero_chunks = arena.extend(zeros) / 16;
   const int64_t keys = p.mem_len + p.key_len;
   const auto parts = [](int64_t count) { return (count + FINISH_ROWS - 1) / FINISH_ROWS; };
   arena.add(&sums.key, all_heads * keys);
-  if (of_keys) arena.add(&sums.key_parts, all_heads * parts(keys) * p.head_dim);
-  if (of_rows) arena.add(&sums.query_parts, all_heads * parts(p.length) * QUERY_PARTS * p.head_dim);
+  if (of_content) arena.add(&sums.key_parts, all_heads * parts(keys) * p.head_dim);
+  if (of_segments) arena.add(&sums.query_parts, all_heads * parts(p.length) * QUERY_PARTS * p.head_dim);
+  if (of_position) arena.add(&sums.rel_parts, device.rel_heads() * parts(p.rel_len) * p.head_dim);
   arena.add(&g.row_values, ROW_VALUES * rows);
 }
 

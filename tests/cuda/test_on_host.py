@@ -159,6 +159,26 @@ def test_tf32_is_asked_of_the_interface_that_the_user_has_set(monkeypatch, dtype
     assert torch.equal(found, wanted) == (dtype != torch.float32)
 
 
+@pytest.mark.parametrize(("tf32", "tolerance"), [(False, 1e-5), (True, 1e-2)])
+@pytest.mark.parametrize("rel_batch", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_small_gradient_of_position_bias_beside_a_large_one_of_content_bias(
+    tf32, tolerance, rel_batch, deterministic
+):
+    """It is off by a share of its own terms, not of what keys give."""
+    problem = make(2, 2, 150, width=16, rel_batch=rel_batch).with_options(deterministic=deterministic)
+    problem.leaves["key"] += 5
+    problem.leaves["rel_key"] *= 1e-3
+    wanted = problem.to(torch.float64).results("reference")["grad position_bias"]
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, tf32
+    try:
+        found = problem.results(on_host.NAME)["grad position_bias"]
+    finally:
+        matmul.allow_tf32 = before
+    assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
 def test_a_launch_that_fails_says_which_kernel_and_for_what():
     problem = make(1, 1, 5, width=16)
     library = on_host.library()

@@ -66,6 +66,18 @@ def test_p_is_exact_on_average():
         assert abs(dropped.mean() - p) < 5 * (p * (1 - p) / dropped.numel()) ** 0.5
 
 
+def test_a_group_of_64_columns_is_correlated_by_what_rounding_p_takes():
+    p = 0.002
+    torch.manual_seed(3)
+    states = [dropout.new_state(torch.device("cpu")) for _ in range(8)]
+    dropped = torch.stack([~dropout.keep_mask(state, 1, 8, 512, 512, p) for state in states]).double() - p
+    dropped = dropped.view(-1, 64)
+    pairs = dropped.sum(1).square().sum() - dropped.square().sum()  # of different columns
+    found, fraction = pairs / (dropped.shape[0] * 64 * 63 * p * (1 - p)), 256 * p % 1
+    wanted = fraction * (1 - fraction) / (2**16 * p * (1 - p))
+    assert abs(found - wanted) < 5 / (dropped.shape[0] * 64 * 63 / 2) ** 0.5
+
+
 def test_nearly_everything_can_be_dropped():
     assert not dropout.keep_mask(torch.tensor([-1, 0]), 1, 1, 1, 64, 1 - 2**-33).any()  # a threshold of 256
 

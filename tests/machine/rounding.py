@@ -265,8 +265,8 @@ class Deviations:
 
         content, position = self.sums_of_rows(self.key), self.sums_of_rows(self.rel_key, self.by_row)
         found["grad query"] = content + position
-        # Triton's is that of query, summed, less that of content_bias, whose products do not cut the keys.
-        of_position = torch.hypot(position, content) if how.given else position
+        # Without TF32 Triton's is that of query, summed, less that of content_bias, whose products do not cut the keys.
+        of_position = torch.hypot(position, content) if how.given == SPLIT else position
         for name, part in (("grad content_bias", content), ("grad position_bias", of_position)):
             if name in exact:
                 found[name] = self.sum_over_rows(part, exact[name])

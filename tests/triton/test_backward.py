@@ -46,6 +46,25 @@ def test_one_pass_and_two_passes(monkeypatch, problem, dropout_p):
     assert not taken["keys_kernel"]  # in float32
 
 
+@interpreted  # which multiplies float32 exactly, whatever is allowed
+@pytest.mark.parametrize(
+    ("dtype", "tf32", "tolerance"),
+    [(torch.float32, True, 1e-5), (torch.float32, False, 4e-3), (torch.float16, False, 4e-3)],
+)
+@pytest.mark.parametrize("kind", [{}, {"positions": True, "keys": 90}, {"width": 40, "mem": 9}], ids=str)
+def test_a_small_gradient_of_position_bias_beside_a_large_one_of_content_bias(
+    dtype, tf32, tolerance, kind, monkeypatch
+):
+    """With TF32 it is off by a share of its own terms, else by float32's rounding of what keys give."""
+    monkeypatch.setattr(plan, "precision_of", lambda *_: "tf32" if tf32 else "ieee")
+    monkeypatch.setattr(plan, "plans", {})
+    problem = make(2, 2, 80, mask="causal", dtype=dtype, **kind)
+    problem.leaves |= {"key": problem.leaves["key"] + 5, "rel_key": problem.leaves["rel_key"] * 1e-3}
+    wanted = problem.to(torch.float64).results("reference")["grad position_bias"]
+    found = problem.results("triton")["grad position_bias"]
+    assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
 def test_one_pass_is_taken_where_counts_favour_it():
     kept = tuning.Config(64, 64, 64, True, num_warps=4, num_stages=1)
     for capability in ((8, 0), (8, 9), (12, 0), None):

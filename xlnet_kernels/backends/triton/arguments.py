@@ -156,8 +156,8 @@ class RowGradients(NamedTuple):
     query: Pointer  # (B, L, H, D)
     rel_key: Pointer  # (copies, H or B * H, room for blocks that reach beyond, rel_len, room, D) float32, and an
     # int32 for each tile of rows; zeros
-    sums: Pointer  # (B, H, tiles, 4, D) float32: over rows, of dQ less its segment term; dS of the same segment times
-    # (q + segment bias); dS of others times it; and dQ's segment term
+    sums: Pointer  # (B, H, tiles, 4, D) float32: over rows, of dQ less its segment term, with TF32 of its position
+    # term alone; dS of the same segment times (q + segment bias); dS of others times it; and dQ's segment term
 
 
 class KeySums(NamedTuple):

@@ -4,6 +4,10 @@ with ONE_PASS also the sums over rows that the gradients of key and value are.
 The probabilities are recomputed from row_max and row_sum. With dP = dO V^T and delta = rowsum(dO * O) - dlse,
 dS = P * (dP - delta) * scale; the rest is products of dS with what the scores were made of. O is the output before it
 was rounded: the rounding would be common to a row of dS, and would add up in sums over rows.
+
+What dQ is made of sums up to the gradients of both biases. That of position_bias is what finish.py finds left when it
+takes away that of content_bias, which costs it a share of the latter: what sums are off by. Products of TF32 are off by
+far more, and there the position term has sums of its own.
 """
 
 from __future__ import annotations
@@ -67,7 +71,8 @@ def _add_rel_chunk(grad_rel, start, end, band, position_query, c, step, META, MA
 
 @triton.jit
 def _add_band(grad_rel, grad_query, rel_key, start, end, band, position_query, step, size, META, MASKED: tl.constexpr):
-    """Takes one complete block of the band of dS (BLOCK_M, BLOCK_N) into grad_rel and, returned, grad_query."""
+    """Takes one complete block of the band of dS (BLOCK_M, BLOCK_N) into grad_rel and, returned, grad_query: see
+    _main_loop."""
     band = band.to(rel_key.data.dtype.element_ty)
     wait(grad_rel, start + META.BLOCK_N, META)
     if META.NEEDS_REL:
@@ -77,10 +82,16 @@ def _add_band(grad_rel, grad_query, rel_key, start, end, band, position_query, s
         else:
             for c in range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
                 _add_rel_chunk(grad_rel, start, end, band, position_query, c, step, META, MASKED)
+    CHUNKS: tl.constexpr = (META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D
     sums = ()
-    for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
+    for c in tl.static_range(CHUNKS):
         tile_r = load_rel_key(rel_key, position_query.head, start, c, size, META)  # (BLOCK_N, BLOCK_D)
         sums = sums + (tl.dot(band, tile_r, acc=grad_query[c], input_precision=META.PRECISION),)
+    if len(grad_query) > CHUNKS:
+        column_sum = tl.sum(band, 0)  # (BLOCK_N,)
+        for c in tl.static_range(CHUNKS):
+            tile_r = load_rel_key(rel_key, position_query.head, start, c, size, META)
+            sums = sums + (grad_query[CHUNKS + c] + tl.sum(column_sum[:, None] * tile_r, 0),)
     return sums
 
 
@@ -112,12 +123,17 @@ def _main_loop(
     tile, content_query, position_query, grad_rows, terms, row_mask, span, statistics, grad_rel, key_sums, keys, memory,
     rel_key, segments, mask, dropout, scale, size, META, RING: tl.constexpr,
 ):  # fmt: skip
-    """dQ / scale of a tile of rows less the segment term, in chunks (BLOCK_M, BLOCK_D), and rowsum(dS) / scale over the
-    keys of other segments (BLOCK_M,)."""
+    """dQ / scale of a tile of rows less the segment term, in chunks (BLOCK_M, BLOCK_D), behind which TF32 has the sums
+    over rows of its position term, in chunks (BLOCK_D,); and rowsum(dS) / scale over the keys of other segments
+    (BLOCK_M,)."""
     KEEP: tl.constexpr = META.KEEP
+    CHUNKS: tl.constexpr = (META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D
     # grad_rel has room for whole blocks; but without a mask the compiler unrolls a loop over chunks
     MASKED: tl.constexpr = not META.KEEP
     acc = zeros(META.BLOCK_M, META)
+    if META.PRECISION == "tf32":
+        for _ in tl.static_range(CHUNKS):
+            acc = acc + (tl.zeros((META.BLOCK_D,), tl.float32),)
     dS_different = tl.zeros((META.BLOCK_M,), tl.float32)
     if RING:
         first, middle = open_ring(position_query, tile, rel_key, tile.origin + span.begin, 0, size, META, KEEP)
@@ -160,9 +176,11 @@ def _main_loop(
         )
         narrowed = dS.to(keys.key.data.dtype.element_ty)
         sums = ()
-        for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
+        for c in tl.static_range(CHUNKS):
             chunk = key_chunk(tile_k, c, 0, size, META, KEEP)
             sums = sums + (tl.dot(narrowed, chunk, acc=acc[c], input_precision=META.PRECISION),)
+        for c in tl.static_range(CHUNKS, len(acc)):
+            sums = sums + (acc[c],)
         acc = sums
         if META.ONE_PASS:
             _add_to_keys(key_sums, tile.head, j0, dropped, narrowed, content_query, grad_rows, size, META)
@@ -205,13 +223,17 @@ def _main_loop(
 def _store_gradients(result, rows, segments, tile, alive, sums_row, out_row, acc, dS_same, dS_different, size, META):
     """dQ, its segment term added, of rows that exist, and the sums over a tile's rows; acc and dS are without scale."""
     D: tl.constexpr = META.HEAD_DIM
+    CHUNKS: tl.constexpr = (D + META.BLOCK_D - 1) // META.BLOCK_D
     dS_same *= rows.scale
     dS_different *= rows.scale
-    for c in tl.static_range((D + META.BLOCK_D - 1) // META.BLOCK_D):
+    for c in tl.static_range(CHUNKS):
         d = columns(c, META)
         total = acc[c] * rows.scale  # (BLOCK_M, BLOCK_D)
         sums = result.sums + sums_row * 4 * D + d
-        tl.store(sums, tl.sum(total, 0), mask=d < D)
+        if len(acc) > CHUNKS:
+            tl.store(sums, acc[CHUNKS + c] * rows.scale, mask=d < D)
+        else:
+            tl.store(sums, tl.sum(total, 0), mask=d < D)
         if segments.key_ids is not None:
             biased = add_bias(load_query(rows, alive, c, META), segments.bias, alive, c, META).to(tl.float32)
             term = dS_same[:, None] * load_embedding(segments, tile.head, 0, c, size, META)[None, :]

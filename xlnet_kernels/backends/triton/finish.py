@@ -39,8 +39,10 @@ def _finish_parameters(result, sums, key_sums, batch, heads, part, h, row_tiles,
             content = _sum_over_tiles(key_sums, D, batch, heads, h, key_tiles, c, META)
             if result.content_bias is not None:
                 _store(result.content_bias, h, content, c, META)
-            if result.position_bias is not None:  # dQ = dQ of the content term + dQ of the position term
-                _store(result.position_bias, h, total - content, c, META)
+            if result.position_bias is not None:
+                if META.PRECISION != "tf32":  # dQ of the content and of the position term
+                    total -= content
+                _store(result.position_bias, h, total, c, META)
         elif part < 3:
             if result.segment_embed is not None:
                 _store(result.segment_embed, (part - 1) * heads + h, total, c, META)

@@ -3,7 +3,8 @@
 A chain is the tiles of rows that share a copy of it. Each adds its blocks from the first row of rel_key on, as it walks
 over keys, and only once the tile before it in the chain is done with a block. So a chain has as many tiles at work as
 one visits blocks, and there are copies only where all of these would leave processors idle (plan.py's `chains`). A
-program waits for programs of lower numbers alone, which are started first.
+program waits for programs of lower numbers alone, which are started first: NVIDIA's GPUs do so, CUDA does not promise
+it.
 
 Each tile has a number in memory, its *mark*: up to which row of rel_key it and all before it are done.
 """

@@ -23,7 +23,8 @@ struct Consumer {
   const float scale;
   WarpgroupShift<S::POSITIONS> shift;
   const bool is_second;  // of the block's two warpgroups: its rows of rel_key are those of the stage before
-  RingPlace<S::STAGES> stage;
+  RingStage<S> place;
+  int before = S::RING;  // the stage before: at first one that is none
   Fragment q[STEPS];
   RowLabels labels[2];
   uint32_t ranks = 0;       // of both rows, as halves
@@ -41,7 +42,7 @@ struct Consumer {
 
   DEVICE float* lse() const { return static_cast<float*>(call.p.lse) + int64_t(tile.head) * call.p.length; }
 
-  DEVICE bool had_tile() const { return stage.passed > 0; }
+  DEVICE bool had_tile() const { return before != S::RING; }
 
   // Leaves in lse what segments give to every key, until the end.
   DEVICE void load_rows() {
@@ -73,23 +74,33 @@ struct Consumer {
     }
   }
 
-  // One tile; false if there was no more.
+  // One stage; false if there was no more.
   DEVICE bool step(const Band& lower, Band& upper) {
-    memory.full_stage(stage.index()).wait(stage.parity());
-    TileInfo info = memory.info(stage.index());
-    if (info.has(TileInfo::FIRST_ROWS)) {  // the second warpgroup comes back to them
-      if constexpr (S::POSITIONS) find_shift({info.first_key, info.segment});
-      if (stage.passed >= is_second)
-        advance();
+    const WarpgroupStage<S> stage = memory.stage(place.offset);
+    const int last_read = is_second ? before : place.offset;
+    stage.full().wait(place.parity);
+    const uint32_t flags = stage.info().flags;
+    // An address, which costs the compiler fewest registers, or where rows have positions an offset, which then does.
+    const auto place_of = [&](int offset) {
+      if constexpr (S::POSITIONS)
+        return offset;
       else
-        stage.advance();
-      memory.full_stage(stage.index()).wait(stage.parity());
-      info = memory.info(stage.index());
+        return memory.data + offset;
+    };
+    auto rel_key = place_of(last_read + stage.REL_KEY);
+    if (flags & (TileInfo::ENDS | TileInfo::BEGINS)) {
+      if (flags & TileInfo::ENDS) return false;
+      if constexpr (S::POSITIONS) find_shift({stage.info().first, stage.info().end});
+      if (is_second) rel_key = place_of(place.offset + stage.KEYS);
     }
-    if (info.first_key == NO_KEY) return false;
-    multiply_rel_key(upper, last_read().index());
-    if (!info.has(TileInfo::LAST_ROWS)) attend(lower, upper, info);
-    advance();
+    if constexpr (S::POSITIONS)
+      multiply_rel_key(upper, {memory.data + rel_key});
+    else
+      multiply_rel_key(upper, {rel_key});
+    if (!(flags & TileInfo::BEGINS)) attend(lower, upper, stage, flags);
+    release(memory.stage(last_read).empty(), tile.lane.id);  // what this warpgroup reads last of the ring is free
+    before = place.offset;
+    place.advance();
     return true;
   }
 
@@ -104,60 +115,56 @@ struct Consumer {
     shift.find(shifts, tile.lane.id);
   }
 
-  DEVICE RingPlace<S::STAGES> last_read() const { return {stage.passed - is_second}; }
-  // To the next stage: what this warpgroup reads last of the ring is free.
-  DEVICE void advance() {
-    release(memory.empty_stage(last_read().index()), tile.lane.id);
-    stage.advance();
-  }
-
-  DEVICE void attend(const Band& lower, const Band& upper, const TileInfo& info) {
+  DEVICE void attend(const Band& lower, const Band& upper, const WarpgroupStage<S>& stage, uint32_t flags) {
     float score[TILES][4];
     // u.k, position, content: in backward's order. Content comes last, since a sum of two needs no register's move to
     // where products are added.
-    start_scores(score, memory.labels(stage.index()).bias, tile.lane.t);
+    start_scores(score, stage.keys().bias(), tile.lane.t);
     shift.add_band(score, lower, upper, tile.lane.warp);
     add_product<0>(
         score, [&](int k) { return q[k]; },
-        [&](int k) { return memory.keys(stage.index()).columns_from(k * DEPTH<T>); });
+        [&](int k) { return stage.keys().rows().columns_from(k * DEPTH<T>); });
 
     Fragment weights[TILES / 2];
-    weigh(score, info, weights);
-    if constexpr (S::DROPOUT) drop_out(weights, info.first_key);
+    weigh(score, stage, flags, weights);
+    if constexpr (S::DROPOUT) drop_out(weights, stage.info().first);
 
     // values
     add_product<1>(
         out[0], [&](int k) { return weights[k]; },
-        [&](int k) { return memory.values(stage.index()).rows_from(k * DEPTH<T>); });
+        [&](int k) { return stage.values().rows_from(k * DEPTH<T>); });
   }
 
   // Segments, mask, softmax: scores become exponentials, as the product with the values takes them.
-  DEVICE void weigh(float (&score)[TILES][4], const TileInfo& info, Fragment (&weights)[TILES / 2]) {
+  DEVICE void weigh(float (&score)[TILES][4], const WarpgroupStage<S>& stage, uint32_t flags,
+                    Fragment (&weights)[TILES / 2]) {
     if constexpr (S::KEEPS_SCORES) {
-      softmax.template step<T>(0, score, out[0], weights,
-                               [&](float (&of)[TILES][4], const float (&base)[2]) { scale_scores(of, info, base); });
+      softmax.template step<T>(0, score, out[0], weights, [&](float (&of)[TILES][4], const float (&base)[2]) {
+        scale_scores(of, stage, flags, base);
+      });
     } else {
-      scale_scores(score, info, {});
+      scale_scores(score, stage, flags, {});
       softmax.template step<T>(0, score, out[0], weights);
     }
   }
 
   // Scale, segments and mask; less `base` of each row.
-  DEVICE void scale_scores(float (&score)[TILES][4], const TileInfo& info, const float (&base)[2]) {
-    const KeyLabels keys = memory.labels(stage.index());
-    if (S::HAS_ONE_SEGMENT_WAY && info.has(TileInfo::ONE_SEGMENT))
-      add_segment(score, scale, info.segment, labels, different, base);
+  DEVICE void scale_scores(float (&score)[TILES][4], const WarpgroupStage<S>& stage, uint32_t flags,
+                           const float (&base)[2]) {
+    const KeyLabels keys = stage.labels();
+    if (S::HAS_ONE_SEGMENT_WAY && flags & TileInfo::ONE_SEGMENT)
+      add_segment(score, scale, stage.info().segment, labels, different, base);
     else
       add_segments(score, scale, keys.segment, labels, different, tile.lane.t, base);
-    const uint32_t* const rank_pairs = memory.rank_pairs(stage.index());
-    if (info.has(TileInfo::OWNS))
-      hide_by_rank_but_own(score, ranks, rank_pairs, call.p, tile.b, tile.sorted_row(0), info.first_key, tile.lane.t);
-    else if (info.visibility == Visibility::by_rank && call.p.rank_mask.query_floor == nullptr)
-      hide_by_rank(score, ranks, rank_pairs, tile.lane.t);
-    else if (info.visibility != Visibility::all)
-      hide_pair_by_pair(score, info.first_key, keys.rank);
+    if (flags & TileInfo::BY_RANK)
+      hide_by_rank(score, ranks, stage.rank_pairs(), tile.lane.t);
+    else if (flags & TileInfo::OWNS)
+      hide_by_rank_but_own(score, ranks, stage.rank_pairs(), call.p, tile.b, tile.sorted_row(0), stage.info().first,
+                           tile.lane.t);
+    else if (flags & TileInfo::PAIR_BY_PAIR)
+      hide_pair_by_pair(score, stage.info().first, keys.rank);
     if constexpr (S::POSITIONS)
-      if (info.has(TileInfo::SOME_ROWS)) shift.hide_others(score);
+      if (flags & TileInfo::SOME_ROWS) shift.hide_others(score);
   }
 
   // Whatever else decides, found in a loop of its own as bits: small code, which the tiles before need not step over.
@@ -206,12 +213,12 @@ struct Consumer {
     return S::POSITIONS ? row_index(call.p, tile.b, index) : index;
   }
 
-  // (q + v).r of a stage's rows of rel_key
-  DEVICE void multiply_rel_key(Band& band, int stage) {
+  // (q + v).r of 64 rows of rel_key
+  DEVICE void multiply_rel_key(Band& band, const BiasedRows<S>& rel_key) {
     fence_shared_memory();  // for the products of this step's stage, too
-    start_scores(band, memory.rel_bias(stage), tile.lane.t);
+    start_scores(band, rel_key.bias(), tile.lane.t);
     add_product<0>(
-        band, [&](int k) { return q[k]; }, [&](int k) { return memory.rel_key(stage).columns_from(k * DEPTH<T>); });
+        band, [&](int k) { return q[k]; }, [&](int k) { return rel_key.rows().columns_from(k * DEPTH<T>); });
   }
 
   // sum += a b, a(k) and b(k) at depth 16 k. As deep as b has rows, or columns if they are not transposed.

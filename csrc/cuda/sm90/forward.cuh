@@ -36,7 +36,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) warpgroup_forward_kernel(const __grid_co
     if (thread_index() < WARP) Producer<S>(call, memory, b, block_index().y, row_tile * S::BLOCK_M).run();
   } else {
     grow_registers<S::CONSUMER_REGISTERS>();
-    consume(call, memory, row_tile, b);
+    consume(call, memory, uniform(row_tile), uniform(b));
   }
 #else
   trap();

@@ -57,20 +57,17 @@ struct RingPlace {
   DEVICE void advance() { ++passed; }
 };
 
-// What the producer announces: a tile of keys; or, before a tile that does not follow the one before, twice 64 rows of
-// its window of rel_key without keys, and whose window that is.
+// What the producer announces: a tile of keys; or, before a tile that does not follow the one before, the 128 rows of
+// its window of rel_key before the tile's own, and whose window that is.
 struct alignas(16) TileInfo {
-  int first_key;    // or NO_KEY: there are no more tiles; without keys: the first of the sorted rows that are served
-  int32_t segment;  // of the first key; without keys: where the rows that are served end
-  Visibility visibility;
   uint32_t flags;
-  // by_rank, and rows see their own keys as well; all keys are of the first one's segment; no keys: of two stages of
-  // rows the first one, the second one; not all of the block's rows are served
-  enum : uint32_t { OWNS = 1, ONE_SEGMENT = 2, FIRST_ROWS = 4, LAST_ROWS = 8, SOME_ROWS = 16 };
-
-  DEVICE bool has(uint32_t flag) const { return flags & flag; }
+  int32_t segment;  // of the first key
+  int first, end;   // the first key; or the sorted rows that the window serves
+  // Instead of a tile: there are no more; the rows of a window. All keys are of the first one's segment; not all of the
+  // block's rows are served. What hides keys, if anything does: ranks, compared by pairs; those and rows' own keys;
+  // other things.
+  enum : uint32_t { ENDS = 1, BEGINS = 2, ONE_SEGMENT = 4, SOME_ROWS = 8, BY_RANK = 16, OWNS = 32, PAIR_BY_PAIR = 64 };
 };
-constexpr int NO_KEY = -1;
 
 // Sorted rows first to end - 1 of a block: a run, which one window of rel_key serves. Eight rows of it are 8 positions
 // apart at most, the first 64 of the block 64, and the others 64 from the last one of those.
@@ -88,37 +85,64 @@ DEVICE int window_position(const RelAttention& p, int b, int first_row, RowRun r
   return row_position(p, b, larger(run.first, smaller(first_row + 63, run.end - 1)));
 }
 
+// 64 rows, keys or of rel_key, and a bias for each.
 template <typename S>
-struct WarpgroupMemory {
-  using Rows = Panels<typename S::T, S::HEAD_DIM>;
+struct BiasedRows {
   char* data;
 
-  DEVICE Rows matrix(int index) const { return {data + index * S::MATRIX}; }
-  DEVICE Rows keys(int stage) const { return matrix(2 * stage); }
-  DEVICE Rows values(int stage) const { return matrix(2 * stage + 1); }
-  DEVICE Rows rel_key(int stage) const { return matrix(2 * S::STAGES + stage); }
-  DEVICE KeyLabels labels(int stage) const {
-    return key_labels_at(data + S::MATRICES * S::MATRIX + stage * S::LABELS, S::BLOCK_N);
-  }
-  DEVICE uint32_t* rank_pairs(int stage) const {
-    return reinterpret_cast<uint32_t*>(labels(stage + 1).rank) - S::BLOCK_N / 2;
-  }
-  DEVICE float* rel_bias(int stage) const {  // v.r of the rows of rel_key
-    return reinterpret_cast<float*>(labels(S::STAGES).rank) + stage * S::BLOCK_N;
-  }
-  DEVICE TileInfo& info(int stage) const { return reinterpret_cast<TileInfo*>(rel_bias(S::STAGES))[stage]; }
-  DEVICE Barrier barrier(int index) const { return {reinterpret_cast<uint64_t*>(&info(S::STAGES)) + index}; }
+  DEVICE Panels<typename S::T, S::HEAD_DIM> rows() const { return {data}; }
+  DEVICE float* bias() const { return reinterpret_cast<float*>(data + S::MATRIX); }
+};
 
-  DEVICE Barrier full_stage(int stage) const { return barrier(stage); }
-  DEVICE Barrier empty_stage(int stage) const { return barrier(S::STAGES + stage); }
+// A tile's keys, values and labels, and the 64 rows of rel_key that are new to it. A window's first 128 rows lie where
+// keys and rel_key do.
+template <typename S>
+struct WarpgroupStage {
+  static constexpr int KEYS = S::LABELS, REL_KEY = KEYS + S::BIASED_ROWS, VALUES = REL_KEY + S::BIASED_ROWS;
+  char* data;
+
+  DEVICE TileInfo& info() const { return *reinterpret_cast<TileInfo*>(data); }
+  DEVICE Barrier full() const { return {reinterpret_cast<uint64_t*>(data + S::INFO)}; }
+  DEVICE Barrier empty() const { return {full().state + 1}; }
+  DEVICE KeyLabels labels() const {
+    int32_t* const words = reinterpret_cast<int32_t*>(data + S::INFO + S::BARRIERS);
+    return {words, words + S::BLOCK_N, keys().bias()};
+  }
+  DEVICE uint32_t* rank_pairs() const { return reinterpret_cast<uint32_t*>(labels().segment + S::BLOCK_N); }
+  DEVICE BiasedRows<S> keys() const { return {data + KEYS}; }
+  DEVICE BiasedRows<S> rel_key() const { return {data + REL_KEY}; }
+  DEVICE Panels<typename S::T, S::HEAD_DIM> values() const { return {data + VALUES}; }
+};
+
+// A stage of the ring by its offset, which costs less than its number.
+template <typename S>
+struct RingStage {
+  int offset = 0;
+  uint32_t parity = 0;  // of the phase that fills it
+
+  DEVICE void advance() {
+    offset += S::STAGE;
+    if (offset < S::RING) return;
+    offset = 0;
+    parity ^= 1;
+  }
+};
+
+template <typename S>
+struct WarpgroupMemory {
+  char* data;
+
+  DEVICE WarpgroupStage<S> stage(int offset) const { return {data + offset}; }
 
   // The whole block calls it.
   DEVICE void init() const {
     constexpr int WARPS = 4 * S::CONSUMERS;
     if (shared_address(data) % 1024) trap();  // the swizzle's pattern would begin elsewhere
-    if (thread_index() == 0)
-      for (int i = 0; i < S::STAGES; ++i) full_stage(i).init(WARP + 1), empty_stage(i).init(WARPS);
-    for (int i = 0; i < S::STAGES; ++i) clear_key_labels<S::THREADS>(labels(i), S::BLOCK_N);
+    if (thread_index() == 0) {
+      for (int i = 0; i < S::STAGES; ++i) stage(i * S::STAGE).full().init(WARP + 1);
+      for (int i = 0; i <= S::STAGES; ++i) stage(i * S::STAGE).empty().init(WARPS);
+    }
+    for (int i = 0; i < S::STAGES; ++i) clear_key_labels<S::THREADS>(stage(i * S::STAGE).labels(), S::BLOCK_N);
     sync_block();
   }
 };

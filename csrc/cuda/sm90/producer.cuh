@@ -28,7 +28,7 @@ struct Producer {
   const KeyRows<const T> key_rows, value_rows;
   const HeadRows<const T> rel_rows;
   const float* const rel_bias;
-  RingPlace<S::STAGES> stage;
+  RingStage<S> place;
 
   DEVICE Producer(const Call& call, const WarpgroupMemory<S>& memory, int b, int h, int first_row)
       : call(call),
@@ -53,10 +53,10 @@ struct Producer {
     } else {
       bring_tiles(run, 0);
     }
-    announce({NO_KEY, 0, Visibility::none, 0});
-    const RingPlace<S::STAGES> last = stage;
+    announce({TileInfo::ENDS});
+    const RingStage<S> last = place;
     publish();
-    memory.full_stage(last.index()).wait(last.parity());  // no lane ends with copies or arrivals under way
+    memory.stage(last.offset).full().wait(last.parity);  // no lane ends with copies or arrivals under way
   }
 
   // Where the run of sorted rows ends that begins with `first`; at `end` at the latest.
@@ -84,29 +84,37 @@ struct Producer {
     const int mem_len = int(p.mem_len), position = window_position<S>(p, b, first_row, run);
     TileScheduler scheduler(keys_within_reach(p, rows.first_position + mem_len, rows.last_position + mem_len),
                             S::BLOCK_N);
-    int before = NO_KEY - 1;  // the tile before
+    int before = -2;  // the tile before
     for (;;) {
       Visibility visibility = Visibility::none;
       const int tile = scheduler.next(
           visibility, lane, [&](int i) { return visibility_by_pairs(call, rows, b, i * S::BLOCK_N, S::BLOCK_N); });
       if (tile >= scheduler.tiles) break;
-      const bool owns = visibility == Visibility::some && is_by_rank_and_own(p, rows, tile * S::BLOCK_N, S::BLOCK_N);
-      if (owns) visibility = Visibility::by_rank;
-      const bool asks_rank = visibility == Visibility::some || call.p.rank_mask.query_floor;
+      const uint32_t hides = hidden_by(visibility, rows, tile * S::BLOCK_N);
       const KeySegment segment = key_segment(tile);
-#pragma unroll 1
-      for (int i = tile == before + 1 ? 2 : 0; i < 2; ++i) {
-        announce({served.first, served.end, visibility, i ? TileInfo::LAST_ROWS : TileInfo::FIRST_ROWS});
-        copy_rel_key(first_rel_row(p, position) + (tile + i) * S::BLOCK_N);
+      const int window = first_rel_row(p, position) + tile * S::BLOCK_N;
+      if (tile != before + 1) {
+        announce({TileInfo::BEGINS, 0, served.first, served.end});
+        copy_rel_key(stage().keys(), window);
+        copy_rel_key(stage().rel_key(), window + S::BLOCK_N);
         publish();
       }
-      announce({tile * S::BLOCK_N, segment.first, visibility,
-                (owns ? TileInfo::OWNS : 0) | (segment.is_only ? TileInfo::ONE_SEGMENT : 0) | some_rows});
-      copy_keys(tile * S::BLOCK_N, asks_rank, !S::HAS_ONE_SEGMENT_WAY || !segment.is_only);
-      copy_rel_key(first_rel_row(p, position) + (tile + 2) * S::BLOCK_N);
+      announce({hides | (segment.is_only ? TileInfo::ONE_SEGMENT : 0) | some_rows, segment.first, tile * S::BLOCK_N});
+      copy_keys(tile * S::BLOCK_N, hides & TileInfo::PAIR_BY_PAIR, !S::HAS_ONE_SEGMENT_WAY || !segment.is_only);
+      copy_rel_key(stage().rel_key(), window + 2 * S::BLOCK_N);
       publish();
       before = tile;
     }
+  }
+
+  DEVICE WarpgroupStage<S> stage() const { return memory.stage(place.offset); }
+
+  // What hides some of the keys from j0 on.
+  DEVICE uint32_t hidden_by(Visibility visibility, const RowTile& rows, int j0) const {
+    if (visibility == Visibility::all) return 0;
+    if (visibility == Visibility::some)
+      return is_by_rank_and_own(call.p, rows, j0, S::BLOCK_N) ? TileInfo::OWNS : TileInfo::PAIR_BY_PAIR;
+    return call.p.rank_mask.query_floor ? TileInfo::PAIR_BY_PAIR : TileInfo::BY_RANK;
   }
 
   DEVICE KeySegment key_segment(int tile) const {
@@ -116,16 +124,16 @@ struct Producer {
   }
 
   DEVICE void announce(TileInfo info) {
-    memory.empty_stage(stage.index()).wait(stage.parity() ^ 1);
+    stage().empty().wait(place.parity ^ 1);
     if (lane > 0) return;
-    memory.info(stage.index()) = info;
-    memory.full_stage(stage.index()).arrive();
+    stage().info() = info;
+    stage().full().arrive();
   }
 
   // The stage is full when this lane's copies, and all others', have arrived.
   DEVICE void publish() {
-    memory.full_stage(stage.index()).arrive_after_copies();
-    stage.advance();
+    stage().full().arrive_after_copies();
+    place.advance();
   }
 
   template <typename Source>
@@ -138,21 +146,21 @@ struct Producer {
   DEVICE void copy_keys(int j0, bool asks_rank, bool asks_segment) {
     if (j0 >= key_rows.mem_len || j0 + S::BLOCK_N <= key_rows.mem_len) {
       const bool in_memory = j0 < key_rows.mem_len;
-      copy_rows(memory.keys(stage.index()), in_memory ? key_rows.memory : key_rows.segment, j0, keys);
-      copy_rows(memory.values(stage.index()), in_memory ? value_rows.memory : value_rows.segment, j0, keys);
+      copy_rows(stage().keys().rows(), in_memory ? key_rows.memory : key_rows.segment, j0, keys);
+      copy_rows(stage().values(), in_memory ? value_rows.memory : value_rows.segment, j0, keys);
     } else {
-      copy_rows(memory.keys(stage.index()), key_rows, j0, keys);
-      copy_rows(memory.values(stage.index()), value_rows, j0, keys);
+      copy_rows(stage().keys().rows(), key_rows, j0, keys);
+      copy_rows(stage().values(), value_rows, j0, keys);
     }
-    copy_key_labels<WARP, S::BLOCK_N>(call, memory.labels(stage.index()), b, h, j0, lane, asks_rank, asks_segment);
-    copy_rank_pairs<S::BLOCK_N>(call, memory.rank_pairs(stage.index()), b, j0, lane);
+    copy_key_labels<WARP, S::BLOCK_N>(call, stage().labels(), b, h, j0, lane, asks_rank, asks_segment);
+    copy_rank_pairs<S::BLOCK_N>(call, stage().rank_pairs(), b, j0, lane);
   }
 
-  DEVICE void copy_rel_key(int begin) {
+  DEVICE void copy_rel_key(const BiasedRows<S>& to, int begin) {
     const int rel_len = int(call.p.rel_len);
-    copy_rows(memory.rel_key(stage.index()), rel_rows, begin, rel_len);
+    copy_rows(to.rows(), rel_rows, begin, rel_len);
     for (int i = lane; i < S::BLOCK_N; i += WARP)
-      copy_async<4>(memory.rel_bias(stage.index()) + i, rel_bias + begin + i, uint32_t(begin + i) < uint32_t(rel_len));
+      copy_async<4>(to.bias() + i, rel_bias + begin + i, uint32_t(begin + i) < uint32_t(rel_len));
   }
 };
 

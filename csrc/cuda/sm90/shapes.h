@@ -18,10 +18,12 @@ struct WarpgroupSizes {
   static constexpr int PRODUCER_REGISTERS = HEAD_DIM > 64 ? 56 : 72, CONSUMER_REGISTERS = HEAD_DIM > 64 ? 224 : 216;
   static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * START_REGISTERS);
   static constexpr int STAGES = 4;  // of keys, values and as many rows of rel_key
-  static constexpr int MATRIX = BLOCK_N * HEAD_DIM * 2, MATRICES = 3 * STAGES;
-  static constexpr int RANKS = BLOCK_N * 2, LABELS = 3 * BLOCK_N * 4 + RANKS, BIAS = BLOCK_N * 4;
-  static constexpr int INFO = 16, BARRIERS = 2 * STAGES * 8;
-  static constexpr int SHARED = MATRICES * MATRIX + STAGES * (LABELS + BIAS + INFO) + BARRIERS;
+  // Rows with a bias each behind them, and where a stage begins: the swizzle's pattern goes on every 1024 bytes.
+  static constexpr int MATRIX = BLOCK_N * HEAD_DIM * 2, BIASED_ROWS = MATRIX + 1024, LABELS = 1024;
+  static constexpr int STAGE = LABELS + 2 * BIASED_ROWS + MATRIX, RING = STAGES * STAGE;
+  static constexpr int INFO = 16, BARRIERS = 2 * 8;
+  static_assert(INFO + BARRIERS + BLOCK_N * (4 + 4 + 2) <= LABELS);
+  static constexpr int SHARED = RING + INFO + BARRIERS;  // barriers without a stage come after the last one's
 };
 
 // Backward: a block has 64 keys of each of two consumer warpgroups, and goes to tiles of 64 rows.

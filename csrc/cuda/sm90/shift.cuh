@@ -106,7 +106,7 @@ struct WarpgroupShift {
 
   DEVICE explicit WarpgroupShift(int lane) : word(consecutive_shift(lane)) {}
   DEVICE void add_band(float (&score)[8][4], const float (&lower)[8][4], const float (&upper)[8][4], int warp) const {
-    add_shifted_band(score, lower, upper, word, warp);
+    add_shifted_band(score, lower, upper, {kept_in_register(word.word)}, warp);
   }
 };
 

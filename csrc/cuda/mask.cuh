@@ -82,7 +82,10 @@ DEVICE void copy_key_labels(const Call& call, const KeyLabels& labels, int b, in
   const auto copy = [&](auto* to, const auto* from, int64_t row) {
     if (from == nullptr) return;
 #pragma unroll
-    for (int k = thread; k < COUNT; k += THREADS) copy_async<4>(to + k, from + row * keys + j0 + k, j0 + k < keys);
+    for (int first = 0; first < COUNT; first += THREADS) {
+      const int k = first + thread;
+      if (first + THREADS <= COUNT || k < COUNT) copy_async<4>(to + k, from + row * keys + j0 + k, j0 + k < keys);
+    }
   };
   if (asks_rank) copy(labels.rank, p.rank_mask.key_rank, b);
   if (asks_segment) copy(labels.segment, p.segments.key_ids, b);

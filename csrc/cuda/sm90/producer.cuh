@@ -159,8 +159,11 @@ struct Producer {
   DEVICE void copy_rel_key(const BiasedRows<S>& to, int begin) {
     const int rel_len = int(call.p.rel_len);
     copy_rows(to.rows(), rel_rows, begin, rel_len);
-    for (int i = lane; i < S::BLOCK_N; i += WARP)
+#pragma unroll
+    for (int first = 0; first < S::BLOCK_N; first += WARP) {
+      const int i = first + lane;
       copy_async<4>(to.bias() + i, rel_bias + begin + i, uint32_t(begin + i) < uint32_t(rel_len));
+    }
   }
 };
 

@@ -50,7 +50,7 @@ struct ForwardRows {
 // Loads labels and fragments of the rows; leaves in lse what segments give to every key, until the end.
 template <typename S>
 DEVICE void load_rows(const RelAttention& p, const ForwardTile<S>& tile, float scale, float* lse,
-                      QueryFragments<S>& query, ForwardRows<S>& rows, OnlineSoftmax<S::M_TILES>& softmax) {
+                      QueryFragments<S>& query, ForwardRows<S>& rows, typename S::Softmax& softmax) {
 #pragma unroll
   for (int m = 0; m < S::M_TILES; ++m) {
     const int sorted_row = tile.sorted_row(m);
@@ -143,7 +143,7 @@ DEVICE bool sees_without_weight(const RelAttention& p, const ForwardTile<S>& til
 // A row that sees keys, all of whose scores are -inf, is NaN, as softmax has it. Stored over what the epilogue stored:
 // before, the output and the main loop have the registers. had_tile(): some row of the block may see some key.
 template <typename S, typename HadTile>
-DEVICE void store_nan_rows(const RelAttention& p, const ForwardTile<S>& tile, const OnlineSoftmax<S::M_TILES>& softmax,
+DEVICE void store_nan_rows(const RelAttention& p, const ForwardTile<S>& tile, const typename S::Softmax& softmax,
                            HadTile had_tile) {
   using T = typename S::T;
   bool is_empty = false;
@@ -172,16 +172,16 @@ DEVICE void store_nan_rows(const RelAttention& p, const ForwardTile<S>& tile, co
 // Scales and stores the output, the log-sum-exp and what backward needs.
 template <typename S>
 DEVICE void forward_epilogue(const RelAttention& p, const ForwardTile<S>& tile,
-                             const OnlineSoftmax<S::M_TILES>& softmax,
+                             const typename S::Softmax& softmax,
                              const float (&out)[S::M_TILES][S::HEAD_DIM / 8][4], float* lse) {
   using T = typename S::T;
-  const int t = tile.lane.t, head_dim = int(p.head_dim);
+  const int t = tile.lane.t, head_dim = S::IS_FULL ? S::HEAD_DIM : int(p.head_dim);
   const int64_t first_row = int64_t(tile.head) * p.length;
   const auto out_rows = rows_of<T>(p.out, tile.b, tile.h), residual_rows = rows_of<T>(p.out_residual, tile.b, tile.h);
 #pragma unroll
   for (int m = 0; m < S::M_TILES; ++m)
     for (int r = 0; r < 2; ++r) {
-      const float sum = quad_sum(softmax.row_sum[m][r]);
+      const float sum = quad_sum(softmax.row_sum[m][r]), weights = softmax.template sum_of_weights<T>(m, r, sum);
       const int sorted_row = tile.sorted_row(m) + 8 * r;
       if (sorted_row >= p.length) continue;
       const int index = row_index(p, tile.b, sorted_row);
@@ -189,13 +189,18 @@ DEVICE void forward_epilogue(const RelAttention& p, const ForwardTile<S>& tile,
         const float log_sum = log2f(sum);
         lse[index] = sum != 0 ? (softmax.base(m, r) + log_sum + lse[index]) * LN_2 : -INFINITY;
       }
-      const float weights = softmax.template sum_of_weights<T>(m, r, sum);
       const float factor = sum != 0 ? float(p.dropout.kept_scale) / weights : 0.f;
       T *to = out_rows(index), *residual = p.out_residual.data ? residual_rows(index) : nullptr;
+      const auto store = [&](T* residual) {
 #pragma unroll
-      for (int d = 0; d < S::HEAD_DIM / 8; ++d)
-        if (8 * d + 2 * t < head_dim)
-          store_rounded(to, residual, 8 * d + 2 * t, out[m][d][2 * r] * factor, out[m][d][2 * r + 1] * factor);
+        for (int d = 0; d < S::HEAD_DIM / 8; ++d)
+          if (8 * d + 2 * t < head_dim)
+            store_rounded(to, residual, 8 * d + 2 * t, out[m][d][2 * r] * factor, out[m][d][2 * r + 1] * factor);
+      };
+      if (residual)
+        store(residual);
+      else
+        store(nullptr);
       if (t == 0) static_cast<float*>(p.row_max)[first_row + index] = softmax.base(m, r);
       if (t == 0) static_cast<float*>(p.row_sum)[first_row + index] = sum;
     }
@@ -220,7 +225,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::BLOCKS) forward_kernel(Call call) {
 
   QueryFragments<S> query(memory, tile);
   ForwardRows<S> rows;
-  OnlineSoftmax<M_TILES> softmax;
+  typename S::Softmax softmax;
   load_rows(p, tile, scale, lse, query, rows, softmax);
   tile.locate(p);
   rows.find_slices(p, tile);

@@ -6,6 +6,7 @@
 
 #include "scheduler.cuh"
 #include "shift.cuh"
+#include "softmax.cuh"
 
 namespace xlnet_kernels::cuda {
 
@@ -15,6 +16,8 @@ struct ForwardShape : ForwardSizes<sizeof(Element), HEAD_DIM_> {
   static constexpr bool SPLITS = SPLITS_;
   using T = Element;
   using Sizes = ForwardSizes<sizeof(T), HEAD_DIM_>;
+  using Softmax = OnlineSoftmax<Sizes::M_TILES>;
+  static constexpr bool IS_FULL = false;
   using Rows = Tile<T, HEAD_DIM_>;
   using Ring = Tile<T, HEAD_DIM_, Sizes::RING>;
   // Ranks by pairs take fewer comparisons and fewer passes through shared memory.

@@ -24,27 +24,45 @@ struct SegmentEmbed {
   }
 };
 
-// Of the two rows whose query is in `q`: (q + b).s[0] scale, and (q + b).(s[1] - s[0]) scale for keys elsewhere.
+// Of the two rows whose query is in `q`: (q + b).s[0] scale, and (q + b).(s[1] - s[0]) scale for keys elsewhere. In 16
+// bits by mma, whose columns 0 and 1 are both s, and b as if it were rows of its own.
 template <typename T, int STEPS>
 DEVICE void segment_scores(const RelAttention& p, const Fragment (&q)[STEPS], int h, int t, float scale,
                            float (&same)[2], float (&difference)[2]) {
   if (p.segments.embed == nullptr) return;
   const SegmentEmbed<T> embed(p, h);
+  const int head_dim = int(p.head_dim), lane = thread_index() % WARP, column = lane / 4;
+  if constexpr (sizeof(T) == 2) {
+    const T* const of_column = column == 0 ? embed.same : embed.different;
+    float sum[4] = {};
 #pragma unroll
-  for (int step = 0; step < STEPS; ++step)
+    for (int step = 0; step < STEPS; ++step) {
+      uint32_t right[2], bias[2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      constexpr int EACH = 4 / sizeof(T);
-      float values[EACH];
-      unpack<T>(q[step].word[i], values);
-      for (int e = 0; e < EACH; ++e) {
-        const int d = step * DEPTH<T> + t * EACH + i / 2 * CHUNK<T> + e;
-        if (d < int(p.head_dim)) embed.add(d, values[e], same[i % 2], difference[i % 2]);
+      for (int i = 0; i < 2; ++i) {
+        const int d = step * DEPTH<T> + 2 * t + i * CHUNK<T>;
+        right[i] = column < 2 && d < head_dim ? *reinterpret_cast<const uint32_t*>(of_column + d) : 0;
+        bias[i] = embed.bias && d < head_dim ? *reinterpret_cast<const uint32_t*>(embed.bias + d) : 0;
       }
+      mma<T>(sum, q[step].word, right);
+      mma<T>(sum, {bias[0], bias[0], bias[1], bias[1]}, right);
     }
-  for (int r = 0; r < 2; ++r) {
-    same[r] = quad_sum(same[r]) * scale;
-    difference[r] = quad_sum(difference[r]) * scale;
+    for (int r = 0; r < 2; ++r) {
+      same[r] = shuffle(sum[2 * r], lane - t) * scale;
+      difference[r] = shuffle(sum[2 * r + 1] - sum[2 * r], lane - t) * scale;
+    }
+  } else {
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int d = step * DEPTH<T> + t + i / 2 * CHUNK<T>;
+        if (d < head_dim) embed.add(d, float_of(q[step].word[i]), same[i % 2], difference[i % 2]);
+      }
+    for (int r = 0; r < 2; ++r) {
+      same[r] = quad_sum(same[r]) * scale;
+      difference[r] = quad_sum(difference[r]) * scale;
+    }
   }
 }
 

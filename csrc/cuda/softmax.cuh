@@ -20,13 +20,14 @@ constexpr float LARGEST_BASE = 1024;
 template <typename T, int N>
 constexpr int WEIGHTS = 8 * N / DEPTH<T>;
 
-// The state of a lane's rows, two in each tile of 16.
-template <int M_TILES>
+// The state of a lane's rows, two in each tile of 16. SUMS_BY_MMA: of rounded weights, in 16 bits; where tensor cores
+// are the bound, by additions.
+template <int M_TILES, bool SUMS_BY_MMA = true>
 struct OnlineSoftmax {
   float row_max[M_TILES][2];       // a score of each row, not much below the largest; -inf if it has seen none above
   float row_sum[M_TILES][2] = {};  // of this lane's columns
-  // Of all columns, rounded as they are for their product with the values: the output is a mean, and what rounding adds
-  // to all weights together must not come out times the offset of the values.
+  // Rounded as they are for their product with the values: the output is a mean, and what rounding adds to all weights
+  // together must not come out times the offset of the values. Of all columns, or without SUMS_BY_MMA of this lane's.
   float rounded_sum[M_TILES][2] = {};
 
   DEVICE OnlineSoftmax() {
@@ -86,15 +87,32 @@ struct OnlineSoftmax {
     if constexpr (sizeof(T) == 2) {
       float rounded[4] = {};
 #pragma unroll
-      for (int k = 0; k < WORDS; ++k) multiply<T>(rounded, weights[k], ones<T>(), 0, false);
+      for (int k = 0; k < WORDS; ++k)
+        if constexpr (SUMS_BY_MMA)
+          multiply<T>(rounded, weights[k], ones<T>(), 0, false);
+        else
+          add_words<T>(weights[k], rounded);
       for (int r = 0; r < 2; ++r) rounded_sum[m][r] += rounded[2 * r];
     }
   }
 
-  // What the output of row r of tile m is to be divided by; `sum`: of its exponentials
+  // To rounded[0] and rounded[2] the weights of the two rows.
+  template <typename T>
+  DEVICE static void add_words(const Fragment& weights, float (&rounded)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float pair[2];
+      unpack<T>(weights.word[i], pair);
+      rounded[i % 2 * 2] += pair[0];
+      rounded[i % 2 * 2] += pair[1];
+    }
+  }
+
+  // What the output of row r of tile m is to be divided by; `sum`: of its exponentials. All lanes of a quad ask.
   template <typename T>
   DEVICE float sum_of_weights(int m, int r, float sum) const {
-    return sizeof(T) == 2 ? rounded_sum[m][r] : sum;
+    if constexpr (sizeof(T) != 2) return sum;
+    return SUMS_BY_MMA ? rounded_sum[m][r] : quad_sum(rounded_sum[m][r]);
   }
 
   template <typename T, int N>

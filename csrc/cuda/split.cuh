@@ -31,7 +31,7 @@ DEVICE float* same_segment_of(const Call& call, const ForwardTile<S>& tile) {
 
 // The epilogue of a block that has a part of the keys. A row that saw none of them has a sum of 0.
 template <typename S>
-DEVICE void store_part(const Call& call, const ForwardTile<S>& tile, const OnlineSoftmax<S::M_TILES>& softmax,
+DEVICE void store_part(const Call& call, const ForwardTile<S>& tile, const typename S::Softmax& softmax,
                        const float (&out)[S::M_TILES][S::HEAD_DIM / 8][4]) {
   const RelAttention& p = call.p;
   const int t = tile.lane.t, head_dim = int(p.head_dim);

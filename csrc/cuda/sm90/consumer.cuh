@@ -29,7 +29,7 @@ struct Consumer {
   RowLabels labels[2];
   uint32_t ranks = 0;       // of both rows, as halves
   float different[2] = {};  // what segments add for keys of another one
-  OnlineSoftmax<1> softmax;
+  typename S::Softmax softmax;
   float out[1][D / 8][4] = {};
 
   DEVICE Consumer(const Call& call, const ForwardTile<S>& tile, const WarpgroupMemory<S>& memory)

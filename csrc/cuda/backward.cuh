@@ -80,9 +80,10 @@ DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const Back
 
   // position
   if (!step.same_shifts) state.slices.find(rows.shift, lane.id);
+  float band[2][4];
   state.slices.for_each([&](int r) { return rows.shift[r]; }, true, lane.id,
                         [&](const BandSlice& slice) {
-                          add_position<T, S::HEAD_DIM>(score, memory.ring, step.window + part_keys, tile.rel_bias,
+                          add_position<T, S::HEAD_DIM>(score, band, false, memory.ring, step.window + part_keys, tile.rel_bias,
                                                        int(p.rel_len), slice, call.tf32, lane.id, load_query);
                         });
   state.window = step.window;

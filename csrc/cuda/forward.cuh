@@ -68,8 +68,7 @@ DEVICE void load_rows(const RelAttention& p, const ForwardTile<S>& tile, float s
   if constexpr (!S::QUERY_IN_REGISTERS) sync_warp();
 }
 
-// Adds the position term of one window of rel_key to the scores of all the warp's rows; carried: see
-// add_consecutive_position.
+// Adds the position term of one window of rel_key to the scores of all the warp's rows; carried: see shift.cuh.
 template <typename S, int N>
 DEVICE void add_position_of_rows(const Call& call, const ForwardTile<S>& tile, const ForwardRows<S>& rows,
                                  const QueryFragments<S>& query, const typename S::Ring& ring, const float* rel_bias,
@@ -88,8 +87,9 @@ DEVICE void add_position_of_rows(const Call& call, const ForwardTile<S>& tile, c
   for (int m = 0; m < S::M_TILES; ++m)
     rows.slices[m].for_each([&](int r) { return tile.shift(p, tile.sorted_row(m) + 8 * r) - window_shift; },
                             window_shift == 0, lane, [&](const BandSlice& slice) {
-                              add_position<T, S::HEAD_DIM>(score[m], ring, window, rel_bias, int(p.rel_len), slice,
-                                                           call.tf32, lane, [&](int k) { return query(k, m); });
+                              add_position<T, S::HEAD_DIM>(score[m], carried[m], is_carried && !rows.slices[m].more,
+                                                           ring, window, rel_bias, int(p.rel_len), slice, call.tf32,
+                                                           lane, [&](int k) { return query(k, m); });
                             });
 }
 

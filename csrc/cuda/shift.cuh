@@ -158,29 +158,34 @@ DEVICE void multiply_band(float (&band)[M_TILES][2][4], int first, int last, con
 }
 
 // Adds the position term of a slice to the warp's scores (16 x 8 N). `window` is the window's first row of rel_key;
-// load_query(k) gives the fragment at depth k.
+// load_query(k) gives the fragment at depth k. `carried` has the first 16 columns of the band already, if is_carried, and
+// afterwards those of the next tile of keys.
 template <typename T, int HEAD_DIM, int N, typename Ring, typename Query>
-DEVICE void add_position(float (&score)[N][4], const Ring& ring, int window, const float* bias, int rel_len,
-                         const BandSlice& slice, bool tf32, int lane, Query load_query) {
+DEVICE void add_position(float (&score)[N][4], float (&carried)[2][4], bool is_carried, const Ring& ring, int window,
+                         const float* bias, int rel_len, const BandSlice& slice, bool tf32, int lane,
+                         Query load_query) {
   bias += larger(-REL_MARGIN, smaller(window, rel_len)) - window;  // no pair reads a window beyond its margins
-  float before[2][4], band[1][2][4];
-#pragma unroll
-  for (int n = 0; n < N + 2; n += 2) {
+  const auto multiply_columns = [&](float (&band)[2][4], int n) {
     const int row = window + slice.begin + 8 * n;
-    multiply_band<T, HEAD_DIM>(band, 0, 0, ring, row, bias + row, tf32, lane,
+    multiply_band<T, HEAD_DIM>(reinterpret_cast<float (&)[1][2][4]>(band), 0, 0, ring, row, bias + row, tf32, lane,
                                [&](int k, int) { return load_query(k); });
-    const float* const tiles[4] = {before[0], before[1], band[0][0], band[0][1]};
+  };
+  if (!is_carried) multiply_columns(carried, 0);
+#pragma unroll
+  for (int n = 0; n < N; n += 2) {
+    float band[2][4];
+    multiply_columns(band, n + 2);
+    const float* const tiles[4] = {carried[0], carried[1], band[0], band[1]};
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        if (n > 0)
-          add_shifted(score[n - 2 + half] + 2 * r, tiles[half] + 2 * r, tiles[half + 1] + 2 * r,
-                      tiles[half + 2] + 2 * r, slice.shift[r]);
+        add_shifted(score[n + half] + 2 * r, tiles[half] + 2 * r, tiles[half + 1] + 2 * r, tiles[half + 2] + 2 * r,
+                    slice.shift[r]);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) before[half][i] = band[0][half][i];
+      for (int i = 0; i < 4; ++i) carried[half][i] = band[half][i];
   }
 }
 

@@ -50,6 +50,7 @@ struct Turns {
   DEVICE void wait(int32_t row_tile, int lane) {
     while (!has_come(row_tile, lane)) {
     }
+    sync_warp();  // each lane knows what others have acquired: a ballot orders no memory
   }
 
   // Block: it has added everything.

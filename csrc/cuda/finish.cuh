@@ -6,8 +6,8 @@
 //
 // where same_i = dlse_i - different_i, since softmax's gradients add up to zero but for what comes through the
 // log-sum-exp. Of sums over keys, rows of query and rows of rel_key a block leaves its part in global memory; the last
-// one of a head adds the parts up in their order. dv is also the sum of all rows of dQ less du, which would spare reading
-// r; but it would be off by a share of du, which may be far larger.
+// one of a head adds the parts up in their order. dv is also the sum of all rows of dQ less du, which would spare
+// reading r; but it would be off by a share of du, which may be far larger.
 #pragma once
 
 #include "backward_rows.cuh"

@@ -80,23 +80,13 @@ struct Consumer {
     const int last_read = is_second ? before : place.offset;
     stage.full().wait(place.parity);
     const uint32_t flags = stage.info().flags;
-    // An address, which costs the compiler fewest registers, or where rows have positions an offset, which then does.
-    const auto place_of = [&](int offset) {
-      if constexpr (S::POSITIONS)
-        return offset;
-      else
-        return memory.data + offset;
-    };
-    auto rel_key = place_of(last_read + stage.REL_KEY);
+    BiasedRows<S> rel_key = memory.stage(last_read).rel_key();
     if (flags & (TileInfo::ENDS | TileInfo::BEGINS)) {
       if (flags & TileInfo::ENDS) return false;
       if constexpr (S::POSITIONS) find_shift({stage.info().first, stage.info().end});
-      if (is_second) rel_key = place_of(place.offset + stage.KEYS);
+      if (is_second) rel_key = stage.keys();
     }
-    if constexpr (S::POSITIONS)
-      multiply_rel_key(upper, {memory.data + rel_key});
-    else
-      multiply_rel_key(upper, {rel_key});
+    multiply_rel_key(upper, rel_key);
     if (!(flags & TileInfo::BEGINS)) attend(lower, upper, stage, flags);
     release(memory.stage(last_read).empty(), tile.lane.id);  // what this warpgroup reads last of the ring is free
     before = place.offset;

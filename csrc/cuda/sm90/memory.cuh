@@ -124,10 +124,9 @@ struct RingStage {
   uint32_t parity = 0;  // of the phase that fills it
 
   DEVICE void advance() {
-    offset += S::STAGE;
-    if (offset < S::RING) return;
-    offset = 0;
-    parity ^= 1;
+    const bool is_last = offset == S::RING - S::STAGE;
+    offset = is_last ? 0 : offset + S::STAGE;
+    parity ^= uint32_t(is_last);
   }
 };
 

@@ -18,59 +18,17 @@
 
 namespace xlnet_kernels::cuda {
 
-// What stays from one step of a block to the next.
-template <typename S>
-struct BackwardState {
-  int window = 0;  // first row of rel_key in the ring
-  bool has_window = false;
-  BandSlices<S::BLOCK_M> slices;
-  bool was_consecutive = false;
-};
-
-// One step's rows and window of rel_key.
-struct Step {
-  int first_row, last_position, window_shift;
-  int window;        // first row of rel_key
-  bool same_shifts;  // as in the step before
-};
-
-// Starts to copy the rows of a step, and what the ring does not have of its window.
-template <typename S>
-DEVICE Step load_step(const RelAttention& p, const KeyTile<S>& tile, const BackwardMemory<S>& memory, int first_row,
-                      int last_position, int window_shift, BackwardState<S>& state) {
-  const int window = int(p.rel_key.max_distance - p.mem_len) - last_position + tile.j0 + window_shift;
-  const auto copy_half_window = [&](int begin) {
-    copy_rows<S::THREADS, S::BLOCK_M>(memory.ring, begin, tile.rel_rows, begin, int(p.rel_len), int(p.head_dim));
-  };
-  sync_block();  // no one reads the rows of the tile before any more
-  if (window_shift == 0) {
-    copy_sorted_rows<S>(p, memory.queries, tile.query_rows, tile.b, first_row);
-    copy_sorted_rows<S>(p, memory.grad_out, tile.grad_out_rows, tile.b, first_row);
-  }
-  copy_half_window(window);
-  // rows of later positions: the window moves down
-  if (!state.has_window || window != state.window - S::BLOCK_M) copy_half_window(window + S::BLOCK_M);
-  commit_copies();
-  // consecutive rows have the same shifts in each tile: what is zero in the band stays zero
-  const bool consecutive = p.rows.position == nullptr && first_row + S::BLOCK_M <= p.length;
-  const bool same_shifts = consecutive && state.was_consecutive;
-  state.was_consecutive = consecutive;
-  if (!same_shifts)
-    for (int i = thread_index(); i < S::BAND_BYTES / 16; i += S::THREADS)
-      reinterpret_cast<Bytes16*>(memory.band.data)[i] = {};
-  return {first_row, last_position, window_shift, window, same_shifts};
-}
-
 // Scores of 16 rows and KEYS keys.
 template <typename S, int N>
 DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const BackwardMemory<S>& memory,
-                            const WarpPart& of, const Step& step, const StepRows& rows, Visibility visibility,
-                            BackwardState<S>& state, float (&score)[N][4]) {
+                            const WarpPart& of, const BackwardSteps<S>& steps, const StepRows& rows,
+                            const BandSlices<S::BLOCK_M>& slices, float (&score)[N][4]) {
   using T = typename S::T;
   const RelAttention& p = call.p;
   const Lane& lane = of.lane;
+  const Step& step = steps.step;
   const int part_keys = of.part * S::KEYS;
-  const RowFragments<S> query(memory.queries, 16 * of.m_tile, lane.id);
+  const RowFragments<S> query(memory.queries(), 16 * of.m_tile, lane.id);
   const auto load_query = [&](int k) { return query(k); };
 
 #pragma unroll
@@ -79,15 +37,12 @@ DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const Back
     for (int i = 0; i < 4; ++i) score[n][i] = memory.labels.bias[part_keys + 8 * n + 2 * lane.t + i % 2];
 
   // position
-  if (!step.same_shifts) state.slices.find(rows.shift, lane.id);
   float band[2][4];
-  state.slices.for_each([&](int r) { return rows.shift[r]; }, true, lane.id,
-                        [&](const BandSlice& slice) {
-                          add_position<T, S::HEAD_DIM>(score, band, false, memory.ring, step.window + part_keys, tile.rel_bias,
-                                                       int(p.rel_len), slice, call.tf32, lane.id, load_query);
-                        });
-  state.window = step.window;
-  state.has_window = true;
+  slices.for_each([&](int r) { return rows.shift[r]; }, true, lane.id,
+                  [&](const BandSlice& slice) {
+                    add_position<T, S::HEAD_DIM>(score, band, false, memory.ring, step.window + part_keys,
+                                                 tile.rel_bias, int(p.rel_len), slice, call.tf32, lane.id, load_query);
+                  });
 
   // content, last as in forward: scores are to be the same
   add_product<T, S::HEAD_DIM>(score, call.tf32, load_query,
@@ -100,7 +55,7 @@ DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const Back
     add_segment(score, float(p.scale) * LOG2_E, key_segment[0], labels, rows.different);
   else
     add_segments(score, float(p.scale) * LOG2_E, key_segment, labels, rows.different, lane.t);
-  apply_mask(score, visibility, p, labels, tile.b, tile.h, step.first_row + 16 * of.m_tile + lane.g,
+  apply_mask(score, steps.visibility(), p, labels, tile.b, tile.h, step.row_tile * S::BLOCK_M + 16 * of.m_tile + lane.g,
              tile.j0 + part_keys, memory.labels.rank + part_keys, lane.t);
 }
 
@@ -145,7 +100,7 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
           probability[parity] = softmax_backward(score[n][i], dP[n - first][i], factor, delta[r]);
         }
         const int m = first_row + lane.g + 8 * r, column = part_keys + 8 * n + 2 * lane.t;
-        store_pair(memory.probability.at(m, column), probability[0], probability[1]);
+        store_pair(memory.probability().at(m, column), probability[0], probability[1]);
         store_pair(memory.dS.at(m, column), score[n][2 * r], score[n][2 * r + 1]);
       }
     }
@@ -191,7 +146,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
   const KeyItem item = key_item(a, tiles);
   const int b = item.b;
   if (b >= p.batch) return;
-  const BackwardMemory<S> memory(shared_memory());
+  BackwardMemory<S> memory(shared_memory());
   clear_key_labels<S::THREADS>(memory.labels, BLOCK_N);
 
   const KeyTile<S> tile(a, item.tile, b, item.h);
@@ -200,52 +155,61 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
   copy_rows<S::THREADS, BLOCK_N>(memory.keys, 0, tile.key_rows, tile.j0, keys, head_dim);
   copy_rows<S::THREADS, BLOCK_N>(memory.values, 0, tile.value_rows, tile.j0, keys, head_dim);
   copy_key_labels<S::THREADS, BLOCK_N>(call, memory.labels, b, tile.h, tile.j0);
+  BackwardSteps<S> steps(call, tile);
+  const Step& step = steps.step;
+  steps.find_tile(lane.id);
+  if (!steps.is_at_end()) steps.copy(memory, CopiedRows<S>(p, tile, steps.first_row()), true, LOWEST);
   commit_copies();
   make_key_biases<typename S::T, BLOCK_N, S::WARPS>(p, tile.key_rows, tile.h, tile.j0, lane.warp, memory.labels.bias);
 
   float dK[COLUMNS / 8][4] = {}, dV[COLUMNS / 8][4] = {}, key_sum[4] = {};
-  BackwardState<S> state;
-  TileScheduler scheduler(rows_within_reach(p, tile.j0, BLOCK_N), BLOCK_M);
-  while (true) {
-    Visibility visibility;
-    const int row_tile = scheduler.next(visibility, lane.id, [&](int i) {
-      return tile_visibility(call, load_row_tile(call, b, i * BLOCK_M, BLOCK_M), b, tile.j0, BLOCK_N);
-    });
-    if (row_tile >= scheduler.tiles) break;
-    const int first_row = row_tile * BLOCK_M;
-    const int last_position = row_position(p, b, smaller(first_row + BLOCK_M, int(p.length)) - 1);
-    const int span = last_position - row_position(p, b, first_row);
-    // once, but for rows far apart: then once for each window of rel_key, each time with the rows that it serves
-    for (int window_shift = 0; window_shift <= span; window_shift += BLOCK_M) {
-      const Step step = load_step(p, tile, memory, first_row, last_position, window_shift, state);
-      if (turns.is_ordered() && thread_index() == 0) turns.pass(row_tile);  // the barrier was after the tile before
-      const bool may_add = !turns.is_ordered() || turns.has_come(row_tile, lane.id);
-      const StepRows rows = load_step_rows(p, tile, first_row + 16 * of.m_tile + lane.g, last_position, window_shift);
-      wait_for_copies<0>();
-      if (window_shift == 0) clear_masked_rows(p, tile, memory, first_row);
-      sync_block();
-
-      float score[N][4];
-      backward_scores(call, tile, memory, of, step, rows, visibility, state, score);
-      score_gradients(call, tile, memory, of, rows, score);
-      if (p.segments.embed) sum_different(memory, of, rows, score);
-      const ShiftBounds bounds = store_band(memory, of, rows.shift, score);
-
-      // dQ first: a warp that has all keys of its rows needs no other for it
-      S::GROUPS == 1 ? sync_warp() : sync_block();
-      float dQ[COLUMNS / 8][4] = {};
-      add_content_gradient(memory, of, call.tf32, score, dQ);
-      add_position_gradient(memory, of, step.window, bounds, call.tf32, dQ);
-      if (!may_add) turns.wait(row_tile, lane.id);
-      for (int r = 0; r < 2; ++r)
-        if (rows.row[r].inside)
-          add_row(tile.grad_query(rows.row[r].index), dQ, r, of.part * COLUMNS + 2 * lane.t, head_dim);
-      if (S::GROUPS == 1) sync_block();
-
-      add_value_gradient(memory, of, call.tf32, dV);
-      add_key_gradients(a, tile, memory, of, step.window, dK, key_sum);
-      add_segment_gradient(a, tile, memory, first_row);
+  BandSlices<BLOCK_M> slices;
+  bool was_consecutive = false;
+  while (!steps.is_at_end()) {
+    const int row_tile = step.row_tile, first_row = steps.first_row(), window = step.window;
+    // consecutive rows have the same shifts in each tile: what is zero in the band stays zero
+    const bool consecutive = p.rows.position == nullptr && first_row + BLOCK_M <= p.length;
+    const bool same_shifts = consecutive && was_consecutive;
+    was_consecutive = consecutive;
+    const bool may_add = !turns.is_ordered() || turns.has_come(row_tile, lane.id);
+    if (!S::QUERY_AHEAD || !same_shifts) sync_block();  // no one reads query and band of the step before any more
+    if (!S::QUERY_AHEAD) {
+      CopiedRows<S>(p, tile, first_row).copy(memory.queries(), tile.query_rows, head_dim);
+      commit_copies();
     }
+    if (!same_shifts) clear_band(memory);
+    const StepRows rows = load_step_rows(p, tile, first_row + 16 * of.m_tile + lane.g, window);
+    wait_for_copies<0>();
+    sync_block();
+    if (turns.is_ordered() && thread_index() == 0) turns.pass(row_tile);  // all has been added to the tiles before
+
+    if (!same_shifts) slices.find(rows.shift, lane.id);
+    float score[N][4];
+    backward_scores(call, tile, memory, of, steps, rows, slices, score);
+    score_gradients(call, tile, memory, of, rows, score);
+    if (p.segments.embed) sum_different(memory, of, rows, score);
+    const ShiftBounds bounds = store_band(memory, of, rows.shift, score);
+
+    // dQ first: a warp that has all keys of its rows needs no other for it
+    S::GROUPS == 1 ? sync_warp() : sync_block();
+    float dQ[COLUMNS / 8][4] = {};
+    add_content_gradient(memory, of, call.tf32, score, dQ);
+    add_position_gradient(memory, of, window, bounds, call.tf32, dQ);
+    if (!may_add) turns.wait(row_tile, lane.id);
+    for (int r = 0; r < 2; ++r)
+      if (rows.row[r].inside)
+        add_row(tile.grad_query(rows.row[r].index), dQ, r, of.part * COLUMNS + 2 * lane.t, head_dim);
+    if (S::GROUPS == 1) sync_block();
+
+    add_segment_gradient(a, tile, memory, first_row);
+    steps.advance(lane.id);
+    const CopiedRows<S> sorted(p, tile, steps.first_row());  // known by the time that they are copied
+    add_value_gradient(memory, of, call.tf32, dV);
+    sync_block();  // no one reads P, dO and the window any more: the next step's come during the last products
+    const typename S::Rows queries = memory.queries();
+    if (!steps.is_at_end()) steps.copy(memory, sorted, step.row_tile != row_tile, window);
+    commit_copies();
+    add_key_gradients(a, tile, memory, queries, of, window, dK, key_sum);
   }
   wait_for_copies<0>();
   turns.end();

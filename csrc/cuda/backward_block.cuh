@@ -23,20 +23,27 @@ struct BackwardMemory {
   using T = typename S::T;
   char* next;  // while the members below take what they need, in their order
 
-  const typename S::Rows keys{take(S::ROWS_BYTES)}, values{take(S::ROWS_BYTES)};
-  const typename S::Rows queries{take(S::ROWS_BYTES)}, grad_out{take(S::ROWS_BYTES)};
+  const typename S::Rows keys{take(S::ROWS_BYTES)}, values{take(S::ROWS_BYTES)}, grad_out{take(S::ROWS_BYTES)};
   const typename S::Ring ring{take(S::RING_BYTES)};
-  const typename S::Scores probability{take(S::SCORES_BYTES)}, dS{take(S::SCORES_BYTES)};
+  const typename S::Scores dS{take(S::SCORES_BYTES)};
   const typename S::Band band{take(S::BAND_BYTES)};
+  char* const changing = reinterpret_cast<char*>(take(S::QUERY_BYTES + S::PROBABILITY_BYTES));  // query and P
   const KeyLabels labels = key_labels_at(next, S::BLOCK_N);
   float* const different_sums = labels.bias + S::BLOCK_N;                                     // (GROUPS, BLOCK_M)
   int* const shift_bounds = reinterpret_cast<int*>(different_sums + S::GROUPS * S::BLOCK_M);  // (M_TILES, 2)
+  int query_place = 0;
 
   DEVICE explicit BackwardMemory(char* memory) : next(memory) {}
   DEVICE T* take(int bytes) {
     char* const taken = next;
     next += bytes;
     return reinterpret_cast<T*>(taken);
+  }
+  // Rows of query and P change places from tile to tile.
+  DEVICE void change_places() { query_place = S::QUERY_BYTES - query_place; }
+  DEVICE typename S::Rows queries() const { return {reinterpret_cast<T*>(changing + query_place)}; }
+  DEVICE typename S::Scores probability() const {
+    return {reinterpret_cast<T*>(changing + (S::QUERY_BYTES - query_place))};
   }
 };
 
@@ -73,6 +80,9 @@ struct KeyTile {
     row_values = grad.row_values + first_row;
     all_rows = p.batch * heads * p.length;
   }
+
+  // Where the window of a row at position 0 begins
+  DEVICE int first_window(const RelAttention& p) const { return int(p.rel_key.max_distance - p.mem_len) + j0; }
 };
 
 // Of this lane's two rows: what they add to scores, and their shift in the step's window, or -1 where it does not serve
@@ -84,12 +94,11 @@ struct StepRows {
 };
 
 template <typename S>
-DEVICE StepRows load_step_rows(const RelAttention& p, const KeyTile<S>& tile, int sorted_row, int last_position,
-                               int window_shift) {
+DEVICE StepRows load_step_rows(const RelAttention& p, const KeyTile<S>& tile, int sorted_row, int window) {
   StepRows rows{{load_query_row(p, tile.b, sorted_row), load_query_row(p, tile.b, sorted_row + 8)}, {}, {}};
   for (int r = 0; r < 2; ++r) {
     QueryRow& row = rows.row[r];
-    rows.shift[r] = last_position - row.position - window_shift;
+    rows.shift[r] = tile.first_window(p) - row.position - window;
     row.inside = row.inside && rows.shift[r] >= 0 && rows.shift[r] < S::BLOCK_M;
     if (!row.inside) rows.shift[r] = -1;
     const float* values = tile.row_values + row.index;
@@ -98,30 +107,107 @@ DEVICE StepRows load_step_rows(const RelAttention& p, const KeyTile<S>& tile, in
   return rows;
 }
 
-// Starts to copy BLOCK_M sorted rows of query, or of the output's gradient.
-template <typename S>
-DEVICE void copy_sorted_rows(const RelAttention& p, const typename S::Rows& to, const HeadRows<typename S::T>& rows,
-                             int b, int first_row) {
-  const int head_dim = int(p.head_dim);
-  if (p.rows.order == nullptr) {
-    copy_rows<S::THREADS, S::BLOCK_M>(to, 0, rows, first_row, int(p.length), head_dim);
-  } else {
-    const auto sorted = [&](int m) { return rows(row_index(p, b, smaller(m, int(p.length) - 1))); };
-    copy_rows<S::THREADS, S::BLOCK_M>(to, 0, sorted, first_row, int(p.length), head_dim);
-  }
+// This thread's index, of which addresses are made anew in each step, since registers are scarce; in float32 ptxas has
+// more of them if it may keep the addresses.
+template <typename T>
+DEVICE int thread_of_step() {
+  return sizeof(T) == 2 ? int(kept_in_register(thread_index())) : thread_index();
 }
 
-// Zeros for fully masked rows among those that this thread has copied: zero times NaN would be NaN.
+// Of the rows of a tile that this thread copies: where they are in the tensors, or -1 where there are to be zeros. So
+// there are for fully masked rows: zero times NaN would be NaN.
 template <typename S>
-DEVICE void clear_masked_rows(const RelAttention& p, const KeyTile<S>& tile, const BackwardMemory<S>& memory,
-                              int first_row) {
-  const float* const inverse = tile.row_values + INVERSE * tile.all_rows;
-  for_each_chunk<S::THREADS, S::BLOCK_M, typename S::T, S::HEAD_DIM>([&](int row, int column) {
-    const int sorted_row = smaller(first_row + row, int(p.length) - 1);
-    if (inverse[row_index(p, tile.b, sorted_row)] != 0) return;
-    *reinterpret_cast<Bytes16*>(memory.queries.at(row, column)) = {};
-    *reinterpret_cast<Bytes16*>(memory.grad_out.at(row, column)) = {};
-  });
+struct CopiedRows {
+  using T = typename S::T;
+  int index[S::BLOCK_M * POWER_OF_TWO<S::HEAD_DIM / CHUNK<T>> / S::THREADS];
+
+  template <typename Use>
+  DEVICE static void for_each(Use use) {
+    int i = 0;
+    for_each_chunk<S::THREADS, S::BLOCK_M, T, S::HEAD_DIM>(thread_of_step<T>(),
+                                                           [&](int m, int column) { use(i++, m, column); });
+  }
+  DEVICE CopiedRows(const RelAttention& p, const KeyTile<S>& tile, int first_row) {
+    const float* const inverse = tile.row_values + INVERSE * tile.all_rows;
+    for_each([&](int i, int m, int) {
+      const int row = row_index(p, tile.b, smaller(first_row + m, int(p.length) - 1));
+      index[i] = first_row + m < p.length && inverse[row] != 0 ? row : -1;
+    });
+  }
+  // Starts to copy rows of query, or of the output's gradient.
+  DEVICE void copy(const typename S::Rows& to, const HeadRows<T>& rows, int head_dim) const {
+    for_each([&](int i, int m, int column) {
+      copy_async<16>(to.at(m, column), rows(index[i]) + column, index[i] >= 0 && column < head_dim);
+    });
+  }
+};
+
+// One step of a block: a tile of rows and a window of rel_key, with the rows that it serves.
+struct Step {
+  int row_tile;
+  int window;  // first row of rel_key
+  int span;    // how far the last row's position is from the first that this window, or a later one, serves
+};
+
+// Goes from one step to the next: one for each tile, but where rows are far apart one for each window of rel_key.
+template <typename S>
+struct BackwardSteps {
+  const Call& call;
+  const KeyTile<S>& tile;
+  TileScheduler scheduler;
+  Step step;
+
+  DEVICE BackwardSteps(const Call& call, const KeyTile<S>& tile)
+      : call(call), tile(tile), scheduler(rows_within_reach(call.p, tile.j0, S::BLOCK_N), S::BLOCK_M) {}
+
+  DEVICE bool is_at_end() const { return step.row_tile >= scheduler.tiles; }
+  DEVICE int first_row() const { return step.row_tile * S::BLOCK_M; }
+  DEVICE Visibility visibility() const { return scheduler.visibility_of(1u << (step.row_tile - scheduler.first)); }
+
+  DEVICE void find_tile(int lane) {
+    const RelAttention& p = call.p;
+    Visibility visibility;
+    step.row_tile = scheduler.next(visibility, lane, [&](int i) {
+      const RowTile rows = load_row_tile(call, tile.b, i * S::BLOCK_M, S::BLOCK_M);
+      return tile_visibility(call, rows, tile.b, tile.j0, S::BLOCK_N);
+    });
+    if (is_at_end()) return;
+    const int last_position = row_position(p, tile.b, smaller(first_row() + S::BLOCK_M, int(p.length)) - 1);
+    step.window = tile.first_window(p) - last_position;
+    step.span = last_position - row_position(p, tile.b, first_row());
+  }
+  DEVICE void advance(int lane) {
+    step.window += S::BLOCK_M;
+    step.span -= S::BLOCK_M;
+    if (step.span < 0) find_tile(lane);
+  }
+
+  // Starts to copy what the step needs: `sorted`, where its tile is a new one, and what the ring does not have of its
+  // window of rel_key. in_ring: the window that is there, or LOWEST.
+  DEVICE void copy(BackwardMemory<S>& memory, const CopiedRows<S>& sorted, bool is_new, int in_ring) const {
+    const int head_dim = int(call.p.head_dim);
+    if (is_new) {
+      if (S::QUERY_AHEAD) {
+        memory.change_places();
+        sorted.copy(memory.queries(), tile.query_rows, head_dim);
+      }
+      sorted.copy(memory.grad_out, tile.grad_out_rows, head_dim);
+    }
+    const auto copy_half_window = [&](int begin) {
+      copy_rows<S::THREADS, S::BLOCK_M>(memory.ring, begin, tile.rel_rows, begin, int(call.p.rel_len), head_dim,
+                                        thread_of_step<typename S::T>());
+    };
+    copy_half_window(step.window);
+    // rows of later positions: the window moves down
+    if (step.window + S::BLOCK_M != in_ring) copy_half_window(step.window + S::BLOCK_M);
+  }
+};
+
+// Zeros, before the shifts of a step's rows are others than those of the step before.
+template <typename S>
+DEVICE void clear_band(const BackwardMemory<S>& memory) {
+  for (int i = thread_index(); i < S::BAND_BYTES / 16; i += S::THREADS)
+    reinterpret_cast<Bytes16*>(memory.band.data)[i] = {};
 }
 
 // Adds row r of a product's two, 8 N columns wide, of which this lane has two in eight, from `column` on.

@@ -17,7 +17,7 @@ template <typename S>
 struct RowFragments {
   using T = typename S::T;
   static constexpr bool KEPT = sizeof(T) == 2 && S::HEAD_DIM <= 64;
-  const typename S::Rows& tile;
+  const typename S::Rows tile;
   int row, lane;
   Fragment kept[KEPT ? S::HEAD_DIM / DEPTH<T> : 1];
 
@@ -38,7 +38,7 @@ template <typename S, int N>
 DEVICE void add_value_gradient(const BackwardMemory<S>& memory, const WarpPart& of, bool tf32, float (&dV)[N][4]) {
   const int lane = of.lane.id, column = of.part * S::COLUMNS;
   add_product<typename S::T, S::BLOCK_M>(
-      dV, tf32, [&](int k) { return load_a_transposed(memory.probability, k, 16 * of.m_tile, lane); },
+      dV, tf32, [&](int k) { return load_a_transposed(memory.probability(), k, 16 * of.m_tile, lane); },
       [&](int k, int n) { return load_b_transposed(memory.grad_out, k, column + n, lane); });
 }
 
@@ -108,7 +108,8 @@ DEVICE void add_position_gradient(const BackwardMemory<S>& memory, const WarpPar
 // window, added to global memory. They share what they read of Q.
 template <typename S, int N>
 DEVICE void add_key_gradients(const Backward& a, const KeyTile<S>& tile, const BackwardMemory<S>& memory,
-                              const WarpPart& of, int window, float (&dK)[N][4], float (&key_sum)[4]) {
+                              const typename S::Rows& queries, const WarpPart& of, int window, float (&dK)[N][4],
+                              float (&key_sum)[4]) {
   using T = typename S::T;
   const Sums& sums = a.gradients.sums;
   const bool tf32 = a.call.tf32;
@@ -128,7 +129,7 @@ DEVICE void add_key_gradients(const Backward& a, const KeyTile<S>& tile, const B
     for (int k = 16 * rows; k < 16 * rows + 16; k += DEPTH<T>) {
       Fragment q[N / 2];
 #pragma unroll
-      for (int n = 0; n < N; n += 2) q[n / 2] = load_b_transposed(memory.queries, k, column + 8 * n, lane);
+      for (int n = 0; n < N; n += 2) q[n / 2] = load_b_transposed(queries, k, column + 8 * n, lane);
       const auto add = [&](const Fragment& left, float (&product)[N][4], float (&sum)[4]) {
         multiply<T>(sum, left, ones<T>(), 0, tf32);
 #pragma unroll

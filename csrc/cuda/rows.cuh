@@ -155,12 +155,12 @@ struct RowWalk {
   }
 };
 
-// use(row, column) of every chunk of 16 bytes in COUNT rows that is this thread's to copy.
+// use(row, column) of every chunk of 16 bytes in COUNT rows that is `thread`'s to copy.
 template <int THREADS, int COUNT, typename T, int COLUMNS, typename Use>
-DEVICE void for_each_chunk(Use use) {
+DEVICE void for_each_chunk(int thread, Use use) {
   constexpr int CHUNKS = COLUMNS / CHUNK<T>, TOGETHER = POWER_OF_TWO<CHUNKS>, STEP = THREADS / TOGETHER;
   static_assert(STEP > 0 && COUNT % STEP == 0);
-  const int column = thread_index() % TOGETHER * CHUNK<T>, start = thread_index() / TOGETHER;
+  const int column = thread % TOGETHER * CHUNK<T>, start = thread / TOGETHER;
   if (column >= COLUMNS) return;
 #pragma unroll
   for (int i = 0; i < COUNT; i += STEP) use(start + i, column);
@@ -169,8 +169,9 @@ DEVICE void for_each_chunk(Use use) {
 // Copies rows from .. from + COUNT - 1 of `source`, each of `head_dim` elements, to rows to .. of the tile; zeros for
 // those that are not among its `count` rows.
 template <int THREADS, int COUNT, typename T, int COLUMNS, int RING, typename Source>
-DEVICE void copy_rows(const Tile<T, COLUMNS, RING>& tile, int to, Source source, int from, int count, int head_dim) {
-  for_each_chunk<THREADS, COUNT, T, COLUMNS>([&](int i, int column) {
+DEVICE void copy_rows(const Tile<T, COLUMNS, RING>& tile, int to, Source source, int from, int count, int head_dim,
+                      int thread = thread_index()) {
+  for_each_chunk<THREADS, COUNT, T, COLUMNS>(thread, [&](int i, int column) {
     const int row = from + i;
     const bool inside = uint32_t(row) < uint32_t(count) && column < head_dim;
     copy_async<16>(tile.at(to + i, column), source(row) + column, inside);

@@ -96,8 +96,11 @@ struct TileScheduler {
     }
     const uint32_t bit = waiting & -waiting;
     waiting ^= bit;
-    visibility = all & bit ? Visibility::all : by_rank & bit ? Visibility::by_rank : Visibility::some;
+    visibility = visibility_of(bit);
     return first + first_bit(bit);
+  }
+  DEVICE Visibility visibility_of(uint32_t bit) const {
+    return all & bit ? Visibility::all : by_rank & bit ? Visibility::by_rank : Visibility::some;
   }
 };
 

@@ -54,8 +54,14 @@ struct BackwardSizes {
                        SCORES_BYTES = tile_bytes(BLOCK_M, SIZE* BLOCK_N),
                        BAND_BYTES = tile_bytes(BLOCK_M, SIZE* WINDOW), LABEL_BYTES = 3 * BLOCK_N * 4,
                        SUM_BYTES = GROUPS * BLOCK_M * 4, BOUND_BYTES = M_TILES * 2 * 4;
-  static constexpr int SHARED =
-      4 * ROWS_BYTES + RING_BYTES + 2 * SCORES_BYTES + BAND_BYTES + LABEL_BYTES + SUM_BYTES + BOUND_BYTES;
+  // Query's next tile comes to where P of this one was: both places have the bytes of the larger one. Not in float32
+  // with wide heads: with 96 it would not fit into 99 KB, with 128 there are no registers for it.
+  static constexpr bool QUERY_AHEAD = SIZE == 2 || HEAD_DIM <= 64;
+  static constexpr int LARGER_BYTES = ROWS_BYTES > SCORES_BYTES ? ROWS_BYTES : SCORES_BYTES,
+                       QUERY_BYTES = QUERY_AHEAD ? LARGER_BYTES : ROWS_BYTES,
+                       PROBABILITY_BYTES = QUERY_AHEAD ? LARGER_BYTES : SCORES_BYTES;
+  static constexpr int SHARED = 3 * ROWS_BYTES + QUERY_BYTES + RING_BYTES + PROBABILITY_BYTES + SCORES_BYTES +
+                                BAND_BYTES + LABEL_BYTES + SUM_BYTES + BOUND_BYTES;
 };
 
 // Rows and keys of a tile of the forward kernel that serves this head_dim

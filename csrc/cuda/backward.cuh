@@ -140,7 +140,6 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
   const Call& call = a.call;
   const RelAttention& p = call.p;
   const Lane lane = this_lane();
-  const WarpPart of{lane, lane.warp % S::M_TILES, lane.warp / S::M_TILES};
   const int keys = int(p.mem_len + p.key_len), head_dim = int(p.head_dim);
   const int tiles = tiles_of(keys, BLOCK_N);
   const KeyItem item = key_item(a, tiles);
@@ -166,24 +165,26 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
   BandSlices<BLOCK_M> slices;
   bool was_consecutive = false;
   while (!steps.is_at_end()) {
+    // of which addresses are made anew in each step, as of thread_of_step
+    const WarpPart of = warp_part<S>(lane.id, int(kept_in_register(lane.warp)));
     const int row_tile = step.row_tile, first_row = steps.first_row(), window = step.window;
     // consecutive rows have the same shifts in each tile: what is zero in the band stays zero
     const bool consecutive = p.rows.position == nullptr && first_row + BLOCK_M <= p.length;
     const bool same_shifts = consecutive && was_consecutive;
     was_consecutive = consecutive;
-    const bool may_add = !turns.is_ordered() || turns.has_come(row_tile, lane.id);
+    const bool may_add = !turns.is_ordered() || turns.has_come(row_tile, of.lane.id);
     if (!S::QUERY_AHEAD || !same_shifts) sync_block();  // no one reads query and band of the step before any more
     if (!S::QUERY_AHEAD) {
       CopiedRows<S>(p, tile, first_row).copy(memory.queries(), tile.query_rows, head_dim);
       commit_copies();
     }
     if (!same_shifts) clear_band(memory);
-    const StepRows rows = load_step_rows(p, tile, first_row + 16 * of.m_tile + lane.g, window);
+    const StepRows rows = load_step_rows(p, tile, first_row + 16 * of.m_tile + of.lane.g, window);
     wait_for_copies<0>();
     sync_block();
     if (turns.is_ordered() && thread_index() == 0) turns.pass(row_tile);  // all has been added to the tiles before
 
-    if (!same_shifts) slices.find(rows.shift, lane.id);
+    if (!same_shifts) slices.find(rows.shift, of.lane.id);
     float score[N][4];
     backward_scores(call, tile, memory, of, steps, rows, slices, score);
     score_gradients(call, tile, memory, of, rows, score);
@@ -195,14 +196,14 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
     float dQ[COLUMNS / 8][4] = {};
     add_content_gradient(memory, of, call.tf32, score, dQ);
     add_position_gradient(memory, of, window, bounds, call.tf32, dQ);
-    if (!may_add) turns.wait(row_tile, lane.id);
+    if (!may_add) turns.wait(row_tile, of.lane.id);
     for (int r = 0; r < 2; ++r)
       if (rows.row[r].inside)
-        add_row(tile.grad_query(rows.row[r].index), dQ, r, of.part * COLUMNS + 2 * lane.t, head_dim);
+        add_row(tile.grad_query(rows.row[r].index), dQ, r, of.part * COLUMNS + 2 * of.lane.t, head_dim);
     if (S::GROUPS == 1) sync_block();
 
     add_segment_gradient(a, tile, memory, first_row);
-    steps.advance(lane.id);
+    steps.advance(of.lane.id);
     const CopiedRows<S> sorted(p, tile, steps.first_row());  // known by the time that they are copied
     add_value_gradient(memory, of, call.tf32, dV);
     sync_block();  // no one reads P, dO and the window any more: the next step's come during the last products
@@ -213,7 +214,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
   }
   wait_for_copies<0>();
   turns.end();
-  backward_epilogue(a, tile, of, dV, dK, key_sum);
+  backward_epilogue(a, tile, warp_part<S>(lane.id, lane.warp), dV, dK, key_sum);
 }
 
 template <typename T, int HEAD_DIM>

@@ -107,12 +107,8 @@ DEVICE StepRows load_step_rows(const RelAttention& p, const KeyTile<S>& tile, in
   return rows;
 }
 
-// This thread's index, of which addresses are made anew in each step, since registers are scarce; in float32 ptxas has
-// more of them if it may keep the addresses.
-template <typename T>
-DEVICE int thread_of_step() {
-  return sizeof(T) == 2 ? int(kept_in_register(thread_index())) : thread_index();
-}
+// This thread's index, of which addresses are made anew in each step: registers are scarce.
+DEVICE int thread_of_step() { return int(kept_in_register(thread_index())); }
 
 // Of the rows of a tile that this thread copies: where they are in the tensors, or -1 where there are to be zeros. So
 // there are for fully masked rows: zero times NaN would be NaN.
@@ -124,7 +120,7 @@ struct CopiedRows {
   template <typename Use>
   DEVICE static void for_each(Use use) {
     int i = 0;
-    for_each_chunk<S::THREADS, S::BLOCK_M, T, S::HEAD_DIM>(thread_of_step<T>(),
+    for_each_chunk<S::THREADS, S::BLOCK_M, T, S::HEAD_DIM>(thread_of_step(),
                                                            [&](int m, int column) { use(i++, m, column); });
   }
   DEVICE CopiedRows(const RelAttention& p, const KeyTile<S>& tile, int first_row) {
@@ -195,7 +191,7 @@ struct BackwardSteps {
     }
     const auto copy_half_window = [&](int begin) {
       copy_rows<S::THREADS, S::BLOCK_M>(memory.ring, begin, tile.rel_rows, begin, int(call.p.rel_len), head_dim,
-                                        thread_of_step<typename S::T>());
+                                        thread_of_step());
     };
     copy_half_window(step.window);
     // rows of later positions: the window moves down

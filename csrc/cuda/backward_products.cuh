@@ -10,6 +10,10 @@ struct WarpPart {
   Lane lane;
   int m_tile, part;
 };
+template <typename S>
+DEVICE WarpPart warp_part(int lane, int warp) {
+  return {{lane, warp, lane / 4, lane % 4}, warp % S::M_TILES, warp / S::M_TILES};
+}
 
 // 16 rows of a tile as fragments, which two products take: kept in registers, but for float, of which they would take
 // twice as many, and for wide heads.
@@ -125,7 +129,7 @@ DEVICE void add_key_gradients(const Backward& a, const KeyTile<S>& tile, const B
       serves[half] = uniform(int(sums.rel_key && last >= 0 && first < m + 16 && last + S::BLOCK_N > m)) != 0;
       any[half] |= serves[half];
     }
-#pragma unroll
+#pragma unroll 1  // two at once take more registers than float32 has at 128
     for (int k = 16 * rows; k < 16 * rows + 16; k += DEPTH<T>) {
       Fragment q[N / 2];
 #pragma unroll

@@ -66,11 +66,11 @@ def test_deterministic_additions_keep_their_order(name):
 @pytest.mark.parametrize("rel_rows", ["bi", "uni", "window"])
 @pytest.mark.parametrize(("width", "length"), [(64, 70), (64, 200), (128, 130)])
 def test_folded_rows_of_tiles_that_are_not_whole(width, length, rel_rows):
-    """Forward on sm_90: rows n and n + 64 of a tile share registers; neither half, or the first alone, is whole."""
+    """On sm_90 rows n and n + 64 of a tile share registers; neither half, or the first alone, is whole."""
     kind = {"window": (40, 71)} if rel_rows == "window" else {"rel_rows": rel_rows}
     problem = make(1, 1, length, width=width, mask="order", dtype=torch.bfloat16, **kind)
     with serving(90):
         assert_right(problem, "triton")
-        kept = [meta for known in plan.plans.values() for (name, _), (_, meta) in known.kernels.items()
-                if name == "forward_kernel"]  # fmt: skip
-    assert kept and all(meta.FOLDED for meta in kept)
+        kept = [(name, meta.FOLDED) for known in plan.plans.values() for (name, _), (_, meta) in known.kernels.items()
+                if name in ("forward_kernel", "rows_kernel")]  # fmt: skip
+    assert {name for name, _ in kept} == {"forward_kernel", "rows_kernel"} and all(folded for _, folded in kept)

@@ -67,14 +67,11 @@ def test_a_small_gradient_of_position_bias_beside_a_large_one_of_content_bias(
 
 def test_one_pass_is_taken_where_counts_favour_it():
     kept = tuning.Config(64, 64, 64, True, num_warps=4, num_stages=1)
-    for capability in ((8, 0), (8, 9), (12, 0), None):
-        assert tuning.takes_one_pass(kept, "16-bit", 64, capability)
-        assert tuning.takes_one_pass(kept, "16-bit", 128, capability)
-        assert not tuning.takes_one_pass(kept._replace(KEEP=False), "16-bit", 128, capability)
-        assert not tuning.takes_one_pass(kept, "float32", 64, capability)
-    assert tuning.takes_one_pass(kept, "16-bit", 64, (9, 0))
-    assert not tuning.takes_one_pass(kept, "16-bit", 128, (9, 0))
-    assert not tuning.takes_one_pass(kept, "16-bit", 64, (10, 0))
+    for capability in ((8, 0), (8, 9), (9, 0), (12, 0), None):
+        assert tuning.takes_one_pass(kept, "16-bit", capability)
+        assert not tuning.takes_one_pass(kept._replace(KEEP=False), "16-bit", capability)
+        assert not tuning.takes_one_pass(kept, "float32", capability)
+    assert not tuning.takes_one_pass(kept, "16-bit", (10, 0))
 
 
 def test_sums_of_keys_are_cleared_and_padded(monkeypatch):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .additions import add_atomically
 from .arguments import SIZES, Dropout, Mask, Sizes, head_at, of_head_rows, of_key_sums, program
 from .chunks import (
     KeyOperand,
@@ -55,18 +56,16 @@ def _add_rel_chunk(grad_rel, start, end, band, position_query, c, step, META, MA
     from 0 to `end`."""
     tile_q = row_chunk(position_query, c, step, META, META.KEEP)  # (BLOCK_M, BLOCK_D)
     chunk = tl.dot(tl.trans(band), tile_q, input_precision=META.PRECISION)  # (BLOCK_N, BLOCK_D)
-    column = tl.arange(0, META.BLOCK_N)
-    d = columns(c, META)
-    pointer = (grad_rel.data + start * META.HEAD_DIM) + (column[:, None] * META.HEAD_DIM + d[None, :])
+    sums = grad_rel.data + start * META.HEAD_DIM
     if MASKED:
+        column = tl.arange(0, META.BLOCK_N)
+        d = columns(c, META)
         mask = (column < end - start)[:, None] & (d < META.HEAD_DIM)[None, :]
         if META.BOUNDED_BEHIND:
             mask = mask & (column >= -start)[:, None]
-    elif META.HEAD_DIM % META.BLOCK_D != 0:
-        mask = (d < META.HEAD_DIM)[None, :]
+        tl.atomic_add(sums + (column[:, None] * META.HEAD_DIM + d[None, :]), chunk, mask=mask, sem="relaxed")
     else:
-        mask = None
-    tl.atomic_add(pointer, chunk, mask=mask, sem="relaxed")
+        add_atomically(sums, chunk, c, META)
 
 
 @triton.jit
@@ -100,22 +99,16 @@ def _add_to_keys(key_sums, head, j0, dropped, dS, content_query, grad_rows, size
     """Adds dK / scale, dV and colsum(dS) / scale of one tile (BLOCK_M, BLOCK_N) atomically: P after dropout, and dS as
     dQ takes it. What is added for padding is zero."""
     at = of_key_sums(head, size) + j0
-    column = tl.arange(0, META.BLOCK_N)
     dropped = tl.trans(dropped.to(dS.dtype))  # (BLOCK_N, BLOCK_M)
     dS = tl.trans(dS)
     for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
-        d = columns(c, META)
-        offset = column[:, None] * META.HEAD_DIM + d[None, :]
-        mask = None
-        if META.HEAD_DIM % META.BLOCK_D != 0:
-            mask = (d < META.HEAD_DIM)[None, :]
         chunk = tl.dot(dropped, row_chunk(grad_rows, c, j0, META, META.KEEP), input_precision=META.PRECISION)
-        tl.atomic_add((key_sums.value + at * META.HEAD_DIM) + offset, chunk, mask=mask, sem="relaxed")
+        add_atomically(key_sums.value + at * META.HEAD_DIM, chunk, c, META)
         chunk = tl.dot(dS, row_chunk(content_query, c, j0, META, META.KEEP), input_precision=META.PRECISION)
-        tl.atomic_add((key_sums.key + at * META.HEAD_DIM) + offset, chunk, mask=mask, sem="relaxed")
+        add_atomically(key_sums.key + at * META.HEAD_DIM, chunk, c, META)
     ones = tl.full((META.BLOCK_M, 16), 1.0, dS.dtype)
     column_sum = tl.max(tl.dot(dS, ones, input_precision=META.PRECISION), 1)
-    tl.atomic_add((key_sums.column + at) + column, column_sum, sem="relaxed")
+    tl.atomic_add((key_sums.column + at) + tl.arange(0, META.BLOCK_N), column_sum, sem="relaxed")
 
 
 @triton.jit
@@ -208,6 +201,11 @@ def _main_loop(
         start = tile.origin + span.begin + tl.cdiv(span.end - span.begin, META.BLOCK_N) * META.BLOCK_N
         if META.BOUNDED_BEHIND or META.BOUNDED_AHEAD:  # where there was no tile they may be anywhere, and are zero
             start = tl.where(span.begin < span.end, start, 0)
+        if META.FOLDED:
+            nothing = tl.zeros((META.BLOCK_M, META.BLOCK_N), tl.float32)
+            first, first_dS, _ = shift_out(nothing, first_dS, middle_dS, tile.shift, META)
+            middle_dS, _, _ = shift_out(nothing, first_dS, nothing, tile.shift, META)
+            first_dS = first
         acc = _add_band(grad_rel, acc, rel_key, start, size.rel_len, first_dS, position_query, 0, size, META, MASKED)
         if META.BLOCK_M > META.BLOCK_N:
             start += META.BLOCK_N

@@ -43,11 +43,9 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     config = known.config("forward")
     programs = _tiles(known.length, config.BLOCK_M) * known.batch * known.heads
     residual = out_residual if has_residual else None
-    window = tuning.takes_windows(config, known.kind, known.capability)
     call.launch(
-        forward_kernel, programs, config, window=window,
+        forward_kernel, programs, config, **call.ways_to_shift(config),
         in_registers=tuning.in_registers(known.head_dim, call.has_tests, known.capability),
-        folded=window and config.BLOCK_M > config.BLOCK_N and call.tensors["query_positions"] is None,
         lazy=tuning.raises_late(config, known.capability), output=args.Output(*results[:4], residual),
     )  # fmt: skip
     return results
@@ -101,7 +99,7 @@ def backward(
         call.launch(
             rows_kernel, programs, rows_config, given=given, backward=prepared, groups=groups, run=run, copies=copies,
             result=args.RowGradients(grads["query"], grad_rel, sums), key_sums=sums_of_keys,
-            window=tuning.takes_windows(rows_config, known.kind, known.capability),
+            **call.ways_to_shift(rows_config),
             needs_rel=needs[INPUT_NAMES.index("rel_key")], ordered=deterministic, one_pass=one_pass,
         )  # fmt: skip
         result = args.KeyGradients(grads["key"], grads["value"], grads["memory_key"], grads["memory_value"], key_sums)
@@ -287,6 +285,12 @@ class Call:
         elsewhere = known.device.type == "cuda" and known.device.index != torch.cuda.current_device()
         with torch.cuda.device(known.device) if elsewhere else contextlib.nullcontext():
             plan.run(known, kernel, self.alignment, count, given, describe)
+
+    def ways_to_shift(self, config: tuning.Config) -> dict[str, bool]:
+        """Of a walk over keys: see window.py, and chunks.py's `rows_of_tile`."""
+        window = tuning.takes_windows(config, self.plan.kind, self.plan.capability)
+        two = config.BLOCK_M > config.BLOCK_N
+        return {"window": window, "folded": window and two and self.tensors["query_positions"] is None}
 
     @property
     def has_tests(self) -> bool:

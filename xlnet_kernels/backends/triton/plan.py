@@ -90,7 +90,7 @@ class Plan:
 
     @functools.cached_property
     def takes_one_pass(self) -> bool:
-        return tuning.takes_one_pass(self.config("rows"), self.kind, self.head_dim, self.capability)
+        return tuning.takes_one_pass(self.config("rows"), self.kind, self.capability)
 
     @functools.cached_property
     def chains(self) -> tuple[int, int]:

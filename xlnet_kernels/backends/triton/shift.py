@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .arguments import load_position, of_rows
 from .chunks import load_rel_key, row_chunk, rows_of_tile
-from .window import join_fragment, shift_folded, shift_window, split_fragment
+from .window import join_fragment, shift_back_folded, shift_folded, shift_window, split_fragment
 
 
 class RowTile(NamedTuple):
@@ -177,7 +177,10 @@ def shift_in(first, middle, new, shift, META):
 @triton.jit
 def shift_out(dS, first, middle, shift, META):
     """The transposed map: adds dS (BLOCK_M, BLOCK_N) to the band; returns the block that is complete, and the open
-    ones."""
+    ones. FOLDED: `first` is open, and `middle` is dS as given, to be added with that of the next tile of keys."""
+    if META.FOLDED:
+        complete, first = shift_back_folded(dS, middle, first)
+        return complete, first, dS
     dS = rotate(dS, -shift, META.QUADS)
     near = tl.arange(0, META.BLOCK_N)[None, :] >= (shift % META.BLOCK_N)[:, None]
     if META.BLOCK_M > META.BLOCK_N:

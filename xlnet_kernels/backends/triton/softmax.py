@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .arguments import of_prepared
-from .chunks import load_rows
+from .chunks import load_rows, rows_of_tile
 from .dropout import kept
 from .mask import RowMask, load_row_mask, sees_any_key, visible
 from .shift import load_tile
@@ -91,7 +91,7 @@ def load_out(given, out_row, tile, c, META):
 
 @triton.jit
 def load_statistics(backward, tile, size, META):
-    at = of_prepared(tile.head, size) + tile.start + tl.arange(0, META.BLOCK_M)
+    at = of_prepared(tile.head, size) + tile.start + rows_of_tile(META)
     return Statistics(tl.load(backward.row_max + at), tl.load(backward.inverse + at), tl.load(backward.delta + at))
 
 

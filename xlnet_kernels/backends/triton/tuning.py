@@ -43,13 +43,15 @@ TABLE = {
     # by spills
     (80, "ieee", 256): ((16, 32, 32, False, 8, 1), (16, 32, 32, False, 8, 1), (16, 32, 32, False, 8, 1)),
     # by counts
-    (90, "16-bit", 64): ((128, 64, 64, True, 8, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 1)),
+    (90, "16-bit", 64): ((128, 64, 64, True, 8, 2), (128, 64, 64, True, 8, 1), (64, 64, 64, True, 4, 1)),
     # by counts
-    (90, "16-bit", 128): ((128, 64, 128, True, 8, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 1)),
+    (90, "16-bit", 128): ((128, 64, 128, True, 8, 2), (128, 64, 128, True, 8, 1), (64, 64, 64, True, 4, 1)),
     # by spills
     (90, "16-bit", 256): ((64, 32, 64, False, 8, 1), (64, 32, 64, False, 8, 1), (64, 32, 64, False, 8, 1)),
     # by spills
     (100, "16-bit", 64): ((64, 64, 64, True, 4, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 1)),
+    # by spills
+    (100, "16-bit", 128): ((128, 64, 128, True, 8, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 1)),
 }
 PREPARE = Config(32, 32, 64, True, 4, 1)  # bound by memory; BLOCK_D is that of forward
 _INTERPRETED = Config(64, 64, 64, True, 4, 1)  # few and large tiles
@@ -94,11 +96,10 @@ def raises_late(config: Config, capability: tuple[int, int] | None) -> bool:
     return config.KEEP and (capability is None or capability[0] == 9)
 
 
-def takes_one_pass(config: Config, kind: str, head_dim: int, capability: tuple[int, int] | None) -> bool:
+def takes_one_pass(config: Config, kind: str, capability: tuple[int, int] | None) -> bool:
     """Whether backward makes the gradients of keys while it visits rows, where it need not be deterministic. By counts:
-    docs/notebook/triton.md, *One pass backward*. On sm_90 additions of wide heads may cost as much as they save."""
-    widest = {80: 256, 90: 64, 100: 0}[80 if capability is None else family(capability)]
-    return config.KEEP and kind == "16-bit" and head_dim <= widest
+    docs/notebook/triton.md, *One pass backward*. On sm_100 nothing was counted."""
+    return config.KEEP and kind == "16-bit" and (capability is None or family(capability) != 100)
 
 
 def choose(kernel: str, kind: str, head_dim: int, capability: tuple[int, int] | None) -> Config:

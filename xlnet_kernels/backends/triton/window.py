@@ -1,4 +1,5 @@
-"""The relative shift of scores where tiles lie as wgmma leaves them: a part of shift.py's `shift_in` in PTX.
+"""The relative shift of scores where tiles lie as wgmma leaves them: a part of shift.py's `shift_in`
+and `shift_out` in PTX.
 
 Four lanes have eight columns of a row, lane t of them columns 2 t and 2 t + 1 of each *group* of eight. The scores of
 a row with shift s are columns s to s + 63 of its window, two blocks of 64. Each register first takes the first column
@@ -74,7 +75,7 @@ def _program(lines: list[str], lane: str) -> str:
     head = [".reg .pred choice, odd0, odd1, later00, later01, later10, later11;", f".reg .f32 taken<{_REGISTERS}>;"]
     head += [".reg .b32 column0, column1, begin0, begin1, bits, parity;"]
     head += [f"shl.b32 column0, {lane}, 1;", "or.b32 column1, column0, 1;"]
-    return "{\n" + "\n".join(head + lines + _exchange(0) + _exchange(1)) + "\n}"
+    return "{\n" + "\n".join(head + lines) + "\n}"
 
 
 def _pick() -> str:
@@ -89,7 +90,7 @@ def _pick() -> str:
     for half in (0, 1):
         ways = [_take(half, begin) for begin in range(8)]
         lines += [*_one_of(ways, f"begin{half}", f"HALF{half}"), f"HALF{half}_DONE:"]
-    return _program([*lines, "BOTH_DONE:"], f"${3 * _REGISTERS + 2}")
+    return _program([*lines, "BOTH_DONE:", *_exchange(0), *_exchange(1)], f"${3 * _REGISTERS + 2}")
 
 
 def _pick_folded() -> str:
@@ -97,18 +98,48 @@ def _pick_folded() -> str:
     lines = _conditions(0, f"${3 * _REGISTERS}")
     lines += [f"mov.pred {name}1, {name}0;" for name in ("later0", "later1", "odd")]
     both = [[*_take(0, begin), *_take(1, begin)] for begin in range(8)]
-    return _program([*lines, *_one_of(both, "begin0", "BOTH"), "BOTH_DONE:"], f"${3 * _REGISTERS + 1}")
+    lines += [*_one_of(both, "begin0", "BOTH"), "BOTH_DONE:", *_exchange(0), *_exchange(1)]
+    return _program(lines, f"${3 * _REGISTERS + 1}")
+
+
+def _give(half: int, begin: int) -> list[str]:
+    """The inverse of `_take`, into a block that is complete and the one behind it: rows whose shift is in group
+    `begin`. Of the open block nothing is read beyond that group, which stays as it is."""
+    lines = []
+    for column in (0, 1):
+        for group in range(8):
+            of = [f"${block * _REGISTERS + _register(column, half, group)}" for block in range(4)]
+            given = [f"${2 * _REGISTERS + _register(column, half, k)}" for k in range(8)]
+            complete, behind, before = of[0], of[1], of[3]
+            near, far = group - begin, group - begin + 8
+            lines += [
+                f"mov.f32 {complete}, {before};" if near < 0
+                else f"selp.f32 {complete}, {given[near - 1] if near else before}, {given[near]}, later{column}0;",
+                f"mov.f32 {behind}, {before};" if far > 8
+                else f"mov.f32 {behind}, {given[7]};" if far == 8
+                else f"selp.f32 {behind}, {given[far - 1]}, {given[far]}, later{column}0;",
+            ]  # fmt: skip
+    return lines
+
+
+def _give_folded() -> str:
+    """Operands: registers of both blocks for the result, of a block that is given, of the open block; shift, lane."""
+    both = [[*_give(0, begin), *_give(1, begin)] for begin in range(8)]
+    lines = [*_conditions(0, f"${4 * _REGISTERS}"), *_one_of(both, "begin0", "GIVE"), "GIVE_DONE:"]
+    return _program(lines, f"${4 * _REGISTERS + 1}")
 
 
 PICK = tl.constexpr(_pick())
 PICK_FOLDED = tl.constexpr(_pick_folded())
+GIVE_FOLDED = tl.constexpr(_give_folded())
 OPERANDS = tl.constexpr(",".join(["=&f"] * _REGISTERS + ["f"] * 2 * _REGISTERS + ["r"] * 3))
 FOLDED_OPERANDS = tl.constexpr(",".join(["=&f"] * _REGISTERS + ["f"] * 2 * _REGISTERS + ["r"] * 2))
+GIVE_OPERANDS = tl.constexpr(",".join(["=&f"] * 2 * _REGISTERS + ["f"] * 2 * _REGISTERS + ["r"] * 2))
 
 
 @triton.jit
-def _halves(parts):
-    """Each of some (ROWS, 4, COUNT) as two of (ROWS, 4, COUNT / 2)."""
+def halves(parts):
+    """Each of some (ROWS, COLUMNS, COUNT) as two of (ROWS, COLUMNS, COUNT / 2)."""
     found = ()
     for i in tl.static_range(len(parts)):
         x = parts[i]
@@ -119,7 +150,7 @@ def _halves(parts):
 
 @triton.jit
 def _wholes(halves):
-    """The inverse of `_halves`."""
+    """The inverse of `halves`."""
     found = ()
     for i in tl.static_range(len(halves) // 2):
         x = tl.join(halves[2 * i], halves[2 * i + 1])
@@ -134,10 +165,10 @@ def split_fragment(x):
     ROWS: tl.constexpr = x.shape[0] // 2
     GROUPS: tl.constexpr = x.shape[1]
     x = tl.permute(tl.reshape(x, (ROWS // 8, 2, 8, GROUPS, 4, 2)), (0, 2, 4, 3, 1, 5))
-    parts = _halves(_halves((tl.reshape(x, (ROWS, 4, GROUPS * 4)),)))  # by the two last dimensions
+    parts = halves(halves((tl.reshape(x, (ROWS, 4, GROUPS * 4)),)))  # by the two last dimensions
     for k in tl.static_range(5):
         if (1 << k) < GROUPS:
-            parts = _halves(parts)
+            parts = halves(parts)
     found = ()
     for i in tl.static_range(GROUPS * 4):
         found = found + (tl.reshape(parts[i], (ROWS, 4)),)
@@ -201,6 +232,33 @@ def shift_folded(delayed, old, new):
         else:
             found = found + (tl.gather(before[i], source, 1),)
     return tl.reshape(join_fragment(found, GROUPS), old.shape), tl.reshape(join_fragment(taken, GROUPS), old.shape)
+
+
+@triton.jit
+def shift_back_folded(dS, delayed, open):
+    """The transposed map: adds a folded tile of dS (128, 64) to the band; returns the block that is complete, and the
+    open one. Of `delayed`, dS of the tile of keys before, the first half of the tile is added, and of dS the second."""
+    shape: tl.constexpr = (dS.shape[0], GROUPS, 8)
+    now = split_fragment(tl.reshape(dS, shape))
+    before = split_fragment(tl.reshape(delayed, shape))
+    lane = tl.arange(0, 4)[None, :]
+    shift = 63 - tl.arange(0, 64)[:, None] + tl.zeros_like(lane)
+    given = ()
+    for i in tl.static_range(32):
+        source = (2 * lane + i // 16 - shift >> 1) & 3
+        if i // 8 % 2 == 0:
+            column = tl.where((shift & 1) != 0, before[(i + 16) % 32], before[i])
+        else:
+            column = tl.where((shift & 1) != 0, now[(i + 16) % 32], now[i])
+        given = given + (tl.gather(column, source, 1),)
+    operands = given + split_fragment(tl.reshape(open, shape)) + (shift, lane)
+    found = tl.inline_asm_elementwise(GIVE_FOLDED, GIVE_OPERANDS, operands, (tl.float32,) * 64, is_pure=True, pack=1)
+    complete = ()
+    behind = ()
+    for i in tl.static_range(32):
+        complete = complete + (found[i],)
+        behind = behind + (found[32 + i],)
+    return tl.reshape(join_fragment(complete, GROUPS), dS.shape), tl.reshape(join_fragment(behind, GROUPS), dS.shape)
 
 
 @triton.jit

@@ -82,12 +82,12 @@ def test_probabilities_below_the_smallest_normal_number():
     assert found < 3e-6 and allowed > 7 * 2**-24 / 12**0.5 * found / 7.2e-7 > 0
 
 
-def test_a_position_bias_may_be_what_is_left_of_a_sum_less_a_sum():
-    """Of rel_key that is nearly zero the gradient is, too; what cut keys do to the query's, it has from both sums."""
+def test_a_position_bias_has_a_sum_of_its_own_where_keys_are_cut():
+    """Of rel_key that is nearly zero the gradient is, too; a sum less a sum would have what cut keys do to query."""
     problem = make(1, 1, 30, width=8, segments=False)
     problem = replace(problem, leaves=problem.leaves | {"rel_key": 1e-6 * problem.leaves["rel_key"]})
     keys = problem.leaves["key"].contiguous().view(torch.int32) & ~0x1FFF  # TF32's eleven bits
     cut = replace(problem, leaves=problem.leaves | {"key": keys.view(torch.float32)})
     _, allowed = rounding.allowances(problem, with_lse=False, tf32=True)
     exact, off = (of.to(torch.float64).results("reference")["grad content_bias"] for of in (problem, cut))
-    assert 0 < (exact - off).abs().max() and ((exact - off).abs() <= allowed["grad position_bias"]).all()
+    assert ((exact - off).abs() > 100 * allowed["grad position_bias"]).all()

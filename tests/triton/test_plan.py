@@ -145,10 +145,10 @@ def test_what_triton_does_not_promise_falls_back_to_its_binder():
 @pytest.mark.parametrize(
     ("heads", "batch", "length", "rel_len", "chains"),
     [
-        (16, 1, 65536, 131072, (1024, 1)),
-        (16, 16, 512, 1024, (8, 3)),  # eight tiles a head at once would leave processors idle
+        (16, 1, 65536, 131072, (512, 1)),
+        (16, 16, 512, 1024, (4, 3)),  # four tiles a head at once would leave processors idle
         (16, 1, 65536, 256, (1, 5)),  # a window: four blocks are at work
-        (1, 1, 512, 1024, (8, 1)),  # no more copies than runs
+        (1, 1, 512, 1024, (4, 1)),  # no more copies than runs
     ],
 )
 def test_copies_of_a_deterministic_gradient_are_as_many_as_fill_a_gpu(

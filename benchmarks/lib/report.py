@@ -378,7 +378,7 @@ def _counted(results: dict) -> str:
     names = " | ".join(f"sm_{architecture}, L {length}" for architecture, length in columns)
     found = [f"| direction, D | case | kernel | {names} |", f"|---|---|---|{'---|' * len(columns)}"]
     for (direction, head_dim, case, kernel), rows in sorted(by_case.items()):
-        cells = [f"{rows[c]['bound_cycles']:.0f} {rows[c]['bound_by']}, {rows[c]['ratio']:.1f}x" for c in columns]
+        cells = [_bound_cell(rows.get(column)) for column in columns]
         found.append(f"| {direction}, {head_dim} | {case} | {kernel} | {' | '.join(cells)} |")
     found += ["", "| plain kernel | by its bound | measured | quotient | source |", "|---|---|---|---|---|"]
     for row in results["calibration"]:
@@ -386,6 +386,10 @@ def _counted(results: dict) -> str:
         speeds = f"{row['bound_teraflops']} TFLOP/s | {row['published_teraflops']} | {row['quotient']:.2f}"
         found.append(f"| {kernel} | {speeds} | {row['source']} |")
     return "\n".join(found) + f"\n\nTriton {results['triton']}.\n"
+
+
+def _bound_cell(row: dict | None) -> str:
+    return "" if row is None else f"{row['bound_cycles']:.0f} {row['bound_by']}, {row['ratio']:.2f}x"
 
 
 def _counted_of_windows(results: dict) -> str:

@@ -2,9 +2,8 @@
 
     python tests/machine/gpu_counts.py --output benchmarks/results/gpu-counts.json
 
-Each kernel runs at three lengths; what it counts is a quadratic polynomial of the length, which gives the rows of
-longer ones: exactly, but where a branch depends on the numbers (the CUDA kernels rescale sums only when a maximum has
-grown: 0.8 % at most). --check compares with what is counted at a fourth length.
+Our kernels run at the lengths of the table. What plain ones count, of which many tiles are tried, is a polynomial of
+the length, exactly: they run at three shorter ones.
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ from tests.machine.package import serving  # noqa: E402
 from tests.machine.plain_attention import Config  # noqa: E402
 from tests.machine.triton_driver import Launch, on_machine  # noqa: E402
 
-LENGTHS = (256, 512, 768)  # measured; halves are whole tiles
-OF_TWO_STREAMS = (384, 768, 1152)  # multiples of six too
-CHECKED = 1024
+LENGTHS = (256, 512, 768)  # of plain kernels; halves are whole tiles
 REPORTED = (512, 2048)
 HEAD_DIMS = (64, 128)
 PRODUCTS = {"forward": 2, "backward": 5}  # of plain attention, without what is computed again
@@ -212,7 +209,6 @@ def table(
     architectures: list[int],
     kernels: list[str],
     cases: Sequence[str],
-    check: bool,
     say: Callable,
     earlier: list[dict] | None = None,
 ) -> list[dict]:
@@ -232,13 +228,10 @@ def table(
                     floor[direction, length] = rows[-1]["bound_cycles"]
             for kernel in kernels:
                 for case in cases:
-                    lengths = OF_TWO_STREAMS if case == "two streams" else LENGTHS
-                    runs = {length: ours(kernel, architecture, head_dim, case, length) for length in lengths}
-                    if check:
-                        verify(kernel, runs, ours(kernel, architecture, head_dim, case, CHECKED))
+                    runs = {length: ours(kernel, architecture, head_dim, case, length) for length in REPORTED}
                     for direction in PRODUCTS:
-                        of = {length: run[direction] for length, run in runs.items()}
-                        for length in REPORTED:
+                        for length, run in runs.items():
+                            of = {length: run[direction]}
                             found = row(kernel, direction, head_dim, architecture, case, of, length)
                             found["ratio"] = round(found["bound_cycles"] / floor[direction, length], 3)
                             rows.append(found)
@@ -272,18 +265,6 @@ def calibrate(rows: list[dict]) -> list[dict]:
     return found
 
 
-def verify(kernel: str, runs: dict[int, dict], checked: dict) -> None:
-    """The polynomial gives what is counted at a length that it was not made from."""
-    factors = polynomial(CHECKED, list(runs))
-    for direction, launches in checked.items():
-        for number, launch in enumerate(launches):
-            expected = sum_of([run[direction][number].counts for run in runs.values()], factors)
-            for name in ("issued", "tensor_cycles", "special_operations", "global_sectors_read"):
-                found, wanted = getattr(launch.counts, name), getattr(expected, name)
-                if found != wanted:
-                    print(f"{kernel} {launch.name}: {name} {found} at {CHECKED}, not {wanted}", file=sys.stderr)
-
-
 def show(rows: list[dict]) -> None:
     head = f"{'kernel':8}{'direction':10}{'D':>4}{'sm':>4}{'L':>6}  {'case':16}{'cycles':>8}  {'bound by':15}"
     print(head + f"{'/plain':>8}{'/limit':>8}{'spills':>8}")
@@ -302,7 +283,6 @@ def main() -> None:
     parser.add_argument("--architectures", type=int, nargs="+", default=[80, 90])
     parser.add_argument("--kernels", nargs="*", default=["triton", "cuda"])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
-    parser.add_argument("--check", action="store_true", help=f"compare with what is counted at length {CHECKED}")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--update", type=Path, help="write into this results file, whose other rows stay")
     parser.add_argument("--verbose", action="store_true")
@@ -315,7 +295,7 @@ def main() -> None:
             print(line, file=sys.stderr, flush=True)
 
     earlier = json.loads(options.update.read_text())["rows"] if options.update else None
-    rows = table(options.architectures, kernels, options.cases, options.check, say, earlier)
+    rows = table(options.architectures, kernels, options.cases, say, earlier)
     show(rows)
     rows = with_the_rest(rows, earlier or [])
     calibration = calibrate(rows)

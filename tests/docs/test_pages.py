@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -34,14 +36,16 @@ def run(page: Path) -> dict:
     if "import transformers" in code:
         pytest.importorskip("transformers")
     names: dict = {"__name__": "page"}
-    exec(compile(code, name_of(page), "exec"), names)
+    with mock.patch.dict(os.environ):  # one has the names of a process group's, which others would join
+        exec(compile(code, name_of(page), "exec"), names)
     return names
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if examples(page)], ids=name_of)
 def test_examples_run(page):
     torch.use_deterministic_algorithms(False)  # a reader's session
-    assert run(page)
+    before = dict(os.environ)
+    assert run(page) and os.environ == before
 
 
 def test_what_may_not_run_is_marked():

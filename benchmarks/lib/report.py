@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from . import precision
+from . import kernel_tables, precision
 from .claims import report as claims
 
 try:
@@ -297,13 +297,13 @@ def markdown(results: dict) -> str:
     if results.get("benchmark") == "host time":
         return _host_time(results)
     if "calibration" in results:
-        return _counted(results)
+        return kernel_tables.counted(results)
     if "window" in results:
-        return _counted_of_windows(results)
+        return kernel_tables.counted_of_windows(results)
     if "triton" in results:
-        return _compiled_by_triton(results)
+        return kernel_tables.compiled_by_triton(results)
     if "torch_cuda" in results:
-        return _compiled_by_nvcc(results)
+        return kernel_tables.compiled_by_nvcc(results)
     text = io.StringIO()
     console = Console(file=text, width=240, color_system=None)
     for table in tables(results["rows"]):
@@ -332,83 +332,6 @@ def _host_time(results: dict) -> str:
         cells = [f"{times[name]:.0f}" if name in times else "" for name in names]
         found.append(f"| {' | '.join([*of, *cells])} |")
     return "\n".join(found) + f"\n\n{results['environment']['cpu']}, torch {results['environment']['torch']}.\n"
-
-
-def _compiled_by_triton(results: dict) -> str:
-    """What compiled/triton_report.py found, a line for each kernel and class of the table."""
-    by_class: dict[tuple, dict] = {}
-    for row in results["rows"]:
-        rows = by_class.setdefault((row["kind"], row["head_dim"], row["kernel"]), {})
-        rows[row["architecture"], row["stacked"]] = row
-    architectures = sorted({row["architecture"] for row in results["rows"]})
-    names = [name if isinstance(name, str) else f"sm_{name}" for name in architectures]
-    found = [f"| kernel | dtype, head_dim up to | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
-    for (kind, head_dim, kernel), rows in by_class.items():
-        cells = [_compiled_cell(rows[architecture, False], rows[architecture, True]) for architecture in architectures]
-        found.append(f"| {kernel} | {kind}, {head_dim} | {' | '.join(cells)} |")
-    return "\n".join(found) + f"\n\nTriton {results['triton']}.\n"
-
-
-def _compiled_cell(plain: dict, stacked: dict) -> str:
-    tile = f"{plain['BLOCK_M']} x {plain['BLOCK_N']}, {plain['num_warps']} warps"
-    kilobytes = max(plain["shared_memory"], stacked["shared_memory"]) / 1024
-    return f"{tile}: {plain['spills']}, {stacked['spills']}; {kilobytes:.0f} KB"
-
-
-def _compiled_by_nvcc(results: dict) -> str:
-    """What compiled/ptxas_report.py found, a line for each kernel."""
-    by_kernel: dict[tuple, dict] = {}
-    for row in results["rows"]:
-        by_kernel.setdefault((row["kernel"], row["dtype"], row["width"], row["threads"]), {})[row["architecture"]] = row
-    names = sorted({row["architecture"] for row in results["rows"]}, key=lambda name: int(re.sub(r"\D", "", name)))
-    found = [f"| kernel | dtype, head_dim | threads | {' | '.join(names)} |", f"|---|---|---|{'---|' * len(names)}"]
-    for (kernel, dtype, width, threads), rows in by_kernel.items():
-        cells = [f"{rows[name]['registers']}, {rows[name]['spilled']}" for name in names]
-        found.append(f"| {kernel} | {dtype}, {width} | {threads} | {' | '.join(cells)} |")
-    return "\n".join(found) + "\n"
-
-
-def _counted(results: dict) -> str:
-    """What tests/machine/gpu_counts.py counted, a line for each kernel, direction and case."""
-    by_case: dict[tuple, dict] = {}
-    for row in results["rows"]:
-        rows = by_case.setdefault((row["direction"], row["head_dim"], row["case"], row["kernel"]), {})
-        rows[row["architecture"], row["length"]] = row
-    columns = sorted({(row["architecture"], row["length"]) for row in results["rows"]})
-    names = " | ".join(f"sm_{architecture}, L {length}" for architecture, length in columns)
-    found = [f"| direction, D | case | kernel | {names} |", f"|---|---|---|{'---|' * len(columns)}"]
-    for (direction, head_dim, case, kernel), rows in sorted(by_case.items()):
-        cells = [_bound_cell(rows.get(column)) for column in columns]
-        found.append(f"| {direction}, {head_dim} | {case} | {kernel} | {' | '.join(cells)} |")
-    found += ["", "| plain kernel | by its bound | measured | quotient | source |", "|---|---|---|---|---|"]
-    for row in results["calibration"]:
-        kernel = f"{row['direction']}, D {row['head_dim']}, L {row['length']}, sm_{row['architecture']}"
-        speeds = f"{row['bound_teraflops']} TFLOP/s | {row['published_teraflops']} | {row['quotient']:.2f}"
-        found.append(f"| {kernel} | {speeds} | {row['source']} |")
-    return "\n".join(found) + f"\n\nTriton {results['triton']}.\n"
-
-
-def _bound_cell(row: dict | None) -> str:
-    return "" if row is None else f"{row['bound_cycles']:.0f} {row['bound_by']}, {row['ratio']:.2f}x"
-
-
-def _counted_of_windows(results: dict) -> str:
-    """What tests/machine/long_counts.py counted, a line for each kind of window and direction."""
-    by_case: dict[tuple, dict] = {}
-    for row in results["rows"]:
-        by_case.setdefault((row["case"], row["direction"]), {})[row["architecture"], row["length"]] = row
-    columns = sorted({(row["architecture"], row["length"]) for row in results["rows"]})
-    names = " | ".join(f"sm_{architecture}, L {length}" for architecture, length in columns)
-    found = [f"| {results['window']} keys by | direction | {names} |", f"|---|---|{'---|' * len(columns)}"]
-    for (case, direction), rows in by_case.items():
-        cells = [_growth_cell(rows[column]) for column in columns]
-        found.append(f"| {case} | {direction} | {' | '.join(cells)} |")
-    return "\n".join(found) + f"\n\nTriton {results['triton']}.\n"
-
-
-def _growth_cell(row: dict) -> str:
-    growth = "" if row["growth"] is None else f", {row['growth']:.3f}x a key"
-    return f"{row['bound_cycles'] / 1e6:.1f}{growth}"
 
 
 def put(page: Path, name: str, text: str) -> None:

@@ -237,6 +237,17 @@ def test_tiles_that_do_not_follow_each_other():
 
 
 @NEEDS_NVCC
+@pytest.mark.parametrize("missing", ["content_bias", "position_bias"])
+def test_either_bias_can_be_missing_where_stages_are_used_again(missing):
+    """A stage has rows of rel_key and their v.r at one time, keys and their u.k at another."""
+    problem = tiles_in_three_runs(64)
+    problem = replace(problem, leaves={name: x for name, x in problem.leaves.items() if name != missing})
+    with serving(90) as record:
+        assert_right(problem.with_options(deterministic=False), "cuda")
+    assert [launch.name.count("warpgroup_") for launch in record.launches].count(1) == 2
+
+
+@NEEDS_NVCC
 @pytest.mark.parametrize(("head_dim", "warps", "m_tiles"), [(64, 4, 2), (128, 8, 1)])
 def test_columns_of_the_band_are_carried_from_tile_to_tile(head_dim, warps, m_tiles):
     """On sm_80, tiles of 32 keys: each row of rel_key is multiplied once for 16 rows of query in a run of tiles."""

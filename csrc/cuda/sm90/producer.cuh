@@ -153,16 +153,21 @@ struct Producer {
       copy_rows(stage().values(), value_rows, j0, keys);
     }
     copy_key_labels<WARP, S::BLOCK_N>(call, stage().labels(), b, h, j0, lane, asks_rank, asks_segment);
+    if (call.workspace.key_bias == nullptr) copy_rel_bias(stage().keys(), 0, 0);  // zeros: v.r may be there
     copy_rank_pairs<S::BLOCK_N>(call, stage().rank_pairs(), b, j0, lane);
   }
 
   DEVICE void copy_rel_key(const BiasedRows<S>& to, int begin) {
     const int rel_len = int(call.p.rel_len);
     copy_rows(to.rows(), rel_rows, begin, rel_len);
+    copy_rel_bias(to, begin, rel_len);
+  }
+  // v.r of rows from `begin` on; zeros where they are not among the first `count`.
+  DEVICE void copy_rel_bias(const BiasedRows<S>& to, int begin, int count) {
 #pragma unroll
     for (int first = 0; first < S::BLOCK_N; first += WARP) {
       const int i = first + lane;
-      copy_async<4>(to.bias() + i, rel_bias + begin + i, uint32_t(begin + i) < uint32_t(rel_len));
+      copy_async<4>(to.bias() + i, rel_bias + begin + i, uint32_t(begin + i) < uint32_t(count));
     }
   }
 };

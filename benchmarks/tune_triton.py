@@ -45,7 +45,7 @@ def candidates(kind: str, head_dim: int) -> list[Config]:
             continue  # spills thousands of words
         if kind == "16-bit" and BLOCK_M * BLOCK_N >= 64 * 64 and not keep and head_dim > 128:
             continue
-        for BLOCK_D in (64,) if keep else (32, 64):
+        for BLOCK_D in (64, 128) if keep else (32, 64):
             BLOCK_D = min(BLOCK_D, max(16, 1 << (head_dim - 1).bit_length()))
             found.append(Config(BLOCK_M, BLOCK_N, BLOCK_D, keep, warps, stages))
     return list(dict.fromkeys(found))

@@ -178,8 +178,8 @@ struct BackwardSteps {
     if (step.span < 0) find_tile(lane);
   }
 
-  // Starts to copy what the step needs: `sorted`, where its tile is a new one, and what the ring does not have of its
-  // window of rel_key. in_ring: the window that is there, or LOWEST.
+  // Starts to copy what the step needs: `sorted`, where its tile is a new one, and its window of rel_key, of which the
+  // ring may have the upper half. in_ring: the window that is there, or LOWEST.
   DEVICE void copy(BackwardMemory<S>& memory, const CopiedRows<S>& sorted, bool is_new, int in_ring) const {
     const int head_dim = int(call.p.head_dim);
     if (is_new) {

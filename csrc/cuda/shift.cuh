@@ -158,8 +158,8 @@ DEVICE void multiply_band(float (&band)[M_TILES][2][4], int first, int last, con
 }
 
 // Adds the position term of a slice to the warp's scores (16 x 8 N). `window` is the window's first row of rel_key;
-// load_query(k) gives the fragment at depth k. `carried` has the first 16 columns of the band already, if is_carried, and
-// afterwards those of the next tile of keys.
+// load_query(k) gives the fragment at depth k. `carried` has the first 16 columns of the band already, if is_carried,
+// and afterwards those of the next tile of keys.
 template <typename T, int HEAD_DIM, int N, typename Ring, typename Query>
 DEVICE void add_position(float (&score)[N][4], float (&carried)[2][4], bool is_carried, const Ring& ring, int window,
                          const float* bias, int rel_len, const BandSlice& slice, bool tf32, int lane,

@@ -108,7 +108,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // What the output of row r of tile m is to be divided by; `sum`: of its exponentials. All lanes of a quad ask.
+  // What the output of row r of tile m is to be divided by; `sum`: of its exponentials. All lanes of a warp ask.
   template <typename T>
   DEVICE float sum_of_weights(int m, int r, float sum) const {
     if constexpr (sizeof(T) != 2) return sum;

@@ -96,6 +96,8 @@ class Features:
             rows_at = problem.options.get("query_positions", torch.arange(length).expand(problem.query_ids.shape))
             problem.query_ids = problem.key_ids.gather(1, rows_at + at)
         dropout = {"dropout_p": chance.choice((0.1, 0.5))} if self.dropout else {}
+        if self.biases and chance.random() < 0.3:
+            del problem.leaves[chance.choice(("content_bias", "position_bias"))]
         return problem.with_options(deterministic=self.deterministic, **dropout)
 
     def check(self, backend: str, problem: Problem) -> None:

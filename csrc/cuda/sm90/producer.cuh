@@ -4,9 +4,9 @@
 // It copies by cp.async, not by TMA: keys of memory and segment, any strides, the table's ends and the labels then take
 // one way, and the swizzle is an address. A lane arrives at a barrier when its copies have.
 //
-// A tile's stage has 64 rows of rel_key, too. For the first 64 rows of the block a tile's window is those and the 64 of
-// the stage before, for the last 64 those of the two stages before. Where rows have positions the block goes to the
-// keys once for each run of them: mostly it is one run.
+// A tile's stage has 64 rows of rel_key, too. For the first 64 rows of the block a tile's window is those and the 64
+// before them, for the last 64 the two 64 before them: of the stages before, or of the one that begins a window. Where
+// rows have positions the block goes to the keys once for each run of them: mostly it is one run.
 #pragma once
 
 #include "../scheduler.cuh"

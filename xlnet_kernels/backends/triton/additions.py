@@ -21,8 +21,8 @@ def add_atomically(sums, chunk, c, META):
     """Adds chunk c (BLOCK_N, BLOCK_D) of a product to a matrix (rows, D).
 
     Where chunks lie as wgmma leaves them, an addition is of the eight columns of a group, in every second eight rows,
-    and of as many groups as warps have columns: a thread has two neighbours of these, four threads fill a sector, and
-    nothing goes through shared memory before it.
+    and of as many groups at once as warps lie side by side: a thread has two neighbours of these, four threads fill a
+    sector, and nothing goes through shared memory before it.
     """
     D: tl.constexpr = META.HEAD_DIM
     if META.WINDOW:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import weakref
 
 import pytest
@@ -198,20 +199,45 @@ def test_attention_maps_come_from_the_original(name, calls):
 def test_streaming_with_cached_keys(calls):
     model = build("nemotron").eval()
     chunks = torch.randn(2, 9 + 4 * 16, 16, dtype=torch.float64).split([9, 16, 16, 16, 16], 1)
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # before 5.24
 
     def outputs():
-        past = padding = None
+        cache = padding = None
         for chunk in chunks:
             with torch.no_grad():
-                found = model(chunk, past_key_values=past, padding_cache=padding, use_cache=True)
-            past, padding = found.past_key_values, found.padding_cache
+                found = model(chunk, padding_cache=padding, use_cache=True, **{name: cache})
+            cache, padding = getattr(found, name), found.padding_cache
             yield found.last_hidden_state
 
     wanted = list(outputs())
     accelerate(model)
-    assert all(torch.allclose(one, other, atol=1e-12) for one, other in zip(outputs(), wanted, strict=True))
+    torch.testing.assert_close(list(outputs()), wanted, rtol=0, atol=1e-12)
     # The first chunk has none before it; the last ones have the window.
     assert calls[0]["query_positions"] is None and calls[-1]["query_positions"].tolist() == [[4, 5], [4, 5]]
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_caches_have_either_name(name, calls):
+    """The first is transformers' from 5.24 on."""
+    layer = accelerate(build("nemotron").layers[0].self_attn)
+    x, positions = torch.randn(2, 5, 32, dtype=torch.float64), torch.randn(1, 9, 32, dtype=torch.float64)
+    cache = transformers.DynamicCache()
+    layer(x[:, :3], positions[:, 2:7], **{name: cache})
+    layer(x[:, 3:], positions, **{name: cache})
+    assert cache.get_seq_length() == 5 and calls[1]["query_positions"].tolist() == [[3, 4], [3, 4]]
+
+
+@pytest.mark.parametrize("name", ["parakeet", "nemotron", "wav2vec2"])
+def test_what_is_not_known_goes_to_the_original(name, calls):
+    """A later transformers may pass more."""
+    layer = build(name).layers[0].self_attn
+    x, positions = torch.randn(2, 5, 32, dtype=torch.float64), torch.randn(1, 9, 32, dtype=torch.float64)
+    arguments = (x, None, positions) if name == "wav2vec2" else (x, positions.expand(2, -1, -1))
+    wanted = layer(*arguments)[0]
+    accelerate(layer)
+    assert torch.equal(layer(*arguments, novelty=torch.ones(1))[0], wanted) and not calls
+    torch.testing.assert_close(layer(*arguments, novelty=None, use_cache=True)[0], wanted, rtol=0, atol=1e-13)
+    assert len(calls) == 1
 
 
 def test_dropped_positions_are_projected_for_each_sequence(calls):

@@ -107,8 +107,10 @@ class _RelativeAttention(Original):
             average = average + (slope - slope.detach())
         return torch.where(mask.blind[..., None], average.transpose(1, 2).flatten(2), out)
 
-    def _wants_map(self, options: dict[str, Any]) -> bool:
-        return bool(options.get("output_attentions") or getattr(self.config, "output_attentions", False))
+    def _wants_original(self, options: dict[str, Any]) -> bool:
+        """Where the attention map is asked for, or anything but a flag is given that is not known here."""
+        wants_map = options.get("output_attentions") or getattr(self.config, "output_attentions", False)
+        return bool(wants_map) or not all(value is None or isinstance(value, int) for value in options.values())
 
 
 class _Parakeet(_RelativeAttention):
@@ -122,15 +124,16 @@ class _Parakeet(_RelativeAttention):
         hidden_states: Tensor,
         position_embeddings: Tensor | None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
+        past_key_values: Any = None,  # what transformers before 5.24 call the cache
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         mask = layer_mask(attention_mask)
-        if mask is None or self._wants_map(options):
-            if past_key_values is not None:
-                options["past_key_values"] = past_key_values
-            return super().forward(hidden_states, position_embeddings, attention_mask, **options)
-        return self._attend(hidden_states, position_embeddings, mask, self.attention_dropout, past_key_values)
+        cache = past_key_values if cache is None else cache
+        if mask is None or self._wants_original(options):
+            caches = () if cache is None else (cache,)  # the original of Parakeet takes none
+            return super().forward(hidden_states, position_embeddings, attention_mask, *caches, **options)
+        return self._attend(hidden_states, position_embeddings, mask, self.attention_dropout, cache)
 
 
 class _NemotronStreaming(_Parakeet):
@@ -177,7 +180,7 @@ class _Wav2Vec2(_RelativeAttention):
     ) -> tuple[Tensor, Tensor | None]:
         mask = layer_mask(attention_mask)
         # The adapters of a model with relative positions have none.
-        if mask is None or self._wants_map(options) or self.position_embeddings_type is None:
+        if mask is None or self._wants_original(options) or self.position_embeddings_type is None:
             if relative_position_embeddings is not None:
                 options["relative_position_embeddings"] = relative_position_embeddings
             return super().forward(hidden_states, attention_mask, **options)

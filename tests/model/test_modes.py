@@ -80,6 +80,18 @@ def test_gradient_checkpointing_changes_no_gradient(both):
     assert not saving.transformer.gradient_checkpointing
 
 
+@pytest.mark.parametrize("name", ["activation", "gradient"])  # the latter before transformers 6
+def test_checkpointing_as_trainer_asks_for_it(name):
+    lm = ours("XLNetLMHeadModel")
+    enable = getattr(lm, f"{name}_checkpointing_enable")
+    enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": False}})
+    assert lm.transformer.gradient_checkpointing
+    with pytest.raises(ValueError, match="use_reentrant"):
+        enable(**{f"{name}_checkpointing_kwargs": {"use_reentrant": True}})
+    with pytest.raises(ValueError, match="every_n_layers must be 1"):
+        lm.activation_checkpointing_enable(every_n_layers=2)
+
+
 @pytest.mark.parametrize("both", STREAMS, ids=["content", "both"])
 def test_compiles_into_one_graph_for_all_lengths(both):
     torch._dynamo.reset()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,13 +45,16 @@ class OfLast(Generic[Found]):
         return found
 
 
-def layer_mask(mask: Tensor | None) -> LayerMask | None:
+def layer_mask(mask: Any) -> LayerMask | None:
     """From a mask (B, 1 or H, L, K): True, or 0 where it is added to scores, means may attend.
 
-    None where the operator has no such mask: values other than 0 and the lowest number are added to the scores.
+    None where the operator has no such mask: it is no tensor (FlexAttention's), or values other than 0 and the lowest
+    number are added to the scores.
     """
     if mask is None:
         return EVERYTHING
+    if not isinstance(mask, Tensor):
+        return None
     found = _found(mask)
     if found is None or found is EVERYTHING or found.visible is not None:
         return found

@@ -1,8 +1,10 @@
-"""What the stand-ins for speech models share: one call of the operator in the order of a Conformer's table."""
+"""What stand-ins share: one call of the operator in the order of a Conformer's table, and how the original's is told."""
 
 from __future__ import annotations
 
 import inspect
+import warnings
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,3 +114,13 @@ def _alike(positions: Tensor) -> bool:
     if positions.shape[0] == 1 or not readable(positions):  # where it is not known what they hold
         return positions.shape[0] == 1
     return torch.equal(positions, positions[:1].expand_as(positions))
+
+
+def say_once(text: str) -> None:
+    if not torch.compiler.is_compiling():
+        _warn(text)
+
+
+@cache
+def _warn(text: str) -> None:
+    warnings.warn(f"xlnet_kernels: {text}", stacklevel=3)

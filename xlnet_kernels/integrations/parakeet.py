@@ -2,15 +2,15 @@
 
 Score, scale and order of rel_key's rows are the operator's with ``max_distance = M + K - 1``. The models:
 
-- Parakeet, Canary and Nemotron-H Omni (ParakeetEncoderAttention), and the streaming sibling, Nemotron ASR, whose cached
-  keys come before the current ones (NemotronAsrStreamingEncoderAttention);
+- Parakeet, Canary, Cohere ASR and Nemotron-H Omni (ParakeetEncoderAttention), and the streaming sibling, Nemotron ASR,
+  whose cached keys come before the current ones (NemotronAsrStreamingEncoderAttention);
 - FastSpeech2-Conformer;
 - Wav2Vec2-Conformer, Wav2Vec2-BERT and SeamlessM4T with position_embeddings_type "relative";
 - Wav2Vec2-BERT and SeamlessM4T v2 with "relative_key": no biases u and v, and rel_key is a learned table that all heads
   share, with one row for each distance up to a limit.
 
 Not served: the same classes with "rotary" positions or none, which have no relative term; Gemma's audio encoders, which
-cap their scores; Granite Speech, which attends in blocks with a table for those.
+cap their scores; Granite Speech, which attends in blocks with a table for those; Funnel, which pools its queries.
 
 The attention map is only had from the original, which is called where it is asked for. Masks are True or 0 where a row
 may attend, which is how transformers makes them; with eager attention its Nemotron and SeamlessM4T v2 read their own
@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 
 from ._masks import EVERYTHING, LayerMask, layer_mask, padding_mask
-from ._relative import Original, attend, project_positions, shared, split
+from ._relative import Original, attend, project_positions, say_once, shared, split
+
+_FOR_LOSSES = {"num_items_in_batch"}  # what Trainer gives to all layers, for the loss alone
 
 
 class _RelativeAttention(Original):
@@ -109,8 +111,13 @@ class _RelativeAttention(Original):
 
     def _wants_original(self, options: dict[str, Any]) -> bool:
         """Where the attention map is asked for, or anything but a flag is given that is not known here."""
-        wants_map = options.get("output_attentions") or getattr(self.config, "output_attentions", False)
-        return bool(wants_map) or not all(value is None or isinstance(value, int) for value in options.values())
+        if options.get("output_attentions") or getattr(self.config, "output_attentions", False):
+            return True
+        known = (value is None or isinstance(value, int) for name, value in options.items() if name not in _FOR_LOSSES)
+        if all(known):
+            return False
+        say_once(f"{type(self).__name__} was called with {', '.join(options)}: transformers' code computes it")
+        return True
 
 
 class _Parakeet(_RelativeAttention):
@@ -119,25 +126,29 @@ class _Parakeet(_RelativeAttention):
     projections = ("q_proj", "k_proj", "v_proj", "o_proj", "relative_k_proj")
     biases = ("bias_u", "bias_v")
 
+    takes_cache = False
+
     def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: Tensor | None,
         attention_mask: Tensor | None = None,
         cache: Any = None,
-        past_key_values: Any = None,  # what transformers before 5.24 call the cache
+        past_key_values: Any = None,  # the cache before transformers 5.24
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         mask = layer_mask(attention_mask)
-        cache = past_key_values if cache is None else cache
+        cache = (past_key_values if cache is None else cache) if self.takes_cache else None
         if mask is None or self._wants_original(options):
-            caches = () if cache is None else (cache,)  # the original of Parakeet takes none
+            caches = (cache,) if self.takes_cache else ()
             return super().forward(hidden_states, position_embeddings, attention_mask, *caches, **options)
         return self._attend(hidden_states, position_embeddings, mask, self.attention_dropout, cache)
 
 
 class _NemotronStreaming(_Parakeet):
     """Hidden keys are at -inf, so fully masked rows give zeros, as the operator's do."""
+
+    takes_cache = True
 
     def _fill_blind(self, out: Tensor, *unused: Any) -> Tensor:
         return out

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from ..model.inputs import find_mask, find_padding, find_targets, of_rows, stack
 from ..segments import Segments
 from ..streams import RowPositions
 from ._blind import average_weights, find_blind_rows
+from ._relative import say_once
 
 
 @dataclass(eq=False)
@@ -87,7 +86,7 @@ class XLNetModel(modeling_xlnet.XLNetModel):
             )
         batch, length = (inputs_embeds if input_ids is None else input_ids).shape[:2]
         if target_mapping is not None and target_mapping.shape[-1] != length:
-            _say_once("target_mapping has positions that the text has not: transformers' code computes it")
+            say_once("target_mapping has positions that the text has not: transformers' code computes it")
             return super().forward(
                 input_ids,
                 attention_mask,
@@ -185,11 +184,9 @@ class XLNetModel(modeling_xlnet.XLNetModel):
             token_type_ids=token_type_ids,
         )
         if output_attentions:
-            _say_once(
-                "output_attentions=True: attention maps come from the reference backend, as slow as transformers'"
-            )
+            say_once("output_attentions=True: attention maps come from the reference backend, as slow as transformers'")
         elif mapping is not None:
-            _say_once("target_mapping has rows that are not one-hot: all L query rows are computed, as in transformers")
+            say_once("target_mapping has rows that are not one-hot: all L query rows are computed, as in transformers")
         blind = None
         # All see the memory, but for a window that begins in the segment.
         if mask is not None and positions is not None and (past == 0 or same_length):
@@ -219,7 +216,7 @@ class XLNetRelativeAttention(modeling_xlnet.XLNetRelativeAttention, TwoStreamAtt
         """attn_mask_h: a `Rows`. Any other, from a model that is not our XLNetModel, is left to transformers' code."""
         rows = attn_mask_h
         if not isinstance(rows, Rows):
-            _say_once(f"{type(self).__name__} was called with masks of its own: transformers' code computes it")
+            say_once(f"{type(self).__name__} was called with masks of its own: transformers' code computes it")
             return super().forward(h, g, attn_mask_h, attn_mask_g, r, seg_mat, mems, target_mapping, output_attentions)
         length, batch = h.shape[:2]
         content = h.transpose(0, 1).contiguous()
@@ -285,13 +282,3 @@ def _batch_first(weights: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple:
     if isinstance(weights, tuple):
         return tuple(_batch_first(x) for x in weights)
     return weights.permute(2, 3, 0, 1).contiguous()
-
-
-def _say_once(text: str) -> None:
-    if not torch.compiler.is_compiling():
-        _warn(text)
-
-
-@cache
-def _warn(text: str) -> None:
-    warnings.warn(f"xlnet_kernels: {text}", stacklevel=2)

@@ -67,11 +67,37 @@ class PretrainedModel(nn.Module):
     def tie_weights(self) -> None:
         """Makes shared parameters one; nothing is shared in most models."""
 
-    def gradient_checkpointing_enable(self, enable: bool = True) -> None:
-        """Training keeps the input of each layer and computes the layer again in the backward pass."""
+    def gradient_checkpointing_enable(
+        self, enable: bool = True, gradient_checkpointing_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Training keeps the input of each layer and computes the layer again in the backward pass.
+
+        Raises:
+            ValueError: `gradient_checkpointing_kwargs`, which transformers' Trainer may give, asks for more than
+                {"use_reentrant": False}.
+        """
+        if gradient_checkpointing_kwargs not in (None, {}, {"use_reentrant": False}):
+            raise ValueError(
+                f"gradient_checkpointing_kwargs must be None or {{'use_reentrant': False}}, got "
+                f"{gradient_checkpointing_kwargs!r}"
+            )
         for module in self.modules():
             if hasattr(module, "gradient_checkpointing"):
                 vars(module)["gradient_checkpointing"] = enable
+
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """The same by transformers' newer name and arguments; ValueError where they ask for more."""
+        if every_n_layers != 1 or offload:
+            raise ValueError(
+                f"every layer is computed again and nothing offloaded: every_n_layers must be 1 and offload False, "
+                f"got {every_n_layers!r} and {offload!r}"
+            )
+        self.gradient_checkpointing_enable(True, activation_checkpointing_kwargs)
 
     @classmethod
     def from_pretrained(

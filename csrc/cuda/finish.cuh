@@ -43,9 +43,10 @@ struct HeadPart {
   }
 };
 
-// FOUR columns, from `column` on, of a row of `width`.
+// FOUR columns, from `column` on, of a row of `width`; all may be padding, which the caller's tensor does not have.
 template <typename T>
 DEVICE void store_columns(T* row, int column, int width, const float (&x)[FOUR]) {
+  if (column >= width) return;
   if (width % FOUR == 0) return store_four(row, x);
 #pragma unroll
   for (int d = 0; d < FOUR; ++d)

@@ -15,7 +15,7 @@ from tests.machine import rounding
 CHOICES = {
     "architecture": (80, 90),
     "dtype": (torch.bfloat16, torch.float16, torch.float32),
-    "head_dim": (64, 16, 128, 24, 40, 80, 256),
+    "head_dim": (64, 16, 128, 24, 40, 80, 256, 20, 60),
     "mask": MASKS,
     "rel_rows": ("bi", "uni", "window"),
     "rel_batch": (False, True),

@@ -138,7 +138,7 @@ class Deviations:
             memory_key, memory_value = (x.detach() for x in arguments["memory"])
             self.mem_len = memory_key.shape[2]
             key, value = torch.cat([memory_key, key], 2), torch.cat([memory_value, value], 2)
-        self.key, self.value, self.scale = key, value, arguments["scale"]
+        self.key, self.value, self.scale = key, value, abs(arguments["scale"])
         batch, heads, self.length, self.width = self.query.shape
         self.keys = key.shape[2]
         self.rows = batch * self.length  # that a gradient may be summed over

@@ -1,4 +1,4 @@
-"""What stand-ins share: one call of the operator in the order of a Conformer's table, and how the original's is told."""
+"""What stand-ins share: one call of the operator in the order of a Conformer's table; what says that they do not."""
 
 from __future__ import annotations
 

@@ -53,14 +53,13 @@ def _main_loop(
         position_query = row_operand(rows.position, tile, size, META, False)  # (BLOCK_M, D)
         score = shift_blocks(position_query, tile, rel_key, j0, 0, size, META, False, NARROW)  # (BLOCK_M, BLOCK_N)
 
-        # content
+        # content, segments: in forward's order
         content_query = row_operand(rows.content, tile, size, META, KEEP)  # (BLOCK_M, D)
+        terms = load_row_segments(rows, segments, tile, size, META)
+        if KEEP:
+            score, term = add_segments(score, terms, segments, head, id_least, id_largest, j0, size, META)
         score = add_product(score, content_query, tile_k, 0, n0, size, META, KEEP, KEEP)
-
-        # segments
-        term = 0.0
-        if segments.key_ids is not None:
-            terms = load_row_segments(rows, segments, tile, size, META)
+        if not KEEP:
             score, term = add_segments(score, terms, segments, head, id_least, id_largest, j0, size, META)
 
         # dP

@@ -141,12 +141,15 @@ def _main_loop(
         else:
             score = shift_blocks(position_query, tile, rel_key, j0, j0, size, META, KEEP, False)
 
-        # content, segments
+        # content, segments: in forward's order
         kept_k = keep_keys(memory.key, keys.key, tile.head, j0, size, META, KEEP)
         tile_k = KeyOperand(kept_k, keys.key, memory.key, tile.head, j0)  # (BLOCK_N, D)
-        score = add_product(score, content_query, tile_k, j0, 0, size, META, KEEP, KEEP)
         id_least, id_largest = id_range(segments, tile.head, j0, size, META)
-        score, term = add_segments(score, terms, segments, tile.head, id_least, id_largest, j0, size, META)
+        if KEEP:
+            score, term = add_segments(score, terms, segments, tile.head, id_least, id_largest, j0, size, META)
+        score = add_product(score, content_query, tile_k, j0, 0, size, META, KEEP, KEEP)
+        if not KEEP:
+            score, term = add_segments(score, terms, segments, tile.head, id_least, id_largest, j0, size, META)
 
         # dP
         tile_v = KeyOperand((), keys.value, memory.value, tile.head, j0)  # (BLOCK_N, D)

@@ -80,6 +80,8 @@ def load_rel_key(rel_key, head, start, c, size, META):
     inside = row < size.rel_len
     if META.BOUNDED_BEHIND or META.FOLDED:  # what only rows beyond the last need may be before the first: huge numbers
         inside = row.to(tl.uint32, bitcast=True) < size.rel_len.to(tl.uint32, bitcast=True)
+    if META.FOLDED:  # and rows that none but those beyond the last need may hold anything, NaN too
+        inside = inside & (row >= size.max_distance - size.mem_len - size.length + 1)
     return load_rows(matrix_at(rel_key, head), row, rel_key.stride_l, inside, c, META)
 
 
@@ -119,7 +121,7 @@ def load_keys(memory, current, head, j0, c, size, META):
 @triton.jit
 def store_keys(memory, current, head, j0, chunks, scale, size, META):
     """The transposed map of `load_keys`, of all chunks times `scale`, into contiguous (B, M, H, D) and (B, K, H, D)."""
-    stride = size.heads * META.HEAD_DIM
+    stride = tl.cast(size.heads * META.HEAD_DIM, tl.int64)  # what came in another layout may be larger here
     if memory is not None:
         memory += head.b * size.mem_len * size.heads * META.HEAD_DIM + head.h * META.HEAD_DIM
     current += head.b * (size.keys - size.mem_len) * size.heads * META.HEAD_DIM + head.h * META.HEAD_DIM

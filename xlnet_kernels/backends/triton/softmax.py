@@ -29,10 +29,17 @@ class Statistics(NamedTuple):
 
 
 @triton.jit
+def _exponential(score, scale, addend):
+    """exp2 of score (BLOCK_M, BLOCK_N) * scale + addend (BLOCK_M,), rounded once: left to the compiler, it would be
+    rounded twice in some blocks."""
+    return tl.exp2(tl.fma(score, scale, addend[:, None]))
+
+
+@triton.jit
 def exponentials(score, term, row_max, scale):
     """(unnormalised P (BLOCK_M, BLOCK_N), its sum for each row) of scores score + term (BLOCK_M,), times scale, less
     row_max."""
-    probability = tl.exp2(score * scale + (term * scale - row_max)[:, None])
+    probability = _exponential(score, scale, term * scale - row_max)
     return probability, tl.sum(probability, 1)
 
 
@@ -41,7 +48,7 @@ def raised(score, term, row_max, scale):
     """(row_max, no less than the largest score; what earlier sums are multiplied with; P and its sums)."""
     larger = tl.maximum(row_max, (tl.max(score, 1) + term) * scale)
     unseen = larger == UNSEEN  # the term of a row that sees nothing may be NaN
-    probability = tl.exp2(score * scale + tl.where(unseen, 0.0, term * scale - larger)[:, None])
+    probability = _exponential(score, scale, tl.where(unseen, 0.0, term * scale - larger))
     return larger, tl.exp2(row_max - larger), probability, tl.sum(probability, 1)
 
 
@@ -108,7 +115,7 @@ def softmax_backward(
         keep = kept(dropout, tile, j0, META)
         dP = tl.where(keep, dP * dropout.kept_scale, 0.0)
     # First of all row_max, of which row_sum knows how it was rounded: both together would be rounded otherwise.
-    exponential = tl.exp2(score * scale + (term * scale - statistics.row_max)[:, None])
+    exponential = _exponential(score, scale, term * scale - statistics.row_max)
     dS = exponential * (dP * statistics.inverse[:, None] - statistics.delta[:, None])
     probability = exponential * statistics.inverse[:, None]
     # Both are hidden: delta of a row that sees a NaN is NaN, also where the row sees nothing.

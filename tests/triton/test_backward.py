@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 
@@ -13,8 +15,11 @@ if "triton" not in READY:
     pytest.skip(f"the Triton backend is {xk.backends()['triton']}", allow_module_level=True)
 
 import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 
 from xlnet_kernels.backends.triton import launch, plan, tuning  # noqa: E402
+from xlnet_kernels.backends.triton.arguments import Sizes, head_at  # noqa: E402
+from xlnet_kernels.backends.triton.chunks import store_keys  # noqa: E402
 
 interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="a GPU's own table decides there")
 PROBLEMS = {
@@ -82,3 +87,21 @@ def test_sums_of_keys_are_cleared_and_padded(monkeypatch):
     sums = call.room_for_key_sums()
     assert [values.numel() for values in sums] == [2 * 3 * 128 * 16, 2 * 3 * 128 * 16, 2 * 3 * 128]
     assert all(values.dtype == torch.float32 and not values.any() for values in sums)
+
+
+@triton.jit(do_not_specialize=["heads", "keys", "j0"])
+def _store_ones(to, heads, keys, j0, META):
+    size = Sizes(heads, keys, 0, keys, 1, 0)
+    ones = tl.full((META.BLOCK_N, META.BLOCK_D), 1.0, tl.float32)
+    store_keys(None, to, head_at(tl.program_id(0), size), j0, (ones,), 1.0, size, META)
+
+
+@interpreted
+def test_gradients_of_keys_that_32_bits_cannot_address():
+    """Keys of a layout with fewer elements between them may be as long; gradients are contiguous (B, K, H, D)."""
+    heads, width, keys = 32, 128, 2**19 + 32
+    room = mmap.mmap(-1, 2 * keys * heads * width)  # of which two pages are used, whatever fills new tensors
+    grad = torch.frombuffer(room, dtype=torch.float16).view(keys, heads, width)
+    meta = launch._meta(tuning.Config(32, 32, width, True, 4, 1), width, *[False] * 11)
+    _store_ones[(1,)](grad, heads, keys, keys - 32, meta)
+    assert (grad[-32:, 0] == 1).all() and not grad[-32:, 1:].any()

@@ -13,7 +13,7 @@ from torch import nn
 import xlnet_kernels as xk
 from tests.model.twins import B, L, M, N, assert_same, assert_same_outputs, make_inputs, make_mems, theirs
 from xlnet_kernels import attention
-from xlnet_kernels.integrations import xlnet as stand_ins
+from xlnet_kernels.integrations import _relative
 
 accelerate, restore = xk.integrations.transformers.accelerate, xk.integrations.transformers.restore
 pytestmark = pytest.mark.filterwarnings("ignore:xlnet_kernels", "ignore:.*deprecated")
@@ -291,7 +291,7 @@ def test_what_the_operator_cannot_say_is_left_to_transformers():
 def test_what_costs_more_is_said_once():
     _, fast = pair()
     inputs = make_inputs() | dict(target_mapping=torch.rand(B, N, L))
-    stand_ins._warn.cache_clear()
+    _relative._warn.cache_clear()
     with pytest.warns(UserWarning, match="one-hot"):
         fast(**inputs)
     with pytest.warns(UserWarning, match="reference backend"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import inspect
 import weakref
 
 import pytest
@@ -16,102 +14,11 @@ import transformers
 from transformers import ParakeetEncoder, ParakeetEncoderConfig, ParakeetForCTC, Wav2Vec2BertConfig, Wav2Vec2BertModel
 
 import xlnet_kernels as xk
+from tests.integrations.speech_cases import CASES, LIMITS, PARAKEET, WAV2VEC2, build, one_thread  # noqa: F401
 from xlnet_kernels.integrations import _masks, parakeet
 from xlnet_kernels.integrations.transformers import STAND_INS, accelerate, restore
 
-SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
-STILL = dict(activation_dropout=0.0, attention_dropout=0.0, layerdrop=0.0)  # with dropout there is nothing to compare
-PARAKEET = SIZES | STILL | dict(dropout=0.0, subsampling_conv_channels=8, num_mel_bins=16)
-WAV2VEC2 = SIZES | STILL | dict(hidden_dropout=0.0, conformer_conv_dropout=0.0, conv_depthwise_kernel_size=5)
-WAV2VEC2 |= dict(num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, apply_spec_augment=False)
-SEAMLESS = dict(hidden_size=32, speech_encoder_layers=2, speech_encoder_attention_heads=4, conv_depthwise_kernel_size=5)
-SEAMLESS |= dict(speech_encoder_intermediate_size=48, speech_encoder_dropout=0.0, speech_encoder_layerdrop=0.0)
-LIMITS = dict(left_max_position_embeddings=6, right_max_position_embeddings=3)
-FASTSPEECH2 = dict(layers=2, num_attention_heads=4, linear_units=48, kernel_size=7, normalize_before=False)
-FASTSPEECH2 |= dict(concat_after=False, dropout_rate=0.0, positional_dropout_rate=0.0, attention_dropout_rate=0.0)
-
-# id: folder of transformers, encoder, configuration, the class that is accelerated
-CASES = {
-    "parakeet": ("parakeet", "ParakeetEncoder", "ParakeetEncoderConfig", PARAKEET, "ParakeetEncoderAttention"),
-    "nemotron": (
-        "nemotron_asr_streaming",
-        "NemotronAsrStreamingEncoder",
-        "NemotronAsrStreamingEncoderConfig",
-        PARAKEET | dict(sliding_window=5, default_num_lookahead_tokens=1),
-        "NemotronAsrStreamingEncoderAttention",
-    ),
-    "fastspeech2": (
-        "fastspeech2_conformer",
-        "FastSpeech2ConformerEncoder",
-        "FastSpeech2ConformerConfig",
-        dict(hidden_size=32),
-        "FastSpeech2ConformerAttention",
-    ),
-    "wav2vec2": (
-        "wav2vec2_conformer",
-        "Wav2Vec2ConformerEncoder",
-        "Wav2Vec2ConformerConfig",
-        WAV2VEC2 | dict(position_embeddings_type="relative"),
-        "Wav2Vec2ConformerSelfAttention",
-    ),
-    "bert": (
-        "wav2vec2_bert",
-        "Wav2Vec2BertEncoder",
-        "Wav2Vec2BertConfig",
-        WAV2VEC2 | dict(position_embeddings_type="relative"),
-        "Wav2Vec2BertSelfAttention",
-    ),
-    "bert-key": (
-        "wav2vec2_bert",
-        "Wav2Vec2BertEncoder",
-        "Wav2Vec2BertConfig",
-        WAV2VEC2 | LIMITS | dict(position_embeddings_type="relative_key"),
-        "Wav2Vec2BertSelfAttention",
-    ),
-    "seamless": (
-        "seamless_m4t",
-        "SeamlessM4TConformerEncoder",
-        "SeamlessM4TConfig",
-        SEAMLESS | dict(position_embeddings_type="relative"),
-        "SeamlessM4TConformerSelfAttention",
-    ),
-    "seamless2": (
-        "seamless_m4t_v2",
-        "SeamlessM4Tv2ConformerEncoder",
-        "SeamlessM4Tv2Config",
-        SEAMLESS | LIMITS | dict(speech_encoder_chunk_size=8, speech_encoder_left_chunk_num=1),
-        "SeamlessM4Tv2ConformerSelfAttention",
-    ),
-}
 LENGTH, SHORT = 13, 9  # frames of the two sequences of a batch
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Sizes are tiny, and waking threads would cost more than the work."""
-    transformers.logging.set_verbosity_error()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def build(name: str, attention: str = "sdpa", dtype: torch.dtype = torch.float64) -> torch.nn.Module:
-    """A small encoder with random weights, biases u and v included; batch statistics in training mode."""
-    folder, encoder, config, sizes, _ = CASES[name]
-    try:
-        modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    except ImportError:
-        pytest.skip(f"this transformers has no {folder}")
-    configuration = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
-    settings = getattr(configuration, config)(**sizes)
-    settings._attn_implementation = attention
-    cls = getattr(modeling, encoder)
-    model = cls(settings, FASTSPEECH2) if name == "fastspeech2" else cls(settings)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    return model.to(dtype)
 
 
 def run(name: str, model: torch.nn.Module, masked: bool, dtype: torch.dtype = torch.float64):
@@ -194,83 +101,6 @@ def test_attention_maps_come_from_the_original(name, calls):
     found = accelerate(model)(x, output_attentions=True).attentions
     assert len(found) == len(wanted) == 2 and not calls
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
-
-
-def test_streaming_with_cached_keys(calls):
-    model = build("nemotron").eval()
-    chunks = torch.randn(2, 9 + 4 * 16, 16, dtype=torch.float64).split([9, 16, 16, 16, 16], 1)
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # before 5.24
-
-    def outputs():
-        cache = padding = None
-        for chunk in chunks:
-            with torch.no_grad():
-                found = model(chunk, padding_cache=padding, use_cache=True, **{name: cache})
-            cache, padding = getattr(found, name), found.padding_cache
-            yield found.last_hidden_state
-
-    wanted = list(outputs())
-    accelerate(model)
-    torch.testing.assert_close(list(outputs()), wanted, rtol=0, atol=1e-12)
-    # The first chunk has none before it; the last ones have the window.
-    assert calls[0]["query_positions"] is None and calls[-1]["query_positions"].tolist() == [[4, 5], [4, 5]]
-
-
-@pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_caches_have_either_name(name, calls):
-    """The first is transformers' from 5.24 on."""
-    layer = accelerate(build("nemotron").layers[0].self_attn)
-    x, positions = torch.randn(2, 5, 32, dtype=torch.float64), torch.randn(1, 9, 32, dtype=torch.float64)
-    cache = transformers.DynamicCache()
-    layer(x[:, :3], positions[:, 2:7], **{name: cache})
-    layer(x[:, 3:], positions, **{name: cache})
-    assert cache.get_seq_length() == 5 and calls[1]["query_positions"].tolist() == [[3, 4], [3, 4]]
-
-
-def test_caches_are_not_heeded_where_they_are_not_there(calls):
-    layer = accelerate(build("parakeet").layers[0].self_attn)
-    x, positions = torch.randn(2, 5, 32, dtype=torch.float64), torch.randn(2, 9, 32, dtype=torch.float64)
-    cache = transformers.DynamicCache()
-    for _ in range(2):
-        layer(x, positions, cache=cache)
-    assert cache.get_seq_length() == 0 and len(calls) == 2
-
-
-@pytest.mark.parametrize("name", ["parakeet", "nemotron", "wav2vec2", "bert"])
-def test_what_is_not_known_goes_to_the_original(name, calls):
-    """A later transformers may pass more. What Trainer passes for the loss is known."""
-    layer = build(name).layers[0].self_attn
-    x, positions = torch.randn(2, 5, 32, dtype=torch.float64), torch.randn(1, 9, 32, dtype=torch.float64)
-    arguments = (x, None, positions) if name in ("wav2vec2", "bert") else (x, positions.expand(2, -1, -1))
-    wanted = layer(*arguments)[0]
-    accelerate(layer)
-    with pytest.warns(UserWarning, match="novelty"):
-        found = layer(*arguments, novelty=torch.ones(1))[0]
-    assert torch.equal(found, wanted) and not calls
-    found = layer(*arguments, use_cache=True, cu_seq_lens_q=None, num_items_in_batch=torch.tensor(7))[0]
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
-    assert len(calls) == 1
-
-
-def test_masks_of_flex_attention_go_to_the_original():
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    assert _masks.layer_mask(create_block_mask(lambda b, h, i, j: j <= i, None, None, 5, 5, device="cpu")) is None
-
-
-def test_trainer_calls_the_operator(tmp_path, calls):
-    """It gives the number of items of a batch to all layers."""
-    pytest.importorskip("accelerate")
-    encoder = ParakeetEncoderConfig(**PARAKEET)
-    config = transformers.ParakeetCTCConfig(vocab_size=20, pad_token_id=0, encoder_config=encoder)
-    model = accelerate(ParakeetForCTC(config))
-    seen = torch.ones(80, dtype=torch.bool)
-    item = dict(input_features=torch.randn(80, 16), attention_mask=seen, labels=torch.randint(1, 20, (3,)))
-    arguments = transformers.TrainingArguments(
-        str(tmp_path), max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
-    )
-    transformers.Trainer(model, arguments, train_dataset=[item, item]).train()
-    assert len(calls) == 2  # of two layers
 
 
 def test_dropped_positions_are_projected_for_each_sequence(calls):

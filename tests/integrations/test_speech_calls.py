@@ -65,8 +65,8 @@ def test_what_is_not_known_goes_to_the_original(name, calls):
     arguments = (x, None, positions) if name in ("wav2vec2", "bert") else (x, positions.expand(2, -1, -1))
     wanted = layer(*arguments)[0]
     accelerate(layer)
-    with pytest.warns(UserWarning, match="novelty"):
-        found = layer(*arguments, novelty=torch.ones(1))[0]
+    with pytest.warns(UserWarning, match="called with novelty:"):
+        found = layer(*arguments, novelty=torch.ones(1), use_cache=True)[0]
     assert torch.equal(found, wanted) and not calls
     found = layer(*arguments, use_cache=True, cu_seq_lens_q=None, num_items_in_batch=torch.tensor(7))[0]
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)

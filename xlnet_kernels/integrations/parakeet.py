@@ -113,11 +113,11 @@ class _RelativeAttention(Original):
         """Where the attention map is asked for, or anything but a flag is given that is not known here."""
         if options.get("output_attentions") or getattr(self.config, "output_attentions", False):
             return True
-        known = (value is None or isinstance(value, int) for name, value in options.items() if name not in _FOR_LOSSES)
-        if all(known):
-            return False
-        say_once(f"{type(self).__name__} was called with {', '.join(options)}: transformers' code computes it")
-        return True
+        given = {name for name, value in options.items() if value is not None and not isinstance(value, int)}
+        unknown = sorted(given - _FOR_LOSSES)
+        if unknown:
+            say_once(f"{type(self).__name__} was called with {', '.join(unknown)}: transformers' code computes it")
+        return bool(unknown)
 
 
 class _Parakeet(_RelativeAttention):

@@ -213,3 +213,18 @@ def test_activations(ff_activation):
     }[ff_activation]
     x = torch.linspace(-4, 4, 50, dtype=torch.float64)
     assert_same(ours(ff_activation=ff_activation).layer[0].ff.activation(x), wanted(x), 1e-12)
+
+
+def test_parameters_can_be_swapped_after_inference():
+    """As torch.__future__.set_swap_module_params_on_conversion has it: a tensor that others refer to is refused."""
+    model, ids = ours(), torch.randint(50, (B, L))
+    with torch.no_grad():
+        wanted = model(ids).last_hidden_state
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            model.double()
+            assert_same(model(ids).last_hidden_state, wanted.double(), 1e-4)
+            model.load_state_dict(ours().double().state_dict())
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        assert model(ids).last_hidden_state.dtype == torch.float64

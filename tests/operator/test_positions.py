@@ -68,7 +68,7 @@ def test_a_kept_table_serves_what_it_may():
 
     def served(rows, weight=weight):
         calls.clear()
-        assert torch.allclose(kept(rows, weight, project), (rows @ weight.mT).unflatten(-1, (2, 2)).transpose(-3, -2))
+        assert torch.allclose(kept(rows, [weight], project), (rows @ weight.mT).unflatten(-1, (2, 2)).transpose(-3, -2))
         return calls == [1]
 
     rows = torch.randn(7, 3)
@@ -81,6 +81,10 @@ def test_a_kept_table_serves_what_it_may():
         view = rows[1:5]
         assert not served(view) and served(view)
         rows.mul_(2)
+        assert not served(view) and served(view)
+        rows.data.add_(1)  # leaves no trace in rows._version
+        assert not served(view) and served(view)
+        rows.numpy()[2, 1] = 7
         assert not served(view)
         assert pickle.loads(pickle.dumps(kept))._kept is None
     assert not served(rows) and kept._kept is None  # training holds no table
@@ -92,7 +96,7 @@ def test_a_kept_table_serves_what_it_may():
     rows = rows.clone()
     with torch.no_grad():
         assert not served(rows)  # gradients could not go through a table of inference mode
-        assert not kept(rows, weight, project).is_inference() and served(rows)
+        assert not kept(rows, [weight], project).is_inference() and served(rows)
     with torch.inference_mode():
         assert served(rows)
 
@@ -114,7 +118,7 @@ def test_a_kept_table_is_of_its_weight():
     weights = [torch.randn(4, 3), torch.randn(4, 3)]
 
     def check(weight):
-        assert torch.allclose(kept(rows, weight, lambda rows: rows @ weight.mT), rows @ weight.mT)
+        assert torch.allclose(kept(rows, [weight], lambda rows: rows @ weight.mT), rows @ weight.mT)
 
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -130,6 +134,39 @@ def test_a_kept_table_is_of_its_weight():
             check(own)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", ["one weight", "two weights", "one position"])
+def test_a_kept_table_notices_the_smallest_change(dtype, change):
+    """Through .data, of one number in a thousand, which one projected row in bfloat16 does not show."""
+    kept, weight, rows = _kept.KeptTable(), torch.randn(32, 33).to(dtype), torch.randn(9, 33).to(dtype)
+    weight[3, 7], weight[3, 8] = 1, 1 + torch.finfo(dtype).eps
+
+    def found():
+        return kept(rows, [weight], lambda rows: rows @ weight.mT)
+
+    with torch.no_grad():
+        found()
+        if change == "one position":
+            rows.data[8, 32] += 0.5
+        elif change == "one weight":
+            weight.data[3, 7] += torch.finfo(dtype).eps
+        else:
+            weight.data[3, 7:9] = weight[3, 7:9].flip(0)
+        table = kept._kept
+        found()
+        assert kept._kept is not table
+
+
+def test_a_kept_table_refers_to_no_tensor():
+    """torch.utils.swap_tensors refuses tensors with weak references, and a gone weight's memory is free."""
+    kept, linear, rows = _kept.KeptTable(), torch.nn.Linear(3, 4), torch.randn(5, 3)
+    with torch.no_grad():
+        kept.of_module(rows, linear, linear)
+        for tensor in (rows, linear.weight):
+            torch.utils.swap_tensors(tensor, torch.nn.Parameter(tensor * 2))
+        assert torch.equal(kept.of_module(rows, linear, linear), linear(rows))
+
+
 def test_threads_share_a_kept_table():
     """One writes the table between the two looks of another at it."""
     kept, weight, other = _kept.KeptTable(), torch.randn(4, 3), torch.randn(9, 3)
@@ -139,23 +176,23 @@ def test_threads_share_a_kept_table():
         return rows @ weight.mT
 
     def interrupted(rows):
-        kept(other, weight, project)
+        kept(other, [weight], project)
         return project(rows)
 
     with torch.no_grad():
-        kept(rows, weight, project)
-        assert torch.allclose(kept(rows, weight, interrupted), project(rows))
-        kept(rows, weight, project)
+        kept(rows, [weight], project)
+        assert torch.allclose(kept(rows, [weight], interrupted), project(rows))
+        kept(rows, [weight], project)
         find = _kept._find
 
         def find_interrupted(*given):
             first = find(*given)
-            kept(other, weight, project) if first is not None else None
+            kept(other, [weight], project) if first is not None else None
             return first
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_kept, "_find", find_interrupted)
-            assert torch.allclose(kept(rows, weight, project), project(rows))
+            assert torch.allclose(kept(rows, [weight], project), project(rows))
 
 
 @pytest.mark.parametrize("part", [0, 1])
@@ -203,7 +240,7 @@ def test_a_large_table_is_not_kept(monkeypatch):
     monkeypatch.setattr(_kept, "_LARGEST", 20)
     kept, weight = _kept.KeptTable(), torch.randn(4, 3)
     with torch.no_grad():
-        kept(torch.randn(6, 3), weight, lambda rows: rows @ weight.mT)
+        kept(torch.randn(6, 3), [weight], lambda rows: rows @ weight.mT)
         assert kept._kept is None
-        kept(torch.randn(5, 3), weight, lambda rows: rows @ weight.mT)
+        kept(torch.randn(5, 3), [weight], lambda rows: rows @ weight.mT)
         assert kept._kept is not None

@@ -100,7 +100,7 @@ class XLNetLayer(nn.Module):
         """
         attn, batch = self.rel_attn, rows.shape[0]
         if shared.rel_pos is not None:
-            table = self._kept(shared.rel_pos, attn.r, attn.project_positions)
+            table = self._kept(shared.rel_pos, [attn.r], attn.project_positions)
         else:
             assert projected is not None, "positions are left out only where projected memory has them"
             table = projected[2]

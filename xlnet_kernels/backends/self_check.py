@@ -53,7 +53,7 @@ class Problem:
 
     def leaves(self) -> dict[str, Tensor]:
         """What has a gradient, by name, on the CPU, rounded to `dtype`."""
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         H, D, M, K = self.heads, self.head_dim, self.mem_len, self.length
         shapes: dict[str, tuple[int, ...]] = {name: (self.batch, H, K, D) for name in ("key", "value")}
         shapes["query"] = (self.batch, H, self._rows(), D)
@@ -66,7 +66,9 @@ class Problem:
             shapes |= {name: (H, D) for name in ("content_bias", "position_bias")}
         if self.segments:
             shapes |= {"segment_embed": (2, H, D), "segment_bias": (H, D)}
-        return {name: torch.randn(shape, generator=generator).to(self.dtype) for name, shape in shapes.items()}
+        return {
+            name: torch.randn(shape, generator=generator, device="cpu").to(self.dtype) for name, shape in shapes.items()
+        }
 
     def _rows(self) -> int:
         return self.length + self.length // 6 if self.stacked else self.length
@@ -75,23 +77,24 @@ class Problem:
         """All arguments that a backend takes, for `leaves` on any device and of any dtype."""
         leaves = dict(leaves)
         query = leaves["query"]
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator("cpu").manual_seed(1)
         batch, keys, rows = self.batch, self.mem_len + self.length, self._rows()
 
         def integers(high: int, *shape: int) -> Tensor:
-            return torch.randint(high, shape, generator=generator)
+            return torch.randint(high, shape, generator=generator, device="cpu")
 
-        positions = torch.arange(self.length).expand(batch, -1)
+        place = torch.arange(self.length, device="cpu")
+        positions = place.expand(batch, -1)
         if self.stacked:
             positions = torch.cat([positions, integers(self.length, batch, rows - self.length)], 1)
         mask: RankMask | Tensor | None = None
         if self.mask == "order":
-            order = torch.rand(batch, self.length, generator=generator).argsort(1)
+            order = torch.rand(batch, self.length, generator=generator, device="cpu").argsort(1)
             mask = RankMask.from_order(order, mem_len=self.mem_len).rows(positions)
         elif self.mask == "causal":
-            mask = RankMask.causal(batch, self.length, self.mem_len).rows(positions)
+            mask = RankMask.causal(batch, self.length, self.mem_len, device="cpu").rows(positions)
         elif self.mask == "padding":
-            padding = torch.arange(self.length)[None] >= torch.tensor([[self.length // 2], [self.length]])
+            padding = place >= torch.tensor([[self.length // 2], [self.length]], device="cpu")
             mask = RankMask.padding(padding, self.mem_len).rows(positions)
         elif self.mask == "dense":
             mask = integers(3, batch, self.heads, rows, keys) > 0
@@ -100,7 +103,7 @@ class Problem:
             query_ids, key_ids = (integers(3, batch, of).to(query.device) for of in (rows, keys))
             segments = Segments(query_ids, key_ids, leaves.pop("segment_embed"), leaves.pop("segment_bias"))
         memory = (leaves.pop("memory_key"), leaves.pop("memory_value")) if self.mem_len else None
-        state = torch.tensor([20261122, 7]) if self.dropout_p else None
+        state = torch.tensor([20261122, 7], device="cpu") if self.dropout_p else None
         return {
             "content_bias": None,
             "position_bias": None,
@@ -120,8 +123,8 @@ class Problem:
         """out, lse and the gradient of every leaf, in float64 on the CPU."""
         leaves = {name: leaf.to(device, dtype).requires_grad_() for name, leaf in self.leaves().items()}
         out, lse = backend.rel_attention(**self.arguments(leaves))
-        generator = torch.Generator().manual_seed(2)
-        grads = [torch.randn(of.shape, generator=generator).to(of) for of in (out, lse)]
+        generator = torch.Generator("cpu").manual_seed(2)
+        grads = [torch.randn(of.shape, generator=generator, device="cpu").to(of) for of in (out, lse)]
         gradients = torch.autograd.grad((out, lse), [*leaves.values()], grads)
         named = {"out": out, "lse": lse} | {f"grad {n}": g for n, g in zip(leaves, gradients, strict=True)}
         return {name: of.detach().to("cpu", torch.float64) for name, of in named.items()}

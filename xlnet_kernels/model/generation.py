@@ -222,7 +222,7 @@ def _steps(order: str | Tensor, missing: Tensor, sampler: Sampler) -> Tensor | N
     elif order == "random":
         order = missing.long()
         for row, generator in enumerate(sampler.generators):
-            shuffled = torch.randperm(int(missing[row].sum()), generator=generator)
+            shuffled = torch.randperm(int(missing[row].sum()), generator=generator, device="cpu")
             order[row, missing[row]] = shuffled.to(missing.device)
     elif order == "confident":
         return None
@@ -276,7 +276,7 @@ def _read_prompts(
 
 def _as_row(index: int, prompt: Tensor | Sequence[int]) -> Tensor:
     try:
-        row = prompt if isinstance(prompt, Tensor) else torch.tensor(list(prompt))
+        row = prompt if isinstance(prompt, Tensor) else torch.tensor(list(prompt), device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"prompt_ids[{index}] must be a list of integers: {error}") from error
     if row.dim() != 1:

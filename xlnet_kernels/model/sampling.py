@@ -45,8 +45,8 @@ class Sampler:
         if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
             raise ValueError(f"seed must be an integer in [0, 2**63) or None, got {seed!r}")
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        first = int(torch.randint(2**62, ())) if seed is None else seed
-        self.generators = [torch.Generator().manual_seed(first + row) for row in range(batch)]
+        first = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
+        self.generators = [torch.Generator("cpu").manual_seed(first + row) for row in range(batch)]
 
     def __call__(self, logits: Tensor, counts: list[int]) -> Tensor:
         """Tokens (B, N) from logits (B, N, V); the first counts[i] of row i count, the others are arbitrary."""
@@ -55,9 +55,9 @@ class Sampler:
         logits, tokens = self._candidates(logits.double())
         # The distribution function, inverted at one uniform number per token.
         cumulative = (logits / self.temperature).softmax(-1).cumsum(-1)
-        uniform = torch.zeros(logits.shape[:2], dtype=torch.float64)
+        uniform = torch.zeros(logits.shape[:2], dtype=torch.float64, device="cpu")
         for row, count in enumerate(counts):
-            uniform[row, :count] = torch.rand(count, dtype=torch.float64, generator=self.generators[row])
+            uniform[row, :count].uniform_(generator=self.generators[row])
         total = cumulative[..., -1:]  # one, but for rounding
         drawn = torch.searchsorted(cumulative, uniform.to(logits.device)[..., None] * total, right=True)
         drawn = drawn.clamp(max=logits.shape[-1] - 1)

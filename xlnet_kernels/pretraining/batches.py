@@ -228,8 +228,8 @@ class PretrainingBatches(Dataset):
             RankMask(stacked("query_rank"), stacked("key_rank")),
             stacked("labels"),
             stacked_or_none("target_positions"),
-            torch.tensor(is_next),
-            torch.tensor(context_len),
+            torch.tensor(is_next, device="cpu"),
+            torch.tensor(context_len, device="cpu"),
             self._advance,
             stacked_or_none("output_rows"),
         )
@@ -295,5 +295,5 @@ def batch_loader(
     of torch's global random numbers. `options` go to the DataLoader (pin_memory, prefetch_factor, ...).
     """
     steps = range(start, sys.maxsize if stop is None else stop)
-    options = {"generator": torch.Generator()} | options
+    options = {"generator": torch.Generator("cpu")} | options
     return DataLoader(batches, batch_size=None, sampler=steps, num_workers=num_workers, **options)

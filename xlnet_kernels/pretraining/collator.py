@@ -66,7 +66,7 @@ class DataCollatorForPermutationLM:
         length = max(len(ids) for ids, _ in rows)
         types = np.stack([np.pad(x, (length - len(x), 0), constant_values=3) for _, x in rows])
         self.objective.check((length,), 0)
-        rng = np.random.default_rng(int(torch.randint(2**62, ())))
+        rng = np.random.default_rng(int(torch.randint(2**62, (), device="cpu")))
         found = [self._objective_of(len(row)).example(row, self.vocabulary, (len(row),), rng) for row, _ in rows]
         partial = not isinstance(self.objective, AutoregressiveLM)
         count = max(len(example.labels) for example in found) if partial else length

@@ -7,6 +7,7 @@ import pytest
 import xlnet_kernels as xk
 from tests.integrations import conventions
 from tests.integrations.toolkit_cases import real
+from xlnet_kernels import attention
 from xlnet_kernels.integrations import _relative
 
 
@@ -37,3 +38,15 @@ def calls(monkeypatch) -> list[dict]:
 
     monkeypatch.setattr(_relative, "rel_attention", spy)
     return seen
+
+
+@pytest.fixture
+def operator(calls, monkeypatch):
+    """The same, with the calls of XLNet."""
+
+    def spy(*args, **kwargs):
+        calls.append(kwargs)
+        return xk.rel_attention(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "rel_attention", spy)
+    return calls

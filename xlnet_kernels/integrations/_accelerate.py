@@ -12,7 +12,13 @@ methods, `forward` above all, and
 - has ``backend = None`` as a class attribute where it calls the operator; `accelerate` sets it in the instance;
 - lists in ``made_here`` (a class attribute, a tuple of names) the attributes that an instance may get beyond those of
   the library; `restore` deletes them;
-- may define ``check_accelerable(self)``, which raises ValueError, with a sentence, where an instance cannot be served.
+- may define ``check_accelerable(self)``, which raises ValueError, with a sentence, where an instance cannot be served;
+- may define ``serves_parts(self)``: whether it calls its parts as their stand-ins expect. If not, neither it nor its
+  parts count as accelerated.
+
+An instance may have a `forward` of its own, which wins over any class: a hook of HF accelerate, a wrapper. The method
+that these keep is exchanged with the class (`_own_methods`), so that they run around ours. One that does not call its
+class's is refused; set later, it takes its module out of `accelerated`.
 
 In a subclass of the library's class the stand-in comes after it in the method resolution order, so that what the
 subclass overrides stays, and its ``super().forward`` is ours.
@@ -31,6 +37,7 @@ from torch import nn
 from ..backends import check_name
 from ..linear import Linear
 from ._libraries import LIBRARIES, library_of
+from ._own_methods import leads, overridden, rebind
 
 _LOGGER = logging.getLogger("xlnet_kernels")
 _ORIGINAL = "_class_before_accelerate"
@@ -58,8 +65,9 @@ def accelerate(model: nn.Module, backend: str | None = None, linears: bool = Fal
         `model` itself. Accelerating it again changes no more than the backend.
 
     Raises:
-        ValueError: `model` has nothing that could be accelerated, a layer of a kind that cannot be, or is of a version
-            of its library that is not served; the text says what was found. Nothing is changed then.
+        ValueError: `model` has nothing that could be accelerated, a layer of a kind that cannot be, one whose `forward`
+            was replaced in the instance by another computation, or is of a version of its library that is not served;
+            the text says what was found. Nothing is changed then.
 
     >>> import transformers
     >>> config = transformers.XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
@@ -82,7 +90,13 @@ def accelerate(model: nn.Module, backend: str | None = None, linears: bool = Fal
         check = getattr(cls, "check_accelerable", None)
         if check is not None:
             check(module)
-    substitutes = [(module, cls) for module, cls in substitutes if linears or not issubclass(cls, Linear)]
+        if "forward" in _hidden(module, cls) and not issubclass(cls, Linear):
+            raise ValueError(_replaced(model, module))
+    substitutes = [
+        (module, cls)
+        for module, cls in substitutes
+        if not issubclass(cls, Linear) or (linears and not _hidden(module, cls))
+    ]
     before = [(module, type(module)) for module, _ in substitutes]
     try:
         for module, cls in substitutes:
@@ -93,6 +107,8 @@ def accelerate(model: nn.Module, backend: str | None = None, linears: bool = Fal
                 module.__class__ = original
         raise
     for module, cls in substitutes:
+        rebind(module, getattr(cls, _ORIGINAL), cls)
+    for module, cls in substitutes:
         if hasattr(cls, "backend"):
             vars(module)["backend"] = backend
     _LOGGER.info("accelerated: %s", ", ".join(f"{count} x {name}" for name, count in accelerated(model).items()))
@@ -100,7 +116,9 @@ def accelerate(model: nn.Module, backend: str | None = None, linears: bool = Fal
 
 
 def accelerated(model: nn.Module) -> dict[str, int]:
-    """What of this model `accelerate` has replaced: how many modules of each class, named with its library.
+    """The modules of this model that run accelerated: how many of each class, named with its library.
+
+    Modules whose `forward` was replaced after `accelerate`, by one that does not call that of the class, do not count.
 
     >>> import transformers
     >>> config = transformers.XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
@@ -108,8 +126,12 @@ def accelerated(model: nn.Module) -> dict[str, int]:
     2
     """
     _check_model(model)
-    originals = [getattr(type(module), _ORIGINAL, None) for module in model.modules()]
-    return dict(Counter(_full_name(cls) for cls in originals if cls is not None))
+    changed = [module for module in model.modules() if hasattr(type(module), _ORIGINAL)]
+    idle = {module for module in changed if _hidden(module, type(module))}
+    for module in changed:
+        if not getattr(module, "serves_parts", lambda: True)():
+            idle |= {*module.modules()}
+    return dict(Counter(_full_name(getattr(type(module), _ORIGINAL)) for module in changed if module not in idle))
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -137,13 +159,34 @@ def restore(model: nn.Module) -> nn.Module:
     for module in changed:
         for name in getattr(module, "made_here", ()):
             vars(module).pop(name, None)
-        module.__class__ = getattr(type(module), _ORIGINAL)
+        accelerated_class = type(module)
+        module.__class__ = original = getattr(accelerated_class, _ORIGINAL)
+        rebind(module, original, accelerated_class)
     return model
 
 
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def _hidden(module: nn.Module, cls: type) -> list[str]:
+    """The methods of the accelerated class that the instance's own keep from running."""
+    original = getattr(cls, _ORIGINAL)
+    names = [*overridden(original, cls)]
+    # that of a subclass stays and calls ours
+    names += ["forward"] if any("forward" in vars(base) for base in {*cls.__mro__} - {*original.__mro__}) else []
+    return [name for name in names if not leads(module, name)]
+
+
+def _replaced(model: nn.Module, module: nn.Module) -> str:
+    name = next(name for name, part in model.named_modules() if part is module)
+    own = vars(module)["forward"]
+    return (
+        f"model must have the forward of {_full_name(getattr(type(module), _ORIGINAL, type(module)))} in "
+        f"{repr(name) if name else 'itself'}, got {getattr(own, '__qualname__', type(own).__name__)}, set in the "
+        f"instance and not seen to call it: delete it (`del module.forward`), or accelerate before it is set"
+    )
 
 
 def _full_name(cls: type) -> str:

@@ -34,8 +34,8 @@ def check_forward(module: nn.Module, name: str, *arguments: str) -> None:
 
     It is then another class by the same name, or one of a version that is not known.
     """
-    classes = (base for base in type(module).__mro__ if base.__name__ == name)
-    original: Any = next(base for base in classes if "_class_before_accelerate" not in vars(base))
+    cls = getattr(type(module), "_class_before_accelerate", type(module))  # it may be accelerated already
+    original: Any = next(base for base in cls.__mro__ if base.__name__ == name)
     found = [parameter for parameter in inspect.signature(original.forward).parameters if parameter != "self"]
     if tuple(found[: len(arguments)]) != arguments:
         raise ValueError(

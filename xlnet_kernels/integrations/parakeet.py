@@ -63,7 +63,7 @@ class _RelativeAttention(Original):
         count, keys = query.shape[1], key.shape[2]
         content_bias, position_bias = (getattr(self, name, None) for name in self.biases)
         if content_bias is None:
-            rel_key = self._table(keys).to(query.dtype).expand(count, -1, -1)
+            rel_key = self._table(keys, query.device).to(query.dtype).expand(count, -1, -1)
         else:
             assert positions is not None, "such a model always passes its position embeddings"
             projection = getattr(self, self.projections[4])
@@ -86,9 +86,10 @@ class _RelativeAttention(Original):
         out = self._fill_blind(out, mask, query, key, value, content_bias)
         return getattr(self, self.projections[3])(out), None
 
-    def _table(self, keys: int) -> Tensor:
+    def _table(self, keys: int, device: torch.device) -> Tensor:
         """Row p of the learned table is for distance keys - 1 - p, (P, D)."""
-        ahead = torch.arange(1 - keys, keys, device=self.distance_embedding.weight.device)
+        # Not the weight's device, because an offloaded one is on meta outside its module's call.
+        ahead = torch.arange(1 - keys, keys, device=device)
         ahead = ahead.clamp(-self.left_max_position_embeddings, self.right_max_position_embeddings)
         return self.distance_embedding(ahead + self.left_max_position_embeddings)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ..model.inputs import find_mask, find_padding, find_targets, of_rows, stack
 from ..segments import Segments
 from ..streams import RowPositions
 from ._blind import average_weights, find_blind_rows
+from ._own_methods import leads
 from ._relative import say_once
 
 
@@ -35,6 +36,17 @@ class Rows:
     blind: tuple[Tensor, Tensor] | None
     query_rows_only: bool = False
 
+    def to(self, device: torch.device | str) -> Rows:
+        """On another device: hooks of HF accelerate move the arguments of a layer to where its weights are."""
+        return replace(
+            self,
+            mask=self.mask if self.mask is None else self.mask.to(device),
+            segment_rows=_pair_to(self.segment_rows, device),
+            positions=self.positions if self.positions is None else self.positions.to(device),
+            mapping=self.mapping if self.mapping is None else self.mapping.to(device),
+            blind=_pair_to(self.blind, device),
+        )
+
     def of_query_rows(self, length: int) -> Rows:
         """For a last layer, whose L content rows nobody reads: they are keys and values alone."""
         assert self.positions is not None and self.mapping is None, "there are query rows, each at a position"
@@ -44,6 +56,10 @@ class Rows:
         mask, segment_rows, positions = of_rows(wanted, self.mask, self.segment_rows, self.positions)
         blind = None if self.blind is None else (self.blind[0] - length, self.blind[1])
         return Rows(mask, segment_rows, positions, None, blind, query_rows_only=True)
+
+
+def _pair_to(pair: tuple[Tensor, Tensor] | None, device: torch.device | str) -> tuple[Tensor, Tensor] | None:
+    return None if pair is None else (pair[0].to(device), pair[1].to(device))
 
 
 class XLNetPreTrainedModel(modeling_xlnet.XLNetPreTrainedModel):
@@ -86,7 +102,13 @@ class XLNetModel(modeling_xlnet.XLNetModel):
             )
         batch, length = (inputs_embeds if input_ids is None else input_ids).shape[:2]
         if target_mapping is not None and target_mapping.shape[-1] != length:
-            say_once("target_mapping has positions that the text has not: transformers' code computes it")
+            other = "target_mapping has positions that the text has not"
+        elif not self.serves_parts():
+            other = f"{type(self).__name__} has layers without accelerated attention"
+        else:
+            other = ""
+        if other:
+            say_once(f"{other}: transformers' code computes it")
             return super().forward(
                 input_ids,
                 attention_mask,
@@ -159,6 +181,16 @@ class XLNetModel(modeling_xlnet.XLNetModel):
         if not return_dict:
             return tuple(x for x in (output, new_mems, hidden_states, attentions) if x is not None)
         return modeling_xlnet.XLNetModelOutput(output, new_mems, hidden_states, attentions)
+
+    def serves_parts(self) -> bool:
+        """Whether all its layers, and itself, run as accelerated: none was replaced or restored since."""
+        for layer in self.layer:
+            attention = [x for x in layer.modules() if isinstance(x, modeling_xlnet.XLNetRelativeAttention)]
+            if not attention or not all(isinstance(x, XLNetRelativeAttention) for x in attention):
+                return False
+            if not all(map(leads, (layer, *attention))):
+                return False
+        return leads(self)
 
     def _find_rows(
         self,

@@ -127,11 +127,26 @@ def register(cls: type) -> type:
     return cls
 
 
-def register_output(cls: type) -> type:
-    """A class decorator for named tuples, which torch looks into unasked: the name they are saved under.
+def register_output(cls: type) -> None:
+    """Make torch look into this class of dictionaries: values are leaves or trees. Exported programs return them."""
 
-    When `_register_namedtuple` goes: exported programs that return them run, and cannot be saved (torch 2.6 is so).
-    """
-    if hasattr(_pytree, "_register_namedtuple"):
-        _pytree._register_namedtuple(cls, serialized_type_name=f"xlnet_kernels.{cls.__name__}")
-    return cls
+    def flatten(x: Any) -> tuple[list[Any], list[str]]:
+        return list(x.values()), list(x)
+
+    def flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
+        return [(_pytree.MappingKey(name), value) for name, value in x.items()], list(x)
+
+    def unflatten(values: Iterable[Any], context: list[str]) -> Any:
+        x = cls()
+        for name, value in zip(context, values, strict=True):
+            x[name] = value  # whatever it is: torch also puts None and objects of its own into trees
+        return x
+
+    _pytree.register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"{cls.__module__.partition('.')[0]}.{cls.__name__}",
+        flatten_with_keys_fn=flatten_with_keys,
+    )
+    torch.serialization.add_safe_globals([cls])

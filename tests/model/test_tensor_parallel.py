@@ -123,7 +123,7 @@ def run(kind: str, model: nn.Module) -> tuple[list[torch.Tensor], dict[str, torc
     torch.manual_seed(17)
     found = model(**inputs)
     outputs: list[torch.Tensor] = []
-    for x in found:
+    for x in found.values() if isinstance(found, dict) else found:
         outputs += [x] if isinstance(x, torch.Tensor) else [] if x is None else list(x)
     leaves = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.requires_grad}
     leaves |= dict(model.named_parameters())

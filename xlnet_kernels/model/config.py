@@ -6,7 +6,7 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 
@@ -56,6 +56,8 @@ class XLNetConfig:
     >>> config.d_head, XLNetConfig.from_dict(config.to_dict()) == config
     (8, True)
     """
+
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["mems"]  # Trainer's predictions are without these
 
     vocab_size: int = 32000
     d_model: int = 1024

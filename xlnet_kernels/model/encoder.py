@@ -17,6 +17,7 @@ from ..linear import Linear
 from ..masks import RankMask
 from ..positions import kept_positions
 from ..streams import RowPositions, mask_of_targets
+from .calls import model_call
 from .checkpoint import PretrainedModel
 from .config import ACTIVATIONS, XLNetConfig
 from .inputs import (
@@ -157,6 +158,7 @@ class XLNetModel(PretrainedModel):
         self.apply(self.init_weights)
         nn.init.normal_(self.mask_emb, std=config.initializer_range)
 
+    @model_call()
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -288,10 +290,10 @@ class XLNetModel(PretrainedModel):
             hidden_states = [stream for both in hidden_states for stream in (both[:, :length], both[:, length:])]
             attentions = [(both[:, :, :length], both[:, :, length:]) for both in attentions]
         return XLNetOutput(
-            self.dropout(rows if brief or wanted is None else pick_rows(rows, wanted)),
-            new_mems,
-            tuple(hidden_states) if output_hidden_states else None,
-            tuple(attentions) if output_attentions else None,
+            last_hidden_state=self.dropout(rows if brief or wanted is None else pick_rows(rows, wanted)),
+            mems=new_mems,
+            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+            attentions=tuple(attentions) if output_attentions else None,
         )
 
     @torch.no_grad()

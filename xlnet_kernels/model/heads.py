@@ -1,6 +1,7 @@
 """XLNetLMHeadModel, the classifiers, multiple choice and question answering: a head on an XLNetModel each.
 
-Every `forward` passes what is not its own to the encoder: arguments have the names and meanings of `XLNetModel`.
+Every `forward` passes what is not its own to the encoder: arguments have the names and meanings of `XLNetModel`, and
+`calls.model_call` shows them in its signature.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 
 from .._checks import check_range
 from ..linear import Linear, linear
+from .calls import model_call
 from .checkpoint import PretrainedModel
 from .config import ACTIVATIONS, XLNetConfig
 from .encoder import XLNetModel
 from .generation import Generation
 from .inputs import check_labels, check_tensor, check_words
-from .outputs import HeadOutput, SpanOutput
+from .outputs import HeadOutput, SpanOutput, rest_of
 from .tied import words_and_table
 
 # Where inputs_embeds is among the arguments that come after input_ids.
@@ -61,6 +63,7 @@ class XLNetLMHeadModel(Generation, HeadedModel):
         if self.config.tie_word_embeddings:
             self.lm_loss.weight = self.transformer.word_embedding.weight
 
+    @model_call(XLNetModel.forward)
     def forward(self, input_ids: Tensor | None = None, *inputs, labels: Tensor | None = None, **options) -> HeadOutput:
         tied = None
         embeds = inputs[_EMBEDS] if len(inputs) > _EMBEDS else options.get("inputs_embeds")
@@ -75,7 +78,7 @@ class XLNetLMHeadModel(Generation, HeadedModel):
             inputs = inputs[:_EMBEDS] + inputs[_EMBEDS + 1 :]  # what may be there is None
             output = self.transformer(None, *inputs, **options | {"inputs_embeds": words})
             logits = linear(output.last_hidden_state, table, self.lm_loss.bias)
-        return HeadOutput(_token_loss(logits, labels), logits, *output[1:])
+        return HeadOutput(loss=_token_loss(logits, labels), logits=logits, **rest_of(output))
 
 
 class XLNetForTokenClassification(HeadedModel):
@@ -91,10 +94,11 @@ class XLNetForTokenClassification(HeadedModel):
     def make_head(self, config: XLNetConfig) -> None:
         self.classifier = nn.Linear(config.d_model, config.num_labels)
 
+    @model_call(XLNetModel.forward)
     def forward(self, *inputs, labels: Tensor | None = None, **options) -> HeadOutput:
         output = self.transformer(*inputs, **options)
         logits = self.classifier(output.last_hidden_state)
-        return HeadOutput(_token_loss(logits, labels), logits, *output[1:])
+        return HeadOutput(loss=_token_loss(logits, labels), logits=logits, **rest_of(output))
 
 
 class SequenceSummary(nn.Module):
@@ -139,13 +143,16 @@ class XLNetForSequenceClassification(HeadedModel):
         self.sequence_summary = SequenceSummary(config)
         self.logits_proj = nn.Linear(config.d_model, config.num_labels)
 
+    @model_call(XLNetModel.forward)
     def forward(self, *inputs, labels: Tensor | None = None, **options) -> HeadOutput:
         options.setdefault("output_rows", self.sequence_summary.output_rows(self.logits_proj.weight.device))
         output = self.transformer(*inputs, **options)
         logits = self.logits_proj(self.sequence_summary(output.last_hidden_state))
-        return HeadOutput(None if labels is None else self._loss(logits, labels), logits, *output[1:])
+        return HeadOutput(loss=self._loss(logits, labels), logits=logits, **rest_of(output))
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor | None:
+    def _loss(self, logits: Tensor, labels: Tensor | None) -> Tensor | None:
+        if labels is None:
+            return None
         problem = self.config.problem_type
         if problem is None and self.config.num_labels == 1:
             problem = "regression"
@@ -175,6 +182,7 @@ class XLNetForMultipleChoice(HeadedModel):
         self.sequence_summary = SequenceSummary(config)
         self.logits_proj = nn.Linear(config.d_model, 1)
 
+    @model_call(XLNetModel.forward)
     def forward(self, input_ids: Tensor | None = None, *, labels: Tensor | None = None, **options) -> HeadOutput:
         given = input_ids if input_ids is not None else options.get("inputs_embeds")
         if not isinstance(given, Tensor) or given.dim() < 3:
@@ -189,7 +197,7 @@ class XLNetForMultipleChoice(HeadedModel):
         options.setdefault("output_rows", self.sequence_summary.output_rows(self.logits_proj.weight.device))
         output = self.transformer(None if input_ids is None else input_ids.flatten(0, 1), **options)
         logits = self.logits_proj(self.sequence_summary(output.last_hidden_state)).view(batch, choices)
-        return HeadOutput(_token_loss(logits, labels), logits, *output[1:])
+        return HeadOutput(loss=_token_loss(logits, labels), logits=logits, **rest_of(output))
 
 
 class XLNetForQuestionAnsweringSimple(HeadedModel):
@@ -206,6 +214,7 @@ class XLNetForQuestionAnsweringSimple(HeadedModel):
     def make_head(self, config: XLNetConfig) -> None:
         self.qa_outputs = nn.Linear(config.d_model, 2)
 
+    @model_call(XLNetModel.forward)
     def forward(
         self, *inputs, start_positions: Tensor | None = None, end_positions: Tensor | None = None, **options
     ) -> SpanOutput:
@@ -219,7 +228,7 @@ class XLNetForQuestionAnsweringSimple(HeadedModel):
                 check_range(name, x, 0, torch.iinfo(torch.int64).max)
                 losses.append(F.cross_entropy(logits, x.long().clamp(max=length), ignore_index=length))
         loss = (losses[0] + losses[1]) / 2 if len(losses) == 2 else None
-        return SpanOutput(loss, start, end, *output[1:])
+        return SpanOutput(loss=loss, start_logits=start, end_logits=end, **rest_of(output))
 
 
 def _token_loss(logits: Tensor, labels: Tensor | None) -> Tensor | None:

@@ -1,8 +1,9 @@
-"""What models return: named tuples, which DDP, FSDP and torch.compile look into without being told."""
+"""What models return: a dictionary of what is there, which answers to numbers and attributes too."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import OrderedDict
+from typing import Any
 
 from torch import Tensor
 
@@ -10,8 +11,53 @@ from .._torch import register_output
 from .memory import ProjectedMemory
 
 
-@register_output
-class XLNetOutput(NamedTuple):
+class ModelOutput(OrderedDict):
+    """Tensors by name, in the order of the class; a dictionary as transformers' outputs are.
+
+    What was not asked for is no entry: ``len``, ``keys()`` and numbers skip it, and its attribute is None. ``out[0]``
+    and ``out[:2]`` count what is there, ``out.to_tuple()`` is all of it; iteration goes over names. Made from what
+    makes a dictionary; entries that are None are left out. An attribute or entry may be set.
+
+    >>> out = XLNetOutput(last_hidden_state=torch.zeros(2, 7, 32), mems=None, attentions=())
+    >>> list(out), out["last_hidden_state"] is out[0] is out.last_hidden_state, out.mems
+    (['last_hidden_state', 'attentions'], True, None)
+    """
+
+    _names: tuple[str, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls._names = (*cls._names, *cls.__annotations__)
+        register_output(cls)
+
+    def __init__(self, *entries: Any, **named: Any) -> None:
+        super().__init__()
+        for name, value in dict(*entries, **named).items():
+            if value is not None:
+                self[name] = value
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, str) else self.to_tuple()[key]
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._names:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return self.get(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if value is None:
+            self.pop(name, None)
+        else:
+            self[name] = value
+
+    def __reduce__(self) -> tuple:
+        return type(self), (dict(self),)  # the form that torch.load(weights_only=True) reads
+
+    def to_tuple(self) -> tuple:
+        """What is there, in order."""
+        return tuple(self.values())
+
+
+class XLNetOutput(ModelOutput):
     """Of `XLNetModel`; what was not asked for is None.
 
     last_hidden_state: (B, N, d_model) of the targets where there are some, else (B, L, d_model).
@@ -21,37 +67,34 @@ class XLNetOutput(NamedTuple):
     """
 
     last_hidden_state: Tensor
-    mems: list[Tensor] | ProjectedMemory | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple | None = None
+    mems: list[Tensor] | ProjectedMemory | None
+    hidden_states: tuple[Tensor, ...] | None
+    attentions: tuple | None
 
 
-@register_output
-class HeadOutput(NamedTuple):
+class HeadOutput(ModelOutput):
     """Of the language model, the classifiers and multiple choice: `loss` where there were labels, `logits`, the rest
     as in `XLNetOutput`."""
 
     loss: Tensor | None
     logits: Tensor
-    mems: list[Tensor] | ProjectedMemory | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple | None = None
+    mems: list[Tensor] | ProjectedMemory | None
+    hidden_states: tuple[Tensor, ...] | None
+    attentions: tuple | None
 
 
-@register_output
-class SpanOutput(NamedTuple):
+class SpanOutput(ModelOutput):
     """Of `XLNetForQuestionAnsweringSimple`: start_logits and end_logits (B, L)."""
 
     loss: Tensor | None
     start_logits: Tensor
     end_logits: Tensor
-    mems: list[Tensor] | ProjectedMemory | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple | None = None
+    mems: list[Tensor] | ProjectedMemory | None
+    hidden_states: tuple[Tensor, ...] | None
+    attentions: tuple | None
 
 
-@register_output
-class BeamOutput(NamedTuple):
+class BeamOutput(ModelOutput):
     """Of `XLNetForQuestionAnswering`: `loss` in training, everything else without answers.
 
     start_top_log_probs, start_top_index: (B, S), the S = min(start_n_top, L) likeliest starts.
@@ -62,12 +105,17 @@ class BeamOutput(NamedTuple):
     The log-probabilities are logarithms; transformers' fields of these names hold probabilities.
     """
 
-    loss: Tensor | None = None
-    start_top_log_probs: Tensor | None = None
-    start_top_index: Tensor | None = None
-    end_top_log_probs: Tensor | None = None
-    end_top_index: Tensor | None = None
-    cls_logits: Tensor | None = None
-    mems: list[Tensor] | ProjectedMemory | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple | None = None
+    loss: Tensor | None
+    start_top_log_probs: Tensor | None
+    start_top_index: Tensor | None
+    end_top_log_probs: Tensor | None
+    end_top_index: Tensor | None
+    cls_logits: Tensor | None
+    mems: list[Tensor] | ProjectedMemory | None
+    hidden_states: tuple[Tensor, ...] | None
+    attentions: tuple | None
+
+
+def rest_of(output: XLNetOutput) -> dict[str, Any]:
+    """What a head passes on of the encoder's output: all but the last hidden state."""
+    return {name: value for name, value in output.items() if name != "last_hidden_state"}

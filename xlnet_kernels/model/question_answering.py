@@ -8,10 +8,12 @@ from torch import Tensor, nn
 
 from .._checks import check_range
 from .._unused import with_unused
+from .calls import model_call
 from .config import XLNetConfig
+from .encoder import XLNetModel
 from .heads import HeadedModel
 from .inputs import check_tensor
-from .outputs import BeamOutput
+from .outputs import BeamOutput, rest_of
 
 
 class StartLogits(nn.Module):
@@ -72,6 +74,7 @@ class XLNetForQuestionAnswering(HeadedModel):
         self.end_logits = EndLogits(config)
         self.answer_class = AnswerClass(config)
 
+    @model_call(XLNetModel.forward)
     def forward(
         self,
         *inputs,
@@ -112,7 +115,7 @@ class XLNetForQuestionAnswering(HeadedModel):
                 loss = loss + F.binary_cross_entropy_with_logits(scores, is_impossible.reshape(-1).to(scores.dtype)) / 2
             else:
                 loss = with_unused(loss, *self.answer_class.parameters())
-            return BeamOutput(loss, mems=output.mems, hidden_states=output.hidden_states, attentions=output.attentions)
+            return BeamOutput(loss=loss, **rest_of(output))
 
         start_log_probs = start_logits.log_softmax(-1)
         start_top, start_index = start_log_probs.topk(min(self.config.start_n_top, length), -1)
@@ -120,13 +123,12 @@ class XLNetForQuestionAnswering(HeadedModel):
         end_top, end_index = end_logits.log_softmax(-1).topk(min(self.config.end_n_top, length), -1)
         start = (start_log_probs.exp()[:, None] @ hidden)[:, 0]
         return BeamOutput(
-            None,
-            start_top,
-            start_index,
-            end_top.mT.flatten(1),
-            end_index.mT.flatten(1),
-            self.answer_class(start, cls),
-            *output[1:],
+            start_top_log_probs=start_top,
+            start_top_index=start_index,
+            end_top_log_probs=end_top.mT.flatten(1),
+            end_top_index=end_index.mT.flatten(1),
+            cls_logits=self.answer_class(start, cls),
+            **rest_of(output),
         )
 
 

@@ -12,7 +12,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 def row_hashes(x: Tensor) -> Tensor:
-    """A 64-bit hash of each row's bits, (...) int64 of x (..., n) on the CPU.
+    """A 64-bit hash of each row's bits, (...) int64 of x (..., n).
 
     A row of which one word has changed always has another hash; of two other rows one pair in about 2^60 has the same.
     Reading a matrix costs a fraction of what multiplying a few rows by it costs.
@@ -29,7 +29,10 @@ def row_hashes(x: Tensor) -> Tensor:
     size = x.element_size()
     word = math.gcd(8, x.shape[-1] * size, x.storage_offset() * size)
     words = x.view(_WORDS[word]).long()
-    return words @ _multipliers(words.shape[-1])  # wraps to 64 bits
+    multipliers = _multipliers(words.shape[-1])
+    if words.device.type != "cpu":  # where integers have no matrix products
+        return (words * multipliers.to(words.device)).sum(-1)
+    return words @ multipliers  # wraps to 64 bits
 
 
 @lru_cache(maxsize=8)

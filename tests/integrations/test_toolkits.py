@@ -237,17 +237,21 @@ def test_espnet_has_its_maps_when_asked(toolkits):
     assert torch.allclose(attention.attn, found, atol=1e-12) and "_last_call" not in vars(attention)
 
 
-@pytest.mark.parametrize("changed", range(6), ids=["query", "key", "value", "positions", "mask", "weight"])
-def test_espnet_has_no_map_of_what_was_changed(changed, toolkits):
-    attention = xk.accelerate(make("espnet", toolkits))
+@pytest.mark.parametrize("name", ["espnet", "espnet-triu"])
+@pytest.mark.parametrize("changed", range(7), ids=["query", "key", "value", "positions", "mask", "weight", "bias"])
+def test_espnet_has_the_map_of_its_last_call(changed, name, toolkits):
+    """Whatever is written since, even where no one counts it."""
+    attention = make(name, toolkits)
     inputs = [torch.randn(2, LENGTH, WIDTH, dtype=torch.float64) for _ in range(3)]
     inputs += [positions(2 * LENGTH - 1), (~HIDDEN[:, None]).long()]
     attention(*inputs)
-    with torch.no_grad():
-        [*inputs, attention.linear_q.weight][changed].mul_(2)
-    assert attention.attn is None
+    wanted = attention.attn.detach().clone()
+    xk.accelerate(attention)(*inputs)
+    part = [*inputs, attention.linear_q.weight, attention.pos_bias_u][changed]
+    part.detach().numpy()[:] *= 0 if changed == 4 else 2
+    assert torch.allclose(attention.attn, wanted, rtol=0, atol=1e-12)
     attention(*inputs)
-    assert attention.attn is not None
+    assert (changed == 2) == torch.allclose(attention.attn, wanted, rtol=0, atol=1e-12)
 
 
 def test_espnet_copies_are_without_inputs(toolkits):

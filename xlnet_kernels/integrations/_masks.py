@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._checks import readable
+from .._content import row_hashes
 from ..masks import HIGHEST, RankMask
 
 Found = TypeVar("Found")
@@ -26,23 +26,41 @@ EVERYTHING = LayerMask(None)
 
 
 class OfLast(Generic[Found]):
-    """Remembers what was found out about the last tensor: all layers of a model get the same, one after the other.
+    """The result of `find` for the last tensor, kept by its content: all layers of a model get one mask.
 
-    What is found must not hold the tensor, which would be kept alive.
+    Nothing refers to the tensor, and no way of writing into it goes unnoticed.
     """
 
     def __init__(self, find: Callable[[Tensor], Found]) -> None:
         self.find = find
-        self.last: tuple = (lambda: None, None, None)
+        self.last: tuple[tuple, Tensor, Found] | None = None
 
     def __call__(self, tensor: Tensor) -> Found:
-        if not readable(tensor) or tensor.is_inference():  # no one counts what is written into those of inference mode
+        if not known(tensor) or not tensor.numel():
             return self.find(tensor)
-        seen, seen_version, found = self.last
-        if seen() is not tensor or seen_version != tensor._version:
+        last = self.last  # read once: another thread may write it
+        kind, hashes = (tensor.shape, tensor.dtype, tensor.device), row_hashes(_distinct(tensor))
+        if last is not None and last[0] == kind and torch.equal(last[1], hashes):
+            return last[2]
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be used in training later
             found = self.find(tensor)
-            self.last = (weakref.ref(tensor), tensor._version, found)
+        self.last = kind, hashes, found
         return found
+
+
+def known(tensor: Tensor) -> bool:
+    """Whether the values are there, and hold for more than this call: not in a trace or a graph that is captured."""
+    if not readable(tensor) or torch.jit.is_tracing():
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _distinct(tensor: Tensor) -> Tensor:
+    """Without the copies in expanded dimensions."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def layer_mask(mask: Any) -> LayerMask | None:
@@ -72,14 +90,14 @@ def _found(mask: Tensor) -> LayerMask | None:
     """With `visible` None where only the mask itself says it."""
     if mask.dim() != 4:
         return None
-    known = readable(mask)
-    if mask.is_floating_point() and (not known or not ((mask == 0) | (mask <= torch.finfo(mask.dtype).min)).all()):
+    is_known = known(mask)
+    if mask.is_floating_point() and (not is_known or not ((mask == 0) | (mask <= torch.finfo(mask.dtype).min)).all()):
         return None
     visible = _visible(mask)
-    if known and visible.all():
+    if is_known and visible.all():
         return EVERYTHING
     blind = ~visible.any(-1).any(1)
-    if not known:
+    if not is_known:
         return LayerMask(None, blind)
     return LayerMask(spans(visible[:, 0]) if visible.shape[1] == 1 else None, blind if blind.any() else None)
 
@@ -125,7 +143,7 @@ def _dense(mask: Tensor, hidden: bool) -> Tensor:
 
 
 def _ranks_of(visible: Tensor) -> LayerMask:
-    if not readable(visible):
+    if not known(visible):
         return _DENSE
     if visible.all():
         return EVERYTHING

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import readable
+from .._content import row_hashes
 from .._kept import KeptTable
+from ..backends import reference
 from ..functional import rel_attention
 from ..masks import RankMask
-from ._masks import OfLast
+from ._masks import known
 
 if TYPE_CHECKING:
 
@@ -62,11 +64,7 @@ def attend(
 
     The L queries are the last of the K frames: those before are of a cache.
     """
-    batch, _, length, _ = query.shape
     keys = key.shape[2]
-    positions = None
-    if keys != length:
-        positions = torch.arange(keys - length, keys, device=query.device).expand(batch, -1)
     out = rel_attention(
         query,
         key,
@@ -75,13 +73,47 @@ def attend(
         content_bias=content_bias,
         position_bias=position_bias,
         mask=mask,
-        query_positions=positions,
+        query_positions=_positions(query, key),
         max_distance=keys - 1 if max_distance is None else max_distance,
         dropout_p=dropout_p,
         scale=scale,
         backend=backend,
     )
     return out.transpose(1, 2).flatten(2)
+
+
+def attention_map(
+    query: Tensor,
+    key: Tensor,
+    rel_key: Tensor,
+    content_bias: Tensor,
+    position_bias: Tensor,
+    mask: RankMask | Tensor | None,
+) -> Tensor:
+    """(B, H, L, K), the map of such a call of `attend`."""
+    found, _ = reference.attention_map(
+        query,
+        key,
+        rel_key.to(query.dtype),
+        mem_len=0,
+        content_bias=content_bias.to(query.dtype),
+        position_bias=position_bias.to(query.dtype),
+        segments=None,
+        mask=mask,
+        query_positions=_positions(query, key),
+        max_distance=key.shape[2] - 1,
+        dropout_p=0.0,
+        dropout_state=None,
+        scale=query.shape[3] ** -0.5,
+    )
+    return found
+
+
+def _positions(query: Tensor, key: Tensor) -> Tensor | None:
+    """(B, L), where the queries are among the keys; None where they are all of them."""
+    batch, _, length, _ = query.shape
+    keys = key.shape[2]
+    return None if keys == length else torch.arange(keys - length, keys, device=query.device).expand(batch, -1)
 
 
 def split(x: Tensor, width: int) -> Tensor:
@@ -105,15 +137,17 @@ def project_positions(module: Original, positions: Tensor, projection: nn.Module
 
 
 def shared(positions: Tensor) -> Tensor:
-    """(P, d_model) where the samples of a batch are alike, so that they are projected once."""
-    return positions[0] if _alike(positions) else positions
+    """(P, d_model) where the samples of a batch are alike, so that they are projected once.
 
-
-@OfLast
-def _alike(positions: Tensor) -> bool:
-    if positions.shape[0] == 1 or not readable(positions):  # where it is not known what they hold
-        return positions.shape[0] == 1
-    return torch.equal(positions, positions[:1].expand_as(positions))
+    Where their values are not known, samples count as different.
+    """
+    if positions.shape[0] > 1 and positions.stride(0):
+        if not known(positions):
+            return positions
+        hashes = row_hashes(positions)
+        if not torch.equal(hashes, hashes[:1].expand_as(hashes)):
+            return positions
+    return positions[0]
 
 
 def say_once(text: str) -> None:

@@ -5,8 +5,8 @@ attend; fully masked rows give zeros. With `zero_triu` keys ahead have no positi
 zeros, which is the same. The legacy class has a table that ends at distance 0, and without `zero_triu` its shift gives
 keys ahead the scores of the next query: no table has these, and it is refused.
 
-ESPnet keeps each layer's map in `attn` and plots some now and then: here it is computed by ESPnet's code when it is
-asked for, from the inputs of the last call, which pickles do not hold. It is None where these were changed since.
+ESPnet keeps each layer's map in `attn` and plots some now and then. Here it is computed when it is read, from queries,
+keys and table of the last call. These are kept, so that nothing written later changes it; pickles leave them out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._masks import visible_ranks
-from ._relative import Original, attend, check_forward, project_positions, shared
+from ._relative import Original, attend, attention_map, check_forward, project_positions, shared
 
 _ARGUMENTS = ("query", "key", "value", "pos_emb", "mask")
 
@@ -45,6 +45,7 @@ class RelPositionMultiHeadedAttention(Original):
         if rel_key is None:
             return super().forward(query, key, value, pos_emb, mask)
         q, k, v = self.forward_qkv(query, key, value)
+        visible = visible_ranks(mask, hidden=False)
         out = attend(
             q,
             k,
@@ -52,24 +53,23 @@ class RelPositionMultiHeadedAttention(Original):
             rel_key,
             self.pos_bias_u,
             self.pos_bias_v,
-            visible_ranks(mask, hidden=False),
+            visible,
             backend=self.backend,
             dropout_p=self.dropout.p if self.dropout.training else 0.0,
         )
         if not torch.compiler.is_compiling():
             self.attn = None
-            inputs = tuple(x.detach() for x in (query, key, value, pos_emb)) + (mask,)
-            self._last_call = inputs, self._versions(inputs)
+            biases = (bias.detach().clone() for bias in (self.pos_bias_u, self.pos_bias_v))
+            self._last_call = q.detach(), k.detach(), rel_key.detach(), *biases, visible
         return self.linear_out(out)
 
     @property
     def attn(self) -> Tensor | None:
-        """(B, H, L, K), the map of the last call, before dropout; None where inputs or weights were changed since."""
-        inputs, versions = vars(self).get("_last_call") or (None, None)
-        if vars(self)["attn"] is None and inputs is not None and versions == self._versions(inputs):
-            devices = [inputs[0].device] if inputs[0].is_cuda else []
-            with torch.no_grad(), torch.random.fork_rng(devices):  # dropout of an output that no one wants
-                super().forward(*inputs)
+        """(B, H, L, K), the map of the last call, before dropout; None before the first."""
+        kept = vars(self).get("_last_call")
+        if vars(self)["attn"] is None and kept is not None:
+            with torch.no_grad():
+                vars(self)["attn"] = attention_map(*kept)
         return vars(self)["attn"]
 
     @attn.setter
@@ -77,13 +77,8 @@ class RelPositionMultiHeadedAttention(Original):
         vars(self)["attn"] = weights
         vars(self)["_last_call"] = None
 
-    def _versions(self, inputs: tuple) -> list[int]:
-        """How often each tensor of a call was written to, where torch counts it."""
-        tensors = (x for x in (*inputs, *self.parameters()) if x is not None)
-        return [x._version for x in tensors if not x.is_inference()]
-
     def __getstate__(self) -> dict[str, Any]:
-        """Pickles and copies are without the inputs of the last call."""
+        """Pickles and copies are without what the last call has kept."""
         own = getattr(super(), "__getstate__", None)  # object has one from Python 3.11 on
         state = vars(self) if own is None else own()
         return {name: value for name, value in state.items() if name != "_last_call"}

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from . import _extension
-from ._checks import readable
 from ._distributed import is_distributed
 from ._ops import add_op_namespace_prefix, ops
-from ._torch import in_dispatch_mode, is_batch_of_gradients, transformed
+from ._torch import is_batch_of_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -82,9 +81,9 @@ def _fake(input: Tensor, state: Tensor, p: float) -> Tensor:
 class Dropout(nn.Dropout):
     """torch.nn.Dropout, on CPUs at a fraction of its time and without its mask in memory: backward draws it again.
 
-    float32 and bfloat16, results are contiguous; torch's own for everything else, inside torch.func transforms and
-    where torch traces or compiles (torch.jit.script takes torch.nn.Dropout alone). Numbers are drawn from torch's
-    generator, so torch.manual_seed repeats them; others than torch's.
+    float32 and bfloat16, results are contiguous; torch's own for everything else and where torch traces or compiles
+    (torch.jit.script takes torch.nn.Dropout alone). Numbers are drawn from torch's generator, so torch.manual_seed
+    repeats them; others than torch's. Modes and torch.func transforms do not change them.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -104,10 +103,14 @@ class Dropout(nn.Dropout):
 
 class _DropOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input: Tensor, state: Tensor, p: float) -> Tensor:
-        ctx.save_for_backward(state)
-        ctx.p = p
+    def forward(input: Tensor, state: Tensor, p: float) -> Tensor:
         return ops.drop_out(input, state, p)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        _, state, ctx.p = inputs
+        ctx.save_for_backward(state)
+        ctx.save_for_forward(state)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
@@ -117,17 +120,28 @@ class _DropOut(torch.autograd.Function):
             return grad * ops.drop_out(ones, state, ctx.p), None, None
         return _DropOut.apply(grad, state, ctx.p), None, None
 
+    @staticmethod
+    def jvp(ctx, tangent: Tensor, *_others):
+        (state,) = ctx.saved_tensors
+        return _DropOut.apply(tangent, state, ctx.p)
+
+    @staticmethod
+    def vmap(info, in_dims, input: Tensor, state: Tensor, p: float) -> tuple[Tensor, int]:
+        """Sample by sample, because each numbers its elements from 0."""
+        samples, states = (
+            [x] * info.batch_size if dim is None else x.unbind(dim)
+            for x, dim in zip((input, state), in_dims[:2], strict=True)
+        )
+        return torch.stack([_DropOut.apply(*pair, p) for pair in zip(samples, states, strict=True)]), 0
+
 
 def _serves(input: Tensor) -> bool:
-    if _extension.module is None or torch.jit.is_tracing() or not readable(input):
+    """Whether the kernel takes the input: decided by the input alone, to avoid other numbers in a recomputation."""
+    if _extension.module is None or torch.jit.is_tracing() or torch.compiler.is_compiling():
         return False
-    if (
-        input.device.type != "cpu"
-        or input.layout != torch.strided
-        or input.dtype not in (torch.float32, torch.bfloat16)
-    ):
+    if type(input) not in (Tensor, nn.Parameter) or input.device.type != "cpu" or input.layout != torch.strided:
         return False
-    return input.numel() >= _SMALLEST and not transformed() and not in_dispatch_mode()
+    return input.dtype in (torch.float32, torch.bfloat16) and input.numel() >= _SMALLEST
 
 
 def threshold(dropout_p: float) -> int:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import xlnet_kernels as xk
 from tests.cases import COMPILED, READY, make
@@ -222,44 +223,87 @@ def kernel_calls():
         yield found
 
 
-class Catching(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        return function(*arguments, **(options or {}))
-
-
 @needs_kernels
 @pytest.mark.parametrize("where", [
     dict(p=0.0), dict(p=1.0), dict(inplace=True), dict(size=2**13 - 1), dict(dtype=torch.float64), dict(train=False),
-    dict(context=Catching), dict(context=forward_ad.dual_level),
 ])  # fmt: skip
 def test_torch_serves_the_rest(where):
-    where = (
-        dict(p=0.3, inplace=False, size=2**13, dtype=torch.float32, train=True, context=contextlib.nullcontext) | where
-    )
+    where = dict(p=0.3, inplace=False, size=2**13, dtype=torch.float32, train=True) | where
     x = torch.randn(where["size"], dtype=where["dtype"])
     ours, torchs = (kind(where["p"], where["inplace"]) for kind in (dropout.Dropout, torch.nn.Dropout))
     results = []
     with kernel_calls() as calls:
         for module in (ours, torchs):
             torch.manual_seed(3)
-            with where["context"]():
-                results.append(module.train(where["train"])(x.clone()))
+            results.append(module.train(where["train"])(x.clone()))
     assert not calls and torch.equal(*results)
 
 
 @needs_kernels
-def test_compilers_and_transforms_have_torchs_dropout():
+def test_compilers_have_torchs_dropout():
     module, x = dropout.Dropout(0.3), torch.randn(2, 2**13)
     with kernel_calls() as calls:
         module(x)
         assert len(calls) == 1
-        torch.func.vmap(module, randomness="different")(x)
-        torch.func.grad(lambda x: module(x).sum())(x)
         torch.jit.trace(module, x, check_trace=False)
         graph = torch.export.export(module, (x,)).graph
         assert len(calls) == 1
     assert any("dropout" in str(node.target) for node in graph.nodes)
     assert not any("drop_out" in str(node.target) for node in graph.nodes)
+
+
+class Catching(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        return function(*arguments, **(options or {}))
+
+
+def flop_counter():
+    return FlopCounterMode(display=False)
+
+
+@needs_kernels
+@pytest.mark.parametrize("context", [Catching, flop_counter, forward_ad.dual_level, torch.no_grad])
+def test_modes_do_not_change_the_elements(context):
+    x, after = torch.randn(2**13), []
+    plain = dropped(x)
+    after.append(torch.rand(1))
+    with context():
+        found = dropped(x)
+        after.append(torch.rand(1))
+    assert torch.equal(found, plain) and torch.equal(*after)
+
+
+@needs_kernels
+def test_transforms_do_not_change_the_elements():
+    x = torch.randn(3, 2**13)
+    plain, first = dropped(x), dropped(x[0])
+    assert torch.equal(torch.func.grad(lambda x: dropped(x).sum())(x), torch.where(plain == 0, 0, 1 / (1 - 0.3)))
+    assert all(torch.equal(one, plain) for one in torch.func.jvp(dropped, (x,), (x,)))
+    module = dropout.Dropout(0.3)
+    torch.manual_seed(7)
+    same = torch.func.vmap(module, randomness="same")(x)
+    assert torch.equal(same[0], first) and torch.equal(same == 0, (first == 0).expand(3, -1))
+    different = torch.func.vmap(module, in_dims=1, randomness="different")(x.T)
+    assert all(0.28 < rate < 0.32 for rate in (different == 0).float().mean(1))
+    assert not torch.equal(different[0] == 0, different[1] == 0)
+    jacobian = torch.func.jacrev(lambda x: dropped(x).sum(1))(x)
+    assert torch.equal(jacobian.sum(0) == 0, plain == 0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_a_recomputation_outside_of_a_mode_is_the_same(reentrant, p):
+    attn, x = xk.TwoStreamAttention(64, 2, dropout=p), torch.randn(1, 128, 64, requires_grad=True)
+    found = []
+    for context in (contextlib.nullcontext, flop_counter):
+        torch.manual_seed(3)
+        with context():
+            out = checkpoint(lambda x: attn(x)[0], x, use_reentrant=reentrant)
+        out.square().sum().backward()
+        found.append((out.detach(), x.grad))
+        x.grad = None
+    assert all(map(torch.equal, *found))
 
 
 @needs_kernels

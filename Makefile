@@ -1,5 +1,7 @@
+# `make` alone prints this text.
+#
 # `make test` and `make bench` do everything on a fresh machine: environment, dependencies, build, run.
-# Both pick up what has changed since the last time and cost nothing when nothing has.
+# Both pick up what has changed since the last time and cost nothing when nothing has. Each installs its own tools alone.
 #
 #   make bench ARGS="--device cpu --plot"     arguments for benchmarks/attn.py
 #   make test ARGS="-m 'not slow'"            arguments for pytest
@@ -29,7 +31,10 @@ RUN := $(VENV)/bin/python
 # Folders as well as files, so that a removed file counts as a change. Python sources are used in place.
 SOURCES := $(wildcard csrc csrc/* csrc/*/* build_backend/*.py) setup.py pyproject.toml xlnet_kernels/_version.py
 
-.PHONY: test test-machine gpu-counts bench bench-suite docs gpu-check clean FORCE
+.PHONY: help test test-machine gpu-counts bench bench-suite docs gpu-check clean FORCE
+
+help:
+	@sed '/^$$/,$$d; s/^# \{0,1\}//' Makefile
 
 test: $(VENV)/installed
 	$(VENV)/bin/ruff check .
@@ -48,15 +53,15 @@ test-machine: $(VENV)/installed
 gpu-counts: $(VENV)/installed
 	$(RUN) -u tests/machine/gpu_counts.py --verbose --output $(OUT)/gpu-counts.json $(ARGS)
 
-bench: $(VENV)/installed
+bench: $(VENV)/bench
 	$(RUN) -u benchmarks/attn.py $(ARGS)
 
-bench-suite: $(VENV)/installed
+bench-suite: $(VENV)/bench
 	$(RUN) -u benchmarks/attn.py --sections core --lengths 128 512 1024 --implementations xlnet_kernels "plain SDPA" \
 	  --output .benchmarks/suite$(if $(COMPARE),-now.json --compare .benchmarks/suite.json,.json) $(ARGS)
 
 SITE := build/docs-source
-docs: $(VENV)/installed
+docs: $(VENV)/docs
 	rm -rf $(SITE) && mkdir -p $(SITE)/benchmarks
 	ln -s $(addprefix $(CURDIR)/,README.md CHANGELOG.md CONTRIBUTING.md CITATION.cff docs) $(SITE) && ln -s $(CURDIR)/benchmarks/results $(SITE)/benchmarks
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
@@ -79,8 +84,13 @@ $(VENV)/interpreter: FORCE
 $(VENV)/torch: $(VENV)/interpreter FORCE
 	@echo '$(TORCH)' | cmp -s - $@ || { $(RUN) -m pip install '$(TORCH)' && echo '$(TORCH)' > $@; }
 
-$(VENV)/installed: $(VENV)/torch $(SOURCES)
-	@echo "building and installing (log: $(VENV)/install.log) ..."
-	@$(RUN) -m pip install -v -e '.[bench,docs,test]' > $(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
+# What `make test` runs needs the tools of all three; `make bench` and `make docs` install their own alone.
+$(VENV)/installed: EXTRAS := bench,docs,test
+$(VENV)/installed: COVERED := $(VENV)/bench $(VENV)/docs
+$(VENV)/bench: EXTRAS := bench
+$(VENV)/docs: EXTRAS := docs
+$(VENV)/installed $(VENV)/bench $(VENV)/docs: $(VENV)/torch $(SOURCES)
+	@echo "building and installing, 5 to 10 minutes on two cores the first time (log: $(VENV)/install.log) ..."
+	@$(RUN) -m pip install -v -e '.[$(EXTRAS)]' > $(VENV)/install.log 2>&1 || { cat $(VENV)/install.log; exit 1; }
 	@grep '^ *xlnet_kernels: ' $(VENV)/install.log
-	@touch $@
+	@touch $@ $(COVERED)

@@ -27,7 +27,7 @@ def site():
     """What `make docs` makes, with the Python that runs this; strict, so that a link into nowhere is an error."""
     if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None:
         pytest.skip("the site needs pip install '.[docs]'")
-    make = ["make", "docs", f"RUN={sys.executable}", "--assume-old=.venv/installed"]
+    make = ["make", "docs", f"RUN={sys.executable}", "--assume-old=.venv/docs"]
     done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stdout + done.stderr
     return BUILT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from . import integrations
@@ -71,4 +72,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """Public names and submodules, without the names that this file imports for itself."""
+    modules = {name for name in globals() if f"{__name__}.{name}" in sys.modules and not name.startswith("_")}
+    return sorted({*modules, *__all__, *(name for name in globals() if name.startswith("__"))})

@@ -4,6 +4,7 @@ are ready, whether they compute right on this machine, and which models of other
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import platform
@@ -143,6 +144,7 @@ def check() -> bool:
     print(f"{'':<30}" + "".join(f"{name:>15}" for name in ready))
     sets = {"cpu": (compiled() or {}).get("cpu_instruction_set") or ""}
     print((f"{'':<30}" + "".join(f"{sets.get(name, ''):>15}" for name in ready)).rstrip())
+    ticks, crosses = ("\u2713", "\u2717") if _can_print("\u2713\u2717") else ("ok", "wrong")
     failures = []
     for problem in self_check.problems():
         dtype = str(problem.dtype).removeprefix("torch.")
@@ -157,11 +159,20 @@ def check() -> bool:
                 wrong = self_check.compare(backend, problem, backend.DEVICE)
             except Exception as failure:  # whatever a compiler or a driver raises: the table goes on
                 wrong = [f"{type(failure).__name__}: {failure}"]
-            marks.append("\u2717" if wrong else "\u2713")
+            marks.append(crosses if wrong else ticks)
             failures += [f"{name}, {row}: {line}" for line in wrong]
         print(f"{row:<30}" + "".join(f"{mark:>15}" for mark in marks), flush=True)
     print("\n" + ("\n".join(failures) or "All right."))
     return not failures
+
+
+def _can_print(text: str) -> bool:
+    """Whether standard output's encoding has every character of `text`."""
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def models() -> str:
@@ -193,5 +204,19 @@ def main() -> int:
     return 1 if facts["backends"]["cpu"].startswith(UNKNOWN_SET) else 0
 
 
+def run() -> int:
+    """`main` for a terminal or a pipe: exit status 1 without a traceback where `head` closes the pipe early."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # because paths and names may need more than the encoding has
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # because the interpreter flushes standard output once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

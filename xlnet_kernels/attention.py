@@ -38,7 +38,7 @@ class TwoStreamAttention(nn.Module):
         d_head: width of a head; default d_model / n_head.
         dropout: probability of dropping an attention probability and an element of the output, in [0, 1).
         layer_norm_eps: epsilon of the LayerNorm.
-        backend: None for the best available, or "reference", "cpu", "triton", "cuda".
+        backend: None for the best available, or "reference", "torch", "cpu", "triton", "cuda".
         norm: "post", XLNet's: LayerNorm(x + attention(x)); "pre": x + attention(LayerNorm(x)), where memory is the
             layer's inputs before their norm; None: attention(x) alone, with dropout, but without residual and
             LayerNorm (and its parameters), for models that have their own.

@@ -151,24 +151,32 @@ def threshold(dropout_p: float) -> int:
 
 def keep_mask(state: Tensor, batch: int, heads: int, length: int, keys: int, dropout_p: float) -> Tensor:
     """The (B, H, L, M + K) bool mask of kept probabilities for a (seed, offset) `state`."""
+    return keep_block(state, heads, slice(0, batch), slice(0, heads), slice(0, length), slice(0, keys), dropout_p)
+
+
+def keep_block(
+    state: Tensor, heads: int, batch: slice, some_heads: slice, rows: slice, keys: slice, dropout_p: float
+) -> Tensor:
+    """A block of `keep_mask`, by slices of its four dimensions; the call has `heads` heads."""
     device = state.device
-    groups = -(-keys // 64)
-    group = torch.arange(groups, device=device)
-    row = torch.arange(length, device=device)[:, None]
+    first, end = keys.start // 64, -(-keys.stop // 64)  # groups of 64 columns
+    group = torch.arange(first, end, device=device)
+    row = torch.arange(rows.start, rows.stop, device=device)[:, None]
     seed, offset = state[0], state[1]
     first_head, others = offset >> 32 & 0xFFFFF, offset >> 52 & 0xFFF
-    head = torch.arange(batch, device=device)[:, None] * (heads + others) + torch.arange(heads, device=device)
-    head = (head + first_head).view(-1, 1, 1)
+    sequence, head = (torch.arange(of.start, of.stop, device=device) for of in (batch, some_heads))
+    head = (sequence[:, None] * (heads + others) + head + first_head).view(-1, 1, 1)
     key = [seed & _LOW, _high(seed)]
-    shape = (batch * heads, length, 4 * groups)
-    call = torch.arange(4 * groups, device=device)
+    shape = (head.shape[0], row.shape[0], 4 * (end - first))
+    call = torch.arange(4 * first, 4 * end, device=device)
     words = philox([call.expand(shape), row.expand(shape), head.expand(shape), (offset & _LOW).expand(shape)], key)
     drawn = torch.stack([word >> 8 * byte & 0xFF for word in words for byte in range(4)], -1)
     # (..., groups, calls, words, halves, parities) -> a group's 64 columns
-    drawn = drawn.view(batch * heads, length, groups, 4, 4, 2, 2).permute(0, 1, 2, 4, 5, 3, 6).flatten(-4)
+    drawn = drawn.view(*shape[:2], end - first, 4, 4, 2, 2).permute(0, 1, 2, 4, 5, 3, 6).flatten(-4)
     phase = key[0] + group * _STEPS[0] + row * _STEPS[1] + head * _STEPS[2] & _LOW
     least = (threshold(dropout_p) + (phase >> 8)) >> 24
-    return (drawn >= least[..., None]).flatten(-2)[..., :keys].view(batch, heads, length, keys)
+    kept = (drawn >= least[..., None]).flatten(-2)[..., keys.start - 64 * first : keys.stop - 64 * first]
+    return kept.unflatten(0, (len(sequence), -1))
 
 
 def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:

@@ -91,7 +91,7 @@ def rel_attention(
         scale: default 1 / sqrt(D).
         return_lse: also return the log-sum-exp of the visible scores, differentiable.
         deterministic: gradients bit-equal from run to run; None follows torch.are_deterministic_algorithms_enabled().
-        backend: None for the best available, or "reference", "cpu", "triton", "cuda".
+        backend: None for the best available, or "reference", "torch", "cpu", "triton", "cuda".
 
     All floating tensors have one dtype (float16, bfloat16, float32 or float64; autocast casts them to its own) and
     all tensors one device. `query` may be a DTensor that is sharded over B or H: see `sharding.attend_on_shards`.

@@ -19,6 +19,7 @@ Where the extension is there, csrc/autograd.cpp wires up the gradients: the same
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -42,8 +43,11 @@ INPUT_NAMES = tuple(tensor.split()[1] for tensor in _TENSORS.split(", "))
 DIFFERENTIABLE = 10  # the first ten inputs, query to segment_bias
 
 
-def define(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Defines operator `name` and its backward; returns how to call it with the reference's arguments."""
+def define(name: str, has_residual: bool = True) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Defines operator `name` and its backward; returns how to call it with the reference's arguments.
+
+    has_residual: whether forward in 16 bits leaves an out_residual for backward.
+    """
     forward, backward = add_op_namespace_prefix(name), add_op_namespace_prefix(f"{name}_backward")
     torch.library.define(
         forward,
@@ -74,7 +78,7 @@ def define(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
         gradients = backward_op(grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *tensors, *ctx.numbers)
         return (*[gradient if need else None for gradient, need in zip(gradients, needs, strict=True)], *rest)
 
-    torch.library.register_fake(forward, _fake_forward)
+    torch.library.register_fake(forward, functools.partial(_fake_forward, has_residual))
     torch.library.register_fake(backward, _fake_backward)
     if _extension.module is not None:
         _extension.module.register_autograd(name)
@@ -139,16 +143,25 @@ def rank_vectors(mask: RankMask) -> tuple[Tensor, Tensor, Tensor | None, Tensor 
     return mask.query_rank, mask.key_rank, mask.query_floor, sees_self
 
 
+def check_segments_are_whole(tensors: dict[str, Tensor | None]) -> None:
+    """Raises ValueError where an operator is given a part of the segment term."""
+    for name in ("key_ids", "segment_embed"):
+        if (tensors["query_ids"] is None) != (tensors[name] is None):
+            raise ValueError(f"query_ids and {name} must come together")
+    if tensors["segment_embed"] is None and tensors["segment_bias"] is not None:
+        raise ValueError("segment_bias must come with segment_embed")
+
+
 def rows_first(tensor: Tensor) -> Tensor:
     """An empty (B, H, L, D) tensor like `tensor` whose memory is laid out (B, L, H, D), as projections want it."""
     batch, heads, length, width = tensor.shape
     return tensor.new_empty_strided(tensor.shape, (length * heads * width, width, heads * width, 1))
 
 
-def _fake_forward(query, *inputs):
+def _fake_forward(has_residual, query, *inputs):
     rows_dtype = torch.promote_types(query.dtype, torch.float32)
     lse, row_max, row_sum = (query.new_empty(query.shape[:3], dtype=rows_dtype) for _ in range(3))
-    has_residual = inputs[-1] and query.dtype.itemsize == 2
+    has_residual = has_residual and inputs[-1] and query.dtype.itemsize == 2
     return rows_first(query), lse, row_max, row_sum, rows_first(query) if has_residual else query.new_empty(0)
 
 

@@ -35,7 +35,12 @@ class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-OPERATORS = {"cpu": "rel_attention", "triton": "rel_attention_triton", "cuda-on-host": "rel_attention_simt"}
+OPERATORS = {
+    "cpu": "rel_attention",
+    "triton": "rel_attention_triton",
+    "torch": "rel_attention_torch",
+    "cuda-on-host": "rel_attention_simt",
+}
 
 
 def recorded(problem, backward: bool, backend: str):

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from .._torch import exports_to_onnx, transformed
-from . import cpu, cuda, reference, self_check, triton
+from . import cpu, cuda, reference, self_check, torch_blocks, triton
 
 _LOGGER = logging.getLogger("xlnet_kernels")
-_BACKENDS = {"cpu": cpu, "cuda": cuda, "triton": triton, "reference": reference}  # best first
+_BACKENDS = {"cpu": cpu, "cuda": cuda, "triton": triton, "torch": torch_blocks, "reference": reference}  # best first
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def choose(name: str | None, device_type: str, dtype: torch.dtype, head_dim: int
         return reference
     if name is None:
         found = next(backend for name, backend in _BACKENDS.items() if _refusal(name, backend, *call) is None)
-        if found is reference and not torch.compiler.is_compiling() and not transformed():
-            _explain(*call)
+        if found in (torch_blocks, reference) and not torch.compiler.is_compiling() and not transformed():
+            _explain(found, *call)
         return found
     check_name(name)
     backend = _BACKENDS[name]
@@ -90,26 +90,27 @@ def choose(name: str | None, device_type: str, dtype: torch.dtype, head_dim: int
     return backend
 
 
-def _explain(device_type: str, *call) -> None:
-    """Logs why an automatic choice came down to the reference, which is slow and takes memory quadratic in length."""
+def _explain(found, device_type: str, *call) -> None:
+    """Logs why an automatic choice is a backend of plain torch: "torch" is slower, "reference" quadratic in memory."""
     served = {name: backend for name, backend in _BACKENDS.items() if backend.DEVICE == device_type}
     reasons = "; ".join(f"{name}: {_refusal(name, backend, device_type, *call)}" for name, backend in served.items())
-    if reasons:
-        _log_once(logging.INFO if device_type == "cpu" else logging.WARNING, device_type, reasons)
+    name = next(name for name, backend in _BACKENDS.items() if backend is found)
+    if reasons or found is reference:
+        _log_once(logging.INFO if device_type == "cpu" else logging.WARNING, name, device_type, reasons)
 
 
 @functools.cache
-def _log_once(level: int, device_type: str, reasons: str) -> None:
-    _LOGGER.log(level, "the reference backend serves tensors on %s, since no fused one can (%s)", device_type, reasons)
+def _log_once(level: int, name: str, device_type: str, reasons: str) -> None:
+    _LOGGER.log(level, "the %s backend serves tensors on %s, since no fused one can (%s)", name, device_type, reasons)
 
 
 def _refusal(
     name: str, backend, device_type: str, dtype: torch.dtype, head_dim: int, check_on: torch.device | None
 ) -> str | None:
     """Why the backend cannot serve this call, or None."""
-    if backend.DEVICE is None:
+    if name == "reference":
         return None
-    if backend.DEVICE != device_type:
+    if backend.DEVICE not in (None, device_type):
         return f"it serves {backend.DEVICE} tensors, query is on {device_type}"
     if dtype not in backend.DTYPES:
         return f"it serves {', '.join(str(served) for served in backend.DTYPES)}, query is {dtype}"

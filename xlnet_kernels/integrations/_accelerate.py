@@ -57,7 +57,7 @@ def accelerate(model: nn.Module, backend: str | None = None, linears: bool = Fal
 
     Args:
         model: any torch.nn.Module. No library is imported: those of its modules are.
-        backend: of the attention, None for the best available, or "reference", "cpu", "triton", "cuda".
+        backend: of the attention, None for the best available, or "reference", "torch", "cpu", "triton", "cuda".
         linears: give every torch.nn.Linear of the model the products of `xlnet_kernels.Linear` as well, which are
             faster on some processors and the same within float32 rounding.
 

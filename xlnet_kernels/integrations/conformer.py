@@ -46,7 +46,7 @@ class RelPositionAttention(nn.Module):
         n_feat: width of the hidden states, a multiple of n_head.
         dropout_rate: probability of dropping an attention probability, in [0, 1).
         use_bias: whether linear_q, linear_k, linear_v and linear_out have biases.
-        backend: None for the best available, or "reference", "cpu", "triton", "cuda".
+        backend: None for the best available, or "reference", "torch", "cpu", "triton", "cuda".
 
     Raises:
         ValueError: an argument does not fit; the text names it.

@@ -136,7 +136,7 @@ class XLNetModel(PretrainedModel):
 
     Args:
         config: the hyperparameters. `config.mem_len` and its like may be changed later: each call reads them.
-        backend: of the attention, None for the best available, or "reference", "cpu", "triton", "cuda".
+        backend: of the attention, None for the best available, or "reference", "torch", "cpu", "triton", "cuda".
 
     >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
     >>> model = XLNetModel(config).eval()

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...masks import HIGHEST
-from ...ops import DIFFERENTIABLE, INPUT_NAMES, rows_first
+from ...ops import DIFFERENTIABLE, INPUT_NAMES, check_segments_are_whole, rows_first
 from . import arguments as args
 from . import plan, tuning
 from .backward_keys import keys_kernel
@@ -162,12 +162,8 @@ class Call:
 
     def _segments(self) -> args.Segments:
         t = self.tensors
-        for name in ("key_ids", "segment_embed"):
-            if (t["query_ids"] is None) != (t[name] is None):
-                raise ValueError(f"query_ids and {name} must come together")
+        check_segments_are_whole(t)
         if t["segment_embed"] is None:
-            if t["segment_bias"] is not None:
-                raise ValueError("segment_bias must come with segment_embed")
             return args.Segments()
         vectors = (_int32(t["query_ids"]), *self._room_for_keys())
         return args.Segments(_dense(t["segment_embed"]), _dense(t["segment_bias"]), *vectors)

@@ -1,0 +1,299 @@
+"""Blocks of query rows: how a call is cut into them, and their scores in plain torch operators.
+
+Each block holds its rows' scores against the keys that they can see, and nothing else of the L x (M + K) map exists.
+The relative shift is a view (docs/math.md, *The shift is an address*): the band of m rows and n keys has rows of
+m + n - 1 numbers, and the same memory from element m - 1 on, with rows of one number less, holds the shifted scores.
+Rows with `query_positions` gather their scores from the band instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._checks import readable
+from ..dropout import keep_block
+from ..ops import INPUT_NAMES, check_segments_are_whole
+
+DEFAULT_BUDGET = 128 * 2**20
+CPU_BUDGET = 16 * 2**20  # scores that stay in the cache take 0.85 of the time
+MOST_ROWS = 128  # a band of m rows and n keys is m - 1 columns wider than its scores
+
+
+def budget(device_type: str) -> int:
+    """Bytes that the temporaries of one block may take on such a device.
+
+    Raises:
+        ValueError: XLNET_KERNELS_BLOCK_BYTES is no positive integer.
+    """
+    wish = os.environ.get("XLNET_KERNELS_BLOCK_BYTES", "")
+    if not wish:
+        return CPU_BUDGET if device_type == "cpu" else DEFAULT_BUDGET
+    if not wish.isdecimal() or int(wish) == 0:
+        raise ValueError(f"XLNET_KERNELS_BLOCK_BYTES must be a positive integer, a number of bytes, got {wish!r}")
+    return int(wish)
+
+
+class Call:
+    """The operator's tensors by name, and what follows from their shapes."""
+
+    def __init__(self, inputs) -> None:
+        self.tensors = dict(zip(INPUT_NAMES, inputs, strict=False))
+        check_segments_are_whole(self.tensors)
+        self.max_distance, self.dropout_p, self.scale, _ = inputs[len(INPUT_NAMES) :]
+        self.query: Tensor = self.tensors["query"]
+        self.dtype = torch.promote_types(self.query.dtype, torch.float32)
+        self.batch, self.heads, self.length, self.width = self.query.shape
+        memory_key = self.tensors["memory_key"]
+        self.mem_len = 0 if memory_key is None else memory_key.shape[2]
+        self.keys = self.mem_len + self.tensors["key"].shape[2]
+        self.rel_len = self.tensors["rel_key"].shape[-2]
+        # Values are read on the CPU alone: elsewhere the host would wait for the device.
+        self.reads = self.query.device.type == "cpu" and readable(self.query)
+
+    @functools.cached_property
+    def positions(self) -> Tensor | None:
+        """(B, L) int64, the position of each row; None for 0 .. L-1."""
+        position, order = self.tensors["query_positions"], self.tensors["query_order"]
+        if position is None or order is None:
+            return None if position is None else position.long()
+        return torch.empty_like(position).scatter_(1, order.long(), position).long()
+
+    def blocks(self, maps: int) -> Iterator[Block]:
+        """The call in blocks that keep within the budget, part by part; `maps`: of scores that a block holds."""
+        if not self.query.numel():
+            return
+        rows = min(self.length, MOST_ROWS)
+        bytes_a_row = min(self.keys, self.rel_len + rows) + rows
+        bytes_a_row *= self.dtype.itemsize * maps
+        if self.dropout_p:
+            bytes_a_row += 28 * self.keys  # the generator's integers
+        limit = budget(self.query.device.type)
+        heads = max(1, min(self.heads, limit // (rows * bytes_a_row)))
+        batch = max(1, min(self.batch, limit // (rows * bytes_a_row * heads))) if heads == self.heads else 1
+        rows = max(1, min(rows, limit // bytes_a_row))
+        for b in range(0, self.batch, batch):
+            for h in range(0, self.heads, heads):
+                part = Part(self, slice(b, min(b + batch, self.batch)), slice(h, min(h + heads, self.heads)), rows)
+                yield from part.blocks()
+
+
+class Part:
+    """Some sequences and heads of a call: their keys, in one piece and in the dtype of the scores."""
+
+    def __init__(self, call: Call, batch: slice, heads: slice, rows: int) -> None:
+        self.call, self.batch, self.heads, self.rows = call, batch, heads, rows
+        self.key = self._joined("memory_key", "key")
+        self.value = self._joined("memory_value", "value")
+        rel_key = call.tensors["rel_key"]
+        self.rel_key = (rel_key[heads] if rel_key.dim() == 3 else rel_key[batch, heads]).to(call.dtype)
+        self.content_bias, self.position_bias, self.segment_bias = (
+            self._of_heads(name) for name in ("content_bias", "position_bias", "segment_bias")
+        )
+        embed = call.tensors["segment_embed"]
+        self.embed = None if embed is None else embed[:, heads].to(call.dtype)
+
+    def _joined(self, memory: str, current: str) -> Tensor:
+        names = (memory, current) if self.call.mem_len else (current,)
+        found = [self.call.tensors[name][self.batch, self.heads].to(self.call.dtype) for name in names]
+        return torch.cat(found, 2) if len(found) > 1 else found[0].contiguous()
+
+    def _of_heads(self, name: str) -> Tensor | None:
+        bias = self.call.tensors[name]
+        return None if bias is None else bias[self.heads].to(self.call.dtype)[:, None]
+
+    def blocks(self) -> Iterator[Block]:
+        for first in range(0, self.call.length, self.rows):
+            rows = slice(first, min(first + self.rows, self.call.length))
+            yield Block(self, rows, *self._seen(rows))
+
+    def _seen(self, rows: slice) -> tuple[slice, Tensor | None]:
+        """The keys that the rows can see, as far as that is known without waiting for the device, and positions."""
+        call = self.call
+        position = None if call.positions is None else call.positions[self.batch, rows]
+        low, high = rows.start, rows.stop - 1
+        if position is not None:
+            low, high = map(int, position.aminmax()) if call.reads else (0, call.keys - call.mem_len - 1)
+        first = max(0, low + call.mem_len - call.max_distance)
+        end = min(call.keys, high + call.mem_len - call.max_distance + call.rel_len)
+        rank = call.tensors["key_rank"]
+        if rank is not None and call.reads and first < end:
+            rank = rank[self.batch, first:end]
+            seen = rank < call.tensors["query_rank"][self.batch, rows].amax(1, keepdim=True)
+            floor, own = call.tensors["query_floor"], call.tensors["sees_self"]
+            if floor is not None:
+                seen &= rank >= floor[self.batch, rows].amin(1, keepdim=True)
+            found = seen.any(0).nonzero()[:, 0] + first
+            bounds = [(int(found[0]), int(found[-1]) + 1)] if len(found) else []
+            if own is not None and bool(own[self.batch, rows].any()):
+                bounds.append((low + call.mem_len, high + call.mem_len + 1))
+            first = max(first, min((least for least, _ in bounds), default=end))
+            end = min(end, max((most for _, most in bounds), default=first))
+        return slice(first, max(first, end)), position
+
+
+class Block:
+    """Some rows of a part, and the keys that they can see."""
+
+    def __init__(self, part: Part, rows: slice, keys: slice, position: Tensor | None) -> None:
+        self.part, self.call, self.rows, self.span, self.position = part, part.call, rows, keys, position
+        self.length, self.keys = rows.stop - rows.start, keys.stop - keys.start
+        self.index = (part.batch, part.heads, rows)
+        query = self.call.query[self.index].to(self.call.dtype)
+        self.content, self.positional, self.segmental = (
+            (query if bias is None else query + bias) * self.call.scale
+            for bias in (part.content_bias, part.position_bias, part.segment_bias)
+        )
+        self.key, self.value = part.key[:, :, keys], part.value[:, :, keys]
+        # Rows of rel_key from the one that the first key and the last row meet at; some may lie outside of the table.
+        last = rows.stop - 1
+        first_row = self.call.max_distance - self.call.mem_len + keys.start - last
+        self.window = slice(first_row, first_row + self.keys + self.length - 1)
+        if position is not None:
+            self.window = slice(0, self.call.rel_len)
+            if self.call.reads and position.numel():
+                low, high = map(int, position.aminmax())
+                at = self.call.max_distance - self.call.mem_len + keys.start
+                self.window = slice(at - high, at - low + self.keys)
+        self.table = slice(max(0, self.window.start), max(0, min(self.call.rel_len, self.window.stop)))
+        self.table = slice(min(self.table.start, self.table.stop), self.table.stop)
+
+    @functools.cached_property
+    def rel_key(self) -> Tensor:
+        """The rows of the window that the table has, (h, rows, D) or (b, h, rows, D)."""
+        return self.part.rel_key[..., self.table, :]
+
+    @functools.cached_property
+    def row_of_pair(self) -> Tensor:
+        """(b, 1, m, n), the place in `table` of each pair's row; its size where the table has none."""
+        at = self.call.max_distance - self.call.mem_len + self.span.start - self.table.start
+        key = torch.arange(self.keys, device=self.content.device)
+        row = key + (at - self.position)[:, None, :, None]
+        size = self.table.stop - self.table.start
+        return torch.where((row >= 0) & (row < size), row, size)
+
+    def scores(self) -> Tensor:
+        """(b, h, m, n) scaled scores, without the segment term of the same segment; -inf where invisible."""
+        if not self.keys:
+            return self.content.new_empty(*self.content.shape[:3], 0)
+        score = self.content @ self.key.mT
+        score += self._shifted(self._band())
+        if self.part.embed is not None:
+            step = (self.segmental * (self.part.embed[1] - self.part.embed[0])[:, None]).sum(-1)
+            score += torch.where(self.different, step[..., None], 0)
+        return score if self.hidden is None else score.masked_fill_(self.hidden, -torch.inf)
+
+    def _band(self) -> Tensor:
+        """(b, h, m, rows of the window), 0 where the table has no row."""
+        if self.rel_key.dim() == 4:
+            band = self.positional @ self.rel_key.mT
+        else:  # one table for all sequences: their rows are those of one matrix
+            band = self.positional.transpose(0, 1).flatten(1, 2) @ self.rel_key.mT
+            band = band.unflatten(1, (-1, self.length)).transpose(0, 1)
+        if self.position is not None:
+            return band
+        missing = self.table.start - self.window.start, self.window.stop - self.table.stop
+        return F.pad(band, missing) if any(missing) else band
+
+    def _shifted(self, band: Tensor) -> Tensor:
+        """The band's scores (b, h, m, n) by key: a view of it, or gathered by positions."""
+        if self.position is not None:
+            band = F.pad(band, (0, 1))
+            return band.gather(-1, self.row_of_pair.expand(-1, band.shape[1], -1, -1))
+        return by_key(band, self.keys)
+
+    @functools.cached_property
+    def different(self) -> Tensor:
+        """(b, 1, m, n), whether query and key are of different segments."""
+        tensors, batch = self.call.tensors, self.part.batch
+        query_ids = tensors["query_ids"][batch, None, self.rows, None]
+        return query_ids != tensors["key_ids"][batch, None, None, self.span]
+
+    @functools.cached_property
+    def same(self) -> Tensor | float:
+        """(b, h, m), the segment term of the same segment, which is constant in a row."""
+        if self.part.embed is None:
+            return 0.0
+        return (self.segmental * self.part.embed[0][:, None]).sum(-1)
+
+    @functools.cached_property
+    def hidden(self) -> Tensor | None:
+        """Where a pair is invisible, broadcastable to (b, h, m, n); None: nowhere."""
+        found = [hidden for hidden in (self._outside_of_table(), self._hidden_by_mask()) if hidden is not None]
+        return functools.reduce(torch.logical_or, found) if found else None
+
+    @functools.cached_property
+    def masked_rows(self) -> Tensor | None:
+        """Which rows see no key, broadcastable to (b, h, m); None: none."""
+        return None if self.hidden is None else self.hidden.all(-1)
+
+    def leave_out_rows(self, rows: Tensor) -> None:
+        """Makes rows (b, h, m) 0, because a NaN in a fully masked query reaches no gradient."""
+        self.content, self.positional, self.segmental = (
+            x.masked_fill(rows[..., None], 0) for x in (self.content, self.positional, self.segmental)
+        )
+
+    def _outside_of_table(self) -> Tensor | None:
+        """Pairs whose distance has no row of rel_key."""
+        size = self.table.stop - self.table.start
+        if self.position is not None:
+            return self.row_of_pair == size
+        if self.table == self.window:
+            return None
+        row, key = (torch.arange(count, device=self.content.device) for count in (self.length, self.keys))
+        at = self.window.start - self.table.start + self.length - 1 - row[:, None] + key
+        return (at < 0) | (at >= size)
+
+    def _hidden_by_mask(self) -> Tensor | None:
+        tensors, batch = self.call.tensors, self.part.batch
+        if tensors["mask"] is not None:
+            return ~tensors["mask"][batch, self.part.heads, self.rows, self.span]
+        if tensors["key_rank"] is None:
+            return None
+        rank = tensors["key_rank"][batch, None, None, self.span]
+        hidden = rank >= tensors["query_rank"][batch, None, self.rows, None]
+        if tensors["query_floor"] is not None:
+            hidden |= rank < tensors["query_floor"][batch, None, self.rows, None]
+        if tensors["sees_self"] is not None:
+            key = torch.arange(self.span.start, self.span.stop, device=rank.device) - self.call.mem_len
+            position = self.position
+            if position is None:
+                position = torch.arange(self.rows.start, self.rows.stop, device=rank.device)[None]
+            own = key == position[:, None, :, None]
+            hidden &= ~(own & tensors["sees_self"][batch, None, self.rows, None])
+        return hidden
+
+    def drop(self, values: Tensor) -> Tensor:
+        """`values` (b, h, m, n) after dropout, the kept ones scaled up."""
+        state = self.call.tensors["dropout_state"]
+        return values if state is None else values * self._kept
+
+    @functools.cached_property
+    def _kept(self) -> Tensor:
+        state, call = self.call.tensors["dropout_state"], self.call
+        kept = keep_block(state, call.heads, *self.index, self.span, call.dropout_p)
+        return kept.to(call.dtype).div_(1 - call.dropout_p)
+
+    def to_band(self, grad_score: Tensor) -> Tensor:
+        """(b, h, m, rows of `table`): gradients of scores, each at the row of rel_key that its pair reads."""
+        sequences, heads = grad_score.shape[:2]
+        size = self.table.stop - self.table.start
+        if self.position is not None:
+            band = grad_score.new_zeros(sequences, heads, self.length, size + 1)
+            return band.scatter_(-1, self.row_of_pair.expand_as(grad_score), grad_score)[..., :size]
+        width = self.window.stop - self.window.start
+        band = grad_score.new_zeros(heads, sequences, self.length, width).transpose(0, 1)
+        by_key(band, self.keys).copy_(grad_score)
+        return band.narrow(-1, self.table.start - self.window.start, size)
+
+
+def by_key(band: Tensor, keys: int) -> Tensor:
+    """A view of a band (b, h, m, n + m - 1) by key, (b, h, m, n): row i from element m - 1 - i on."""
+    rows, stride = band.shape[2], band.stride()
+    first = band.storage_offset() + rows - 1
+    return band.as_strided((*band.shape[:3], keys), (*stride[:2], stride[2] - 1, 1), first)

@@ -1,0 +1,154 @@
+"""The operator in blocks of query rows, in plain torch operators: any device, memory linear in length.
+
+blocks.py makes the blocks. Their size follows from a budget in bytes, XLNET_KERNELS_BLOCK_BYTES, by default 128 MB and
+16 MB on a CPU. Scores and sums are float32 (float64 for float64), products are those of torch.matmul in that dtype.
+row_max is in natural units, unlike the compiled kernels'.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._ops import add_op_namespace_prefix
+from ..ops import DIFFERENTIABLE, INPUT_NAMES, define, rows_first
+from .blocks import Block, Call
+
+__all__ = ["DEVICE", "DTYPES", "max_head_dim", "rel_attention", "unavailable"]
+
+DEVICE = None  # any
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+rel_attention = define("rel_attention_torch", has_residual=False)
+
+
+def max_head_dim(dtype: torch.dtype) -> None:
+    """Any."""
+
+
+def unavailable() -> None:
+    """Always there."""
+
+
+@torch.no_grad()
+def _forward(*inputs):
+    call = Call(inputs[:-1])
+    query = call.query
+    out = rows_first(query)
+    lse, row_max, row_sum = (query.new_empty(query.shape[:3], dtype=call.dtype) for _ in range(3))
+    with torch.autocast(query.device.type, enabled=False):
+        for block in call.blocks(maps=4):
+            here = block.index
+            score = block.scores()
+            largest = score.amax(-1) if block.keys else score.new_zeros(score.shape[:-1])
+            if block.masked_rows is not None:
+                largest.masked_fill_(block.masked_rows, 0)
+            probability = score.sub_(largest[..., None]).exp_()
+            total = probability.sum(-1)
+            found = block.drop(probability) @ block.value
+            out[here] = found.mul_(_inverse(total)[..., None]).to(out.dtype)
+            row_max[here], row_sum[here] = largest, total
+            lse[here] = torch.where(
+                (total == 0) | (largest == -torch.inf), -torch.inf, total.log() + largest + block.same
+            )
+    return out, lse, row_max, row_sum, query.new_empty(0)
+
+
+@torch.no_grad()
+def _backward(grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *inputs):
+    call = Call(inputs)
+    sums = _Sums(call)
+    with torch.autocast(out.device.type, enabled=False):
+        for block in call.blocks(maps=6):
+            here = block.index
+            total = row_sum[here]
+            block.leave_out_rows(total == 0)
+            probability = block.scores().sub_(row_max[here][..., None]).exp_().mul_(_inverse(total)[..., None])
+            grad = grad_out[here].to(call.dtype)
+            grad_of_lse = torch.zeros_like(total) if grad_lse is None else grad_lse[here].to(call.dtype)
+            grad_of_lse = torch.where(total == 0, 0, grad_of_lse)
+            # A block has every key of its rows: delta is exact without the output that forward rounded. The second
+            # step removes the rounding error of the first one's sum, because it has the same sign in a whole row.
+            grad_score = block.drop(grad @ block.value.mT).mul_(probability)
+            for _ in range(2):
+                delta = grad_score.sum(-1) - grad_of_lse
+                grad_score.addcmul_(probability, delta[..., None], value=-1)
+            if block.hidden is not None:  # to keep a NaN in one row from the gradients of keys that it does not see
+                probability.masked_fill_(block.hidden, 0)
+                grad_score.masked_fill_(block.hidden, 0)
+            sums.add(block, block.drop(probability), grad, grad_score, grad_of_lse)
+    return sums.gradients(needs)
+
+
+def _inverse(total: Tensor) -> Tensor:
+    """1 / total, 0 in fully masked rows."""
+    return torch.where(total == 0, 0, 1 / total)
+
+
+class _Sums:
+    """Gradients of all inputs, summed block by block in the dtype of the scores."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.found: dict[str, Tensor] = {}
+        for name in INPUT_NAMES[:DIFFERENTIABLE]:
+            tensor = call.tensors[name]
+            if tensor is None:
+                continue
+            rows = name in ("query", "key", "value", "memory_key", "memory_value")
+            self.found[name] = (rows_first(tensor) if rows else tensor.new_empty(tensor.shape)).to(call.dtype).zero_()
+
+    def add(self, block: Block, dropped: Tensor, grad: Tensor, grad_score: Tensor, grad_lse: Tensor) -> None:
+        """Adds what a block gives; `dropped`: its probabilities after dropout."""
+        if not block.keys:
+            return
+        heads, found, scale = block.part.heads, self.found, self.call.scale
+        self._add_to_keys(block, "value", dropped.mT @ grad)
+        self._add_to_keys(block, "key", grad_score.mT @ block.content)
+        grad_content = (grad_score @ block.key).mul_(scale)
+        band = block.to_band(grad_score)
+        if block.rel_key.dim() == 4:
+            grad_positional = band @ block.rel_key
+            found["rel_key"][block.part.batch, heads, block.table] += band.mT @ block.positional
+        else:
+            band, positional = (x.transpose(0, 1).flatten(1, 2) for x in (band, block.positional))
+            grad_positional = (band @ block.rel_key).unflatten(1, (-1, block.length)).transpose(0, 1)
+            found["rel_key"][heads, block.table] += band.mT @ positional
+        grad_positional = grad_positional * scale
+        grad_query = grad_content + grad_positional
+        parts = {"content_bias": grad_content, "position_bias": grad_positional}
+        if block.part.embed is not None:
+            same, different = block.part.embed[:, :, None]
+            of_different = (grad_score * block.different).sum(-1)[..., None]
+            of_same = grad_lse[..., None] - of_different  # because a row of dS sums to the gradient of lse
+            for index, weight in enumerate((of_same, of_different)):
+                found["segment_embed"][index, heads] += (weight * block.segmental).sum((0, 2))
+            parts["segment_bias"] = (of_same * same + of_different * different).mul_(scale)
+            grad_query += parts["segment_bias"]
+        for name, value in parts.items():
+            if name in found:
+                found[name][heads] += value.sum((0, 2))
+        found["query"][block.index] = grad_query
+
+    def _add_to_keys(self, block: Block, name: str, grad: Tensor) -> None:
+        """Adds to the memory's gradients those of the first keys, to the segment's the rest."""
+        mem_len, span, here = self.call.mem_len, block.span, (block.part.batch, block.part.heads)
+        of_memory = max(0, min(mem_len, span.stop) - span.start)
+        if of_memory:
+            self.found[f"memory_{name}"][here][:, :, span.start : span.start + of_memory] += grad[:, :, :of_memory]
+        first = max(span.start, mem_len) - mem_len
+        self.found[name][here][:, :, first : max(first, span.stop - mem_len)] += grad[:, :, of_memory:]
+
+    def gradients(self, needs: list[bool]) -> list[Tensor]:
+        """As the operator returns them: in the inputs' dtypes, empty where not needed."""
+        empty = self.call.query.new_empty(0)
+        names = INPUT_NAMES[:DIFFERENTIABLE]
+        found = [
+            self.found[name] if need and name in self.found else None for name, need in zip(names, needs, strict=True)
+        ]
+        return [empty.clone() if grad is None else grad.to(self.call.query.dtype) for grad in found]
+
+
+# "default" serves every device.
+torch.library.impl(add_op_namespace_prefix("rel_attention_torch"), "default", _forward)
+torch.library.impl(add_op_namespace_prefix("rel_attention_torch_backward"), "default", _backward)

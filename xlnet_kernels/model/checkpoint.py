@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from functools import reduce
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ..attention import TwoStreamAttention
 from .config import XLNetConfig
 from .files import write_whole
+from .interface import ModelInterface
 
 _WEIGHTS, _OLD_WEIGHTS = "model.safetensors", "pytorch_model.bin"
 _ENCODER, _EMBEDDING, _OUTPUT = "transformer.", "transformer.word_embedding.weight", "lm_loss.weight"
@@ -32,16 +34,13 @@ _HEADS = (
 )
 
 
-class PretrainedModel(nn.Module):
+class PretrainedModel(ModelInterface):
     """A model with a configuration, an initialisation and a folder."""
-
-    accepts_loss_kwargs = False  # transformers' Trainer then passes on what the collator gives, and nothing more
 
     def __init__(self, config: XLNetConfig) -> None:
         super().__init__()
-        if not isinstance(config, XLNetConfig):
-            raise ValueError(f"config must be an XLNetConfig, got {type(config).__name__}")
-        self.config = config
+        self.config = XLNetConfig.of(config)
+        self.name_or_path = str(self.config.extra.get("_name_or_path", ""))  # the folder of `from_pretrained`
 
     def init_weights(self, module: nn.Module) -> None:
         """XLNet's initialisation of one module: normal(0, config.initializer_range), biases zero."""
@@ -64,41 +63,6 @@ class PretrainedModel(nn.Module):
                     child.to_empty(device=device)
                 child.apply(self.init_weights)
 
-    def tie_weights(self) -> None:
-        """Makes shared parameters one; nothing is shared in most models."""
-
-    def gradient_checkpointing_enable(
-        self, enable: bool = True, gradient_checkpointing_kwargs: dict[str, Any] | None = None
-    ) -> None:
-        """Training keeps the input of each layer and computes the layer again in the backward pass.
-
-        Raises:
-            ValueError: `gradient_checkpointing_kwargs`, which transformers' Trainer may give, asks for more than
-                {"use_reentrant": False}.
-        """
-        if gradient_checkpointing_kwargs not in (None, {}, {"use_reentrant": False}):
-            raise ValueError(
-                f"gradient_checkpointing_kwargs must be None or {{'use_reentrant': False}}, got "
-                f"{gradient_checkpointing_kwargs!r}"
-            )
-        for module in self.modules():
-            if hasattr(module, "gradient_checkpointing"):
-                vars(module)["gradient_checkpointing"] = enable
-
-    def activation_checkpointing_enable(
-        self,
-        activation_checkpointing_kwargs: dict[str, Any] | None = None,
-        every_n_layers: int = 1,
-        offload: bool = False,
-    ) -> None:
-        """The same by transformers' newer name and arguments; ValueError where they ask for more."""
-        if every_n_layers != 1 or offload:
-            raise ValueError(
-                f"every layer is computed again and nothing offloaded: every_n_layers must be 1 and offload False, "
-                f"got {every_n_layers!r} and {offload!r}"
-            )
-        self.gradient_checkpointing_enable(True, activation_checkpointing_kwargs)
-
     @classmethod
     def from_pretrained(
         cls,
@@ -106,10 +70,13 @@ class PretrainedModel(nn.Module):
         *,
         config: XLNetConfig | None = None,
         backend: str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
         new_head: bool = False,
-    ) -> PretrainedModel:
+        output_loading_info: bool = False,
+        torch_dtype: torch.dtype | str | None = None,
+        **entries: Any,
+    ) -> Any:
         """The model of a folder, in evaluation mode.
 
         The folder holds config.json and model.safetensors, its sharded form with model.safetensors.index.json, or
@@ -120,9 +87,13 @@ class PretrainedModel(nn.Module):
             folder: a path; nothing is downloaded.
             config: instead of the folder's config.json.
             backend: of the attention.
-            dtype: of all parameters; None keeps the file's (its widest, where it has several).
+            dtype: of all parameters, or its name ("bfloat16"); None or "auto" keeps the file's (the widest in it).
             device: where the parameters go; default the CPU.
             new_head: initialise the head anew, whatever head the file has: the start of a fine-tuning.
+            output_loading_info: return the model and a dictionary as transformers does: missing_keys are the parameters
+                of a new head, unexpected_keys those of the file that the model has not got; nothing else is let pass.
+            torch_dtype: the older name of `dtype`.
+            entries: fields of the configuration in place of its own, such as num_labels.
 
         Raises:
             FileNotFoundError: config.json or the weights are missing.
@@ -130,8 +101,13 @@ class PretrainedModel(nn.Module):
                 them, and nothing is loaded.
         """
         folder = Path(folder)
-        config = XLNetConfig.from_file(folder) if config is None else config
+        config = XLNetConfig.from_file(folder) if config is None else XLNetConfig.of(config)
+        config = dataclasses.replace(config, **entries) if entries else config
+        dtype = torch_dtype if dtype is None else dtype
+        if isinstance(dtype, str):
+            dtype = None if dtype == "auto" else _dtype_named(dtype)
         path, state = read_weights(folder)
+        in_file = set(state)
         with torch.device("meta"):
             make: Any = cls  # the models, unlike this base class, take a backend
             model = make(config, backend)
@@ -141,7 +117,13 @@ class PretrainedModel(nn.Module):
         if new_head:
             model.init_head(device="cpu")
         model.tie_weights()
-        return model.to(device=device, dtype=dtype).eval()
+        model.name_or_path = str(folder)
+        model.to(device=device, dtype=dtype).eval()
+        if not output_loading_info:
+            return model
+        unread = {x for x in in_file if not state.keys() & {x, _ENCODER + x, x.removeprefix(_ENCODER)}}
+        missing = model.state_dict().keys() - state.keys()
+        return model, dict(missing_keys=missing, unexpected_keys=unread, mismatched_keys=set(), error_msgs=[])
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes model.safetensors and config.json as transformers does; each file is whole at any moment."""
@@ -152,6 +134,13 @@ class PretrainedModel(nn.Module):
         folder = Path(folder)
         write_whole(folder / _WEIGHTS, lambda path: safetensors.torch.save_file(state, path, {"format": "pt"}))
         self.config.save(folder, architectures=[type(self).__name__], dtype=str(next(self.parameters()).dtype)[6:])
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f'dtype must be a torch.dtype, its name, "auto" or None, got {name!r}')
+    return found
 
 
 def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:

@@ -57,6 +57,7 @@ class XLNetConfig:
     (8, True)
     """
 
+    model_type: ClassVar[str] = "xlnet"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["mems"]  # Trainer's predictions are without these
 
     vocab_size: int = 32000
@@ -131,6 +132,46 @@ class XLNetConfig:
     def _check_choice(self, name: str, choices: tuple) -> None:
         if getattr(self, name) not in choices:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}")
+
+    def __getattr__(self, name: str) -> Any:
+        """Fields by their other names, and entries of `extra`: what reads transformers' configurations reads ours."""
+        fields = vars(self)
+        if name in _ALIASES and _ALIASES[name] in fields:
+            return fields[_ALIASES[name]]
+        if name in fields.get("extra", ()):
+            return fields["extra"][name]
+        raise AttributeError(f"XLNetConfig has no attribute {name!r}")
+
+    @property
+    def id2label(self) -> dict[int, str]:
+        """The classes' names, by default LABEL_0, ..."""
+        names = self.extra.get("id2label")
+        if names is None or len(names) != self.num_labels:
+            names = dict(enumerate(_default_labels(self.num_labels)))
+        return {int(i): name for i, name in names.items()}
+
+    @property
+    def label2id(self) -> dict[str, int]:
+        """The classes' numbers."""
+        return {name: i for i, name in self.id2label.items()}
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> XLNetConfig:
+        """Itself: there is no other part."""
+        return self
+
+    @classmethod
+    def of(cls, config: Any) -> XLNetConfig:
+        """`config` itself, or a new one with the entries of transformers' configuration of an XLNet.
+
+        Raises:
+            ValueError: it is neither, or has an impossible value.
+        """
+        if isinstance(config, XLNetConfig):
+            return config
+        if getattr(config, "model_type", None) == "xlnet" and hasattr(config, "to_dict"):
+            return cls.from_dict(config.to_dict())
+        kind = f"{type(config).__module__}.{type(config).__name__}"
+        raise ValueError(f"config must be an XLNetConfig, or transformers' of an XLNet, got {kind}")
 
     @classmethod
     def from_dict(cls, entries: dict[str, Any]) -> XLNetConfig:

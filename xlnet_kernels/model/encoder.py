@@ -150,6 +150,7 @@ class XLNetModel(PretrainedModel):
 
     def __init__(self, config: XLNetConfig, backend: str | None = None) -> None:
         super().__init__(config)
+        config = self.config
         self.word_embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.mask_emb = nn.Parameter(torch.empty(1, 1, config.d_model))
         self.layer = nn.ModuleList([XLNetLayer(config, backend) for _ in range(config.n_layer)])

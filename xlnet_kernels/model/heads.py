@@ -32,8 +32,8 @@ class HeadedModel(PretrainedModel):
 
     def __init__(self, config: XLNetConfig, backend: str | None = None) -> None:
         super().__init__(config)
-        self.transformer = XLNetModel(config, backend)
-        self.make_head(config)
+        self.transformer = XLNetModel(self.config, backend)
+        self.make_head(self.config)
         self.init_head()
         self.tie_weights()
 
@@ -55,6 +55,9 @@ class XLNetLMHeadModel(Generation, HeadedModel):
     >>> output.logits.shape, output.loss.shape
     (torch.Size([2, 2, 100]), torch.Size([]))
     """
+
+    _tied_weights_keys = {"lm_loss.weight": "transformer.word_embedding.weight"}
+    _keys_to_ignore_on_save = ["lm_loss.weight"]
 
     def make_head(self, config: XLNetConfig) -> None:
         self.lm_loss = Linear(config.d_model, config.vocab_size)

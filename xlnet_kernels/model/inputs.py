@@ -164,6 +164,15 @@ def find_targets(
         return torch.cat([content, target_positions.long()], 1), None, None
     if target_mapping is None:
         return None, None, None
+    if isinstance(target_mapping, Tensor) and target_mapping.dim() == 3 and target_mapping.shape[2] > length:
+        # transformers counts columns from the end: the last one is the last token, with any number in front.
+        before = target_mapping[:, :, :-length]
+        if readable(before) and before.any():
+            raise ValueError(
+                f"target_mapping has {target_mapping.shape[2]} columns for {length} tokens: the last {length} are the "
+                f"tokens, and those in front of them, which stand for no token, must be zero"
+            )
+        target_mapping = target_mapping[:, :, -length:]
     check_tensor("target_mapping", target_mapping, (batch, None, length), h)
     found = None if as_given else _one_hot_positions(target_mapping)
     if found is None:

@@ -13,6 +13,7 @@ from .backends import Available, Unavailable, backends
 from .functional import rel_attention
 from .linear import Linear
 from .masks import RankMask
+from .merging import merge
 from .model import (
     ProjectedMemory,
     XLNetConfig,
@@ -54,6 +55,7 @@ __all__ = [
     "accelerate",
     "backends",
     "integrations",
+    "merge",
     "pretraining",
     "rel_attention",
     "relative_positions",

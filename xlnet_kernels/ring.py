@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from .functional import autocasts, rel_attention
 from .masks import RankMask
+from .merging import merge, part_of
 from .segments import Segments
 from .streams import RowPositions
 
@@ -219,9 +220,7 @@ class RingAttention(torch.autograd.Function):
             if out is None or lse is None:  # the own chunk comes first, and some of it is always there
                 out, lse = part_out, part_lse
                 continue
-            total = torch.logaddexp(lse, part_lse)
-            out = out * _weight(lse, total) + part_out * _weight(part_lse, total)
-            lse = total
+            out, lse = merge((out, part_out), (lse, part_lse))
         assert out is not None and lse is not None
         ctx.call = call
         ctx.save_for_backward(query, key, value, *shared, out, lse)
@@ -245,7 +244,7 @@ class RingAttention(torch.autograd.Function):
                 leaves = [None if x is None else x.detach().requires_grad_(need) for x, need in tensors]
                 part = call.partial(chunk, *leaves)
             if part is not None:
-                weight = _weight(part[1].detach(), lse)
+                weight = part_of(part[1].detach(), lse)
                 of_out = weight * grad_out
                 # out = sum of weights times parts, and the weights are the softmax of the parts' log-sum-exp
                 of_lse = weight[..., 0] * ((grad_out * (part[0].detach() - out)).sum(-1) + grad_lse)
@@ -261,11 +260,6 @@ class RingAttention(torch.autograd.Function):
         found = iter(total.to(x.dtype) for total, x in zip(totals, given, strict=True))
         grad_query, *others = [next(found) if need else None for need in needs]
         return grad_query, *travelling.to(key.dtype), *others, None
-
-
-def _weight(lse: Tensor, total: Tensor) -> Tensor:
-    """exp(lse - total) (B, H, L, 1); 0 where nothing is seen."""
-    return (lse - total.clamp(min=torch.finfo(total.dtype).min)).exp().unsqueeze(-1)
 
 
 def _check_keys(name: str, values: Tensor, batch: int, length: int) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import flops
 from ._ops import add_op_namespace_prefix, ops
 from ._torch import constant_for_compilers, has_onednn_linear, is_batch_of_gradients, onednn_linear, transformed
 from .functional import autocasts
@@ -161,4 +162,5 @@ def _backward(ctx, grad: Tensor):
     return grad_input, grad_weight, rows.sum(0) if needs_bias else None
 
 
+flops.add(ops.linear, flops.linear_formula)
 torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context)

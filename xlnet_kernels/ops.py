@@ -25,7 +25,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import _extension
+from . import _extension, flops
 from ._ops import add_op_namespace_prefix, ops
 from ._torch import is_batch_of_gradients
 from .masks import RankMask
@@ -85,6 +85,9 @@ def define(name: str, has_residual: bool = True) -> Callable[..., tuple[Tensor, 
     else:
         torch.library.register_autograd(forward, differentiate, setup_context=_setup_context)
         torch.library.register_autograd(backward, _no_second_derivatives)
+
+    for operator, formula in zip((forward_op, backward_op), flops.attention_formulas(INPUT_NAMES), strict=True):
+        flops.add(operator, formula)
 
     def call(*args, **kwargs) -> tuple[Tensor, Tensor]:
         inputs = _flatten(*args, **kwargs)

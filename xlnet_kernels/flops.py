@@ -1,0 +1,103 @@
+"""Formulas of torch.utils.flop_counter for the operators.
+
+A pair of a query and a key costs three products of D multiplications and additions: content, position and value.
+Backward takes eight: content and position again, the probability's gradient, two for the query's (of keys and of
+rel_key), and one each for those of keys, values and rel_key. Products that belong to no pair are not counted, whatever
+tiles the kernels take: biases, the segment term, softmax.
+
+Pairs are those of whose distance rel_key has a row, since that is known without values. Masks and query_positions are
+values: all pairs that a mask hides count, and with query_positions each row counts as many keys as rel_key has rows, if
+there are so many.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+_COUNTER = "torch.utils.flop_counter"
+_formulas: dict[Any, Callable[..., int]] = {}  # of operators, until the counter is imported
+
+
+def add(operator: Any, formula: Callable[..., int]) -> None:
+    """`formula` takes the operator's arguments, shapes in place of tensors, and `out_shape`.
+
+    The counter imports Triton: it is given the formulas once somebody imports it.
+    """
+    _formulas[operator] = formula
+    if _COUNTER in sys.modules:
+        _register()
+
+
+def _register() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    while _formulas:
+        operator, formula = _formulas.popitem()
+        register_flop_formula(operator)(formula)
+
+
+class _AfterImport(MetaPathFinder):
+    """Registers the formulas when the counter has been imported."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != _COUNTER or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            _register()
+
+        loader.exec_module = exec_module
+        return spec
+
+
+if _COUNTER not in sys.modules:
+    sys.meta_path.insert(0, _AfterImport())
+
+
+def attention_formulas(names: Sequence[str]) -> tuple[Callable[..., int], Callable[..., int]]:
+    """Of an attention operator and its backward, whose tensors have these `names`, in the schema's order."""
+    count = len(names)
+
+    def forward(*inputs: Any, out_shape: Any = None) -> int:
+        return 3 * _product(dict(zip(names, inputs, strict=False)), inputs[count])
+
+    def backward(*arguments: Any, out_shape: Any = None) -> int:
+        needs, inputs = arguments[6], arguments[7:]
+        needed = dict(zip(names, needs, strict=False))
+        key, value = (needed[name] or needed[f"memory_{name}"] for name in ("key", "value"))
+        products = 3 + 2 * needed["query"] + key + value + needed["rel_key"]
+        return products * _product(dict(zip(names, inputs, strict=False)), inputs[count])
+
+    return forward, backward
+
+
+def _product(shapes: dict[str, Any], max_distance: int) -> int:
+    """Of one product of all pairs."""
+    batch, heads, length, width = shapes["query"]
+    mem_len = shapes["memory_key"][2] if shapes["memory_key"] is not None else 0
+    keys = mem_len + shapes["key"][2]
+    distances = shapes["rel_key"][-2]
+    if shapes["query_positions"] is not None:
+        pairs = length * min(keys, distances)
+    else:
+        firsts = (row + mem_len - max_distance for row in range(length))  # the key that has rel_key's first row
+        pairs = sum(max(0, min(keys, first + distances) - max(0, first)) for first in firsts)
+    return 2 * batch * heads * pairs * width
+
+
+def linear_formula(input: Any, weight: Any, bias: Any = None, *, out_shape: Any = None) -> int:
+    """Of input @ weight.mT."""
+    return 2 * math.prod(input) * weight[0]

@@ -113,6 +113,26 @@ void check_range(const char* name, const Tensor& values, int64_t end) {
                     "), got values from ", low.item<int64_t>(), " to ", high.item<int64_t>());
 }
 
+// Raises ValueError unless positions of each sequence ascend and the order has each of its rows once: kernels rely on
+// both. All values are in range.
+void check_order(const RelAttention& p) {
+  std::vector<bool> found(static_cast<size_t>(p.length));
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int32_t* const position = p.rows.position + b * p.length;
+    const int32_t* const order = p.rows.order + b * p.length;
+    TORCH_CHECK_VALUE(std::is_sorted(position, position + p.length),
+                      "query_positions must ascend where query_order is given (the `ascending` of RowPositions), got ",
+                      "some in sequence ", b, " that descend");
+    std::fill(found.begin(), found.end(), false);
+    for (int64_t i = 0; i < p.length; ++i) {
+      const auto row = static_cast<size_t>(order[i]);
+      TORCH_CHECK_VALUE(!found[row], "query_order (the `row` of RowPositions) must have each row once, got row ", row,
+                        " of sequence ", b, " again");
+      found[row] = true;
+    }
+  }
+}
+
 }  // namespace
 
 Outputs::Outputs(const Tensor& like, bool needs_backward) : out(empty_rows_first(like, like.scalar_type())) {
@@ -195,6 +215,7 @@ PreparedCall prepare(const Inputs& in) {
     }
     p.rows.position = ints(positions);
     p.rows.order = ints(order);
+    if (in.query.is_cpu() && in.query_order) check_order(p);
   }
   if (in.dropout_p > 0) {
     p.dropout = {in.dropout_p, static_cast<const int64_t*>(small(in.dropout_state))};

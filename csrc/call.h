@@ -111,7 +111,7 @@ struct PreparedCall {
 };
 
 // Raises ValueError for what would lead the kernels out of their tensors; users' mistakes are explained in
-// xlnet_kernels/functional.py. Values of query_positions are looked at on the CPU alone: elsewhere that would wait for
+// xlnet_kernels/functional.py. Values of query_positions and query_order are looked at on the CPU alone: elsewhere that would wait for
 // the device, and kernels have to bear any.
 PreparedCall prepare(const Inputs& inputs);
 

@@ -66,6 +66,41 @@ def test_an_order_beyond_the_rows_is_refused():
         ops.ops.rel_attention(x, x, x, rel_key, *[None] * 13, None, position, None, *numbers)
 
 
+def _flip(rows: torch.Tensor) -> None:
+    rows.copy_(rows.flip(0))
+
+
+UNSORTED = {
+    "descending": (lambda rows: _flip(rows.ascending[0]), "query_positions must ascend .* sequence 0"),
+    "swapped": (lambda rows: _flip(rows.ascending[1, -2:]), "query_positions must ascend .* sequence 1"),
+    "twice": (lambda rows: rows.row[1].fill_(2), "query_order .* each row once, got row 2 of sequence 1 again"),
+    "beyond": (lambda rows: rows.row[1, 3].fill_(2**30), r"query_order must lie in \[0, "),
+    "before": (lambda rows: rows.ascending[0, 0].fill_(-(2**31)), r"query_positions must lie in \[0, "),
+}
+
+
+@pytest.mark.skipif("cpu" not in READY, reason="the CPU backend is not there")
+@pytest.mark.parametrize("rows", [5, 400])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("what", UNSORTED)
+def test_what_is_no_order_is_refused(what, dtype, rows):
+    """By a plain call, by the operator, and by its backward pass: kernels would leave their tensors."""
+    edit, message = UNSORTED[what]
+    leaves = make(2, 2, rows, keys=2 * rows, dtype=dtype, biases=False, segments=False).leaves
+    leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
+    positions = torch.stack([torch.randperm(2 * rows)[:rows] for _ in range(2)])
+    good, bad = xk.RowPositions(positions), xk.RowPositions(positions)
+    edit(bad)
+    for dropout_p in (0.0, 0.1):
+        with pytest.raises(ValueError, match=message):
+            xk.rel_attention(**leaves, query_positions=bad, dropout_p=dropout_p, backend="cpu")
+    out = xk.rel_attention(**leaves, query_positions=good, backend="cpu")
+    for name in ("ascending", "row"):
+        getattr(good, name).data.copy_(getattr(bad, name))  # which autograd does not see
+    with pytest.raises(ValueError, match=message):
+        out.sum().backward()
+
+
 def _count_operators(function) -> dict[str, int]:
     with profile(activities=[ProfilerActivity.CPU]) as found:
         function()

@@ -373,7 +373,7 @@ def _attention_and_map(
     if memory is not None:
         mem_len = memory[0].shape[2]
         key, value = torch.cat([memory[0], key], 2), torch.cat([memory[1], value], 2)
-    weights, _ = reference.attention_map(
+    weights, _, visible = reference.attention_map(
         query,
         key,
         rel_key,
@@ -383,4 +383,4 @@ def _attention_and_map(
         scale=query.shape[-1] ** -0.5,
         **options,
     )
-    return weights @ value, weights
+    return reference.weighed_sum(weights, value, visible), weights

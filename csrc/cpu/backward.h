@@ -4,6 +4,7 @@ template <typename T>
 struct BackwardScratch {
   HeadTerms<T> terms;
   KeyTerms keys;
+  Unread unread;
   T *key_rows, *key_panels, *value_panels, *rel_rows, *rel_panels, *spare;
   T *out, *dO, *dO_panels, *dQ_content, *dQ_position;
   T *scores, *dP, *dropout;
@@ -13,7 +14,8 @@ struct BackwardScratch {
   // Row stride of dP
   static constexpr int64_t STRIDE = BACKWARD_BLOCK_N + PANEL_WIDTH<T> + BAND_MARGIN;
 
-  BackwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t head_dim) : terms(carver, sizes), keys(carver, sizes) {
+  BackwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t head_dim)
+      : terms(carver, sizes), keys(carver, sizes), unread(carver, sizes.max_keys, sizes.max_window) {
     carver.take(sizes.max_keys * sizes.padded_dim, key_rows);
     carver.take(sizes.max_keys * head_dim, key_panels, value_panels);
     carver.take(sizes.max_window * sizes.padded_dim, rel_rows);
@@ -34,11 +36,22 @@ struct BackwardScratch {
     T* const none = nullptr;
     if (sizes.starts_run(b)) {
       terms.load(p, h, dim);
-      pack(p, window_of(p, chunk.rel_first), b, h, chunk.window, dim, rel_rows, spare, rel_panels);
+      with_unread_as_zeros(
+          window_of(p, chunk.rel_first),
+          [&](const RowSequence& sequence) {
+            return pack(p, sequence, b, h, chunk.window, dim, rel_rows, spare, rel_panels);
+          },
+          [&] { return unread.find_rel_rows<T>(p, chunk, sizes.run, chunk.window); });
       sums.start_shared(sizes, chunk);
     }
     keys.load(p, chunk);
-    pack(p, keys_of(p, p.memory.key, p.keys.key, chunk), b, h, chunk.padded_keys, dim, key_rows, spare, key_panels);
+    const RowSequence rows = keys_of(p, p.memory.key, p.keys.key, chunk);
+    with_unread_as_zeros(
+        rows,
+        [&](const RowSequence& sequence) {
+          return pack(p, sequence, b, h, chunk.padded_keys, dim, key_rows, spare, key_panels);
+        },
+        [&] { return unread.find_keys<T>(p, chunk, rows, chunk.padded_keys); });
     pack(p, keys_of(p, p.memory.value, p.keys.value, chunk), b, h, chunk.padded_keys, dim, none, spare, value_panels);
     sums.start_keys(sizes, chunk);
   }
@@ -183,6 +196,7 @@ static void store_rows(const BackwardTask<T, Scratch>& task, const BlockRows<T>&
   for (int64_t r = 0; r < block.count; ++r) {
     T *content = scratch.dQ_content + r * sizes.padded_dim, *position = scratch.dQ_position + r * sizes.padded_dim;
     const T* segment_query = block.segments.query + r * sizes.padded_dim;
+    if (statistics.softmax[r].is_fully_masked()) clear(sizes.padded_dim, content, position);  // keys may be NaN
     const T total = statistics.softmax[r].grad_lse, different = statistics.segments.different(r, total);
     for (int64_t d = 0; d < sizes.padded_dim; d += LANES<T>) {
       const Vec<T> of_content = load(content + d), of_position = load(position + d);

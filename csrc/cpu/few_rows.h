@@ -44,9 +44,11 @@ struct FewRowsScratch {
   static constexpr int64_t STRIDE = FORWARD_BLOCK_N + LANES<T>;
   HeadTerms<T> terms;
   KeyTerms keys;
+  Unread unread;
   T *key_copies, *rel_copies, *out, *scores, *dropout;
 
-  FewRowsScratch(Carver& carver, const Sizes<T>& sizes) : terms(carver, sizes), keys(carver, sizes) {
+  FewRowsScratch(Carver& carver, const Sizes<T>& sizes)
+      : terms(carver, sizes), keys(carver, sizes), unread(carver, sizes.max_keys, 0) {
     carver.take(FEW_KEYS * sizes.padded_dim, key_copies);
     carver.take((FEW_KEYS + FEW_SPAN) * sizes.padded_dim, rel_copies);
     carver.take(FEW_ROWS * sizes.padded_dim, out);
@@ -73,12 +75,14 @@ template <typename T, int ROWS>
 struct FewRowsWindow {
   const RelAttention& p;
   const Chunk& chunk;
+  RowSequence sequence;
   int64_t low, span;
   int64_t shift[ROWS];
 
   FewRowsWindow(const RelAttention& p, const RowBlock<T>& block, const Chunk& chunk)
       : p(p),
         chunk(chunk),
+        sequence(window_of(p, chunk.rel_first)),
         low(chunk.last_position - block.position[ROWS - 1]),
         span(block.position[ROWS - 1] - block.position[0]) {
     for (int64_t r = 0; r < ROWS; ++r) shift[r] = block.position[ROWS - 1] - block.position[r];
@@ -86,7 +90,7 @@ struct FewRowsWindow {
 
   // Those for the chunk's keys j .. j + count - 1
   WorkRows<T> rows(int64_t j, int64_t count, int64_t padded, T* copies) const {
-    return rows_of(p, window_of(p, chunk.rel_first), chunk.b, chunk.h, low + j, count + span, padded, copies);
+    return rows_of(p, sequence, chunk.b, chunk.h, low + j, count + span, padded, copies);
   }
 };
 
@@ -143,13 +147,13 @@ static __attribute__((noinline)) void few_rows_product(const T* a, int64_t a_str
   for (; column < width; column += LANES<T>) few_rows_tile<T, ROWS, 1>(a, a_stride, rows, depth, c, c_stride, column);
 }
 
+// False if the output is not finite.
 template <typename T, int ROWS>
-static void few_rows_forward(const RelAttention& p, const Sizes<T>& sizes, const RowBlock<T>& block, const Chunk& chunk,
-                             const FewRowsScratch<T>& scratch) {
+static bool few_rows_forward(const RelAttention& p, const Sizes<T>& sizes, const RowBlock<T>& block, const Chunk& chunk,
+                             const FewRowsScratch<T>& scratch, const RowSequence& values) {
   constexpr int64_t STRIDE = FewRowsScratch<T>::STRIDE;
   const int64_t b = block.b, h = block.h, dim = sizes.padded_dim;
   const RowSequence keys = keys_of(p, p.memory.key, p.keys.key, chunk);
-  const RowSequence values = keys_of(p, p.memory.value, p.keys.value, chunk);
   const FewRowsWindow<T, ROWS> window(p, block, chunk);
   OnlineSoftmax<T> softmax;
   clear(ROWS * dim, scratch.out);
@@ -176,6 +180,7 @@ static void few_rows_forward(const RelAttention& p, const Sizes<T>& sizes, const
     }
   }
   store_rows(p, sizes, chunk, scratch.keys.ranks, block, softmax, scratch.out);
+  return are_finite(scratch.out, ROWS * dim);
 }
 
 template <typename T>
@@ -192,10 +197,15 @@ static bool few_rows_forward_as(const RelAttention& p, int64_t threads, Parallel
     scratch.keys.load(p, chunk);
     for (int64_t row = chunk.begin; row < chunk.end; row += block.count) {
       load_queries(p, sizes, scratch.terms, chunk, row, FEW_ROWS, FEW_SPAN, block);
-      if (block.count == 1) few_rows_forward<T, 1>(p, sizes, block, chunk, scratch);
-      if (block.count == 2) few_rows_forward<T, 2>(p, sizes, block, chunk, scratch);
-      if (block.count == 3) few_rows_forward<T, 3>(p, sizes, block, chunk, scratch);
-      if (block.count == 4) few_rows_forward<T, 4>(p, sizes, block, chunk, scratch);
+      const auto forward = [&](const RowSequence& sequence) {
+        if (block.count == 1) return few_rows_forward<T, 1>(p, sizes, block, chunk, scratch, sequence);
+        if (block.count == 2) return few_rows_forward<T, 2>(p, sizes, block, chunk, scratch, sequence);
+        if (block.count == 3) return few_rows_forward<T, 3>(p, sizes, block, chunk, scratch, sequence);
+        return few_rows_forward<T, 4>(p, sizes, block, chunk, scratch, sequence);
+      };
+      const RowSequence values = keys_of(p, p.memory.value, p.keys.value, chunk);
+      with_unread_as_zeros(values, forward,
+                           [&] { return scratch.unread.template find_keys<T>(p, chunk, values, chunk.keys); });
     }
   });
 }

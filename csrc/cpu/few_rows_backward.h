@@ -5,11 +5,12 @@ struct FewRowsBackwardScratch {
   static constexpr int64_t STRIDE = BACKWARD_BLOCK_N + ROW_ROWS + LANES<T>;  // register tiles of keys are whole ones
   HeadTerms<T> terms;
   KeyTerms keys;
+  Unread unread;
   T *key_copies, *rel_copies, *spare, *out, *dO, *dQ_content, *dQ_position, *scores, *dP, *dropout;
   ChunkSums<T> sums;
 
   FewRowsBackwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t /*head_dim*/)
-      : terms(carver, sizes), keys(carver, sizes) {
+      : terms(carver, sizes), keys(carver, sizes), unread(carver, sizes.max_keys, sizes.max_window) {
     carver.take(FEW_KEYS * sizes.padded_dim, key_copies);
     carver.take((FEW_KEYS + FEW_SPAN) * sizes.padded_dim, rel_copies);
     carver.take(sizes.padded_dim, spare, out);
@@ -43,9 +44,9 @@ static void few_rows_backward(const BackwardTask<T, FewRowsBackwardScratch<T>>& 
   const auto& [p, g, wanted, sizes, chunk, scratch, range, row] = task;
   constexpr int64_t STRIDE = FewRowsBackwardScratch<T>::STRIDE;
   const int64_t b = block.b, h = block.h, dim = sizes.padded_dim;
-  const RowSequence keys = keys_of(p, p.memory.key, p.keys.key, chunk);
+  RowSequence keys = keys_of(p, p.memory.key, p.keys.key, chunk);
   const RowSequence values = keys_of(p, p.memory.value, p.keys.value, chunk);
-  const FewRowsWindow<T, ROWS> window(p, block, chunk);
+  FewRowsWindow<T, ROWS> window(p, block, chunk);
   RowStatistics<T> statistics;
   load_output_gradients(task, block, statistics);
   clear(ROWS * dim, scratch.dQ_content, scratch.dQ_position);
@@ -67,15 +68,24 @@ static void few_rows_backward(const BackwardTask<T, FewRowsBackwardScratch<T>>& 
       const VisibleKeys<T> visible = segments_and_mask(p, scratch.keys, block, r, tile, StoredScores<T>{tile.score[r]});
       softmax_backward(task, block, r, visible.count, tile, scratch.dP + r * STRIDE, statistics);
     }
-    for (int64_t j = 0, some; wanted.query && j < count; j += some) {
-      some = smaller(FEW_KEYS, count - j);
-      const T* const dS = scratch.scores + j;
-      const WorkRows<T> key = rows_of(p, keys, b, h, first + j, some, dim, scratch.key_copies);
-      few_rows_product<T, ROWS>(dS, STRIDE, key, dim, some, scratch.dQ_content, dim);
-      const WorkRows<T> rel = window.rows(first + j, some, dim, scratch.rel_copies);
-      for (int64_t r = 0; r < ROWS; ++r)
-        few_rows_product<T, 1>(dS + r * STRIDE, STRIDE, {rel.row + window.shift[r] * rel.stride, rel.stride}, dim, some,
-                               scratch.dQ_position + r * dim, dim);
+    const auto add_query_gradients = [&] {
+      for (int64_t j = 0, some; wanted.query && j < count; j += some) {
+        some = smaller(FEW_KEYS, count - j);
+        const T* const dS = scratch.scores + j;
+        const WorkRows<T> key = rows_of(p, keys, b, h, first + j, some, dim, scratch.key_copies);
+        few_rows_product<T, ROWS>(dS, STRIDE, key, dim, some, scratch.dQ_content, dim);
+        const WorkRows<T> rel = window.rows(first + j, some, dim, scratch.rel_copies);
+        for (int64_t r = 0; r < ROWS; ++r)
+          few_rows_product<T, 1>(dS + r * STRIDE, STRIDE, {rel.row + window.shift[r] * rel.stride, rel.stride}, dim,
+                                 some, scratch.dQ_position + r * dim, dim);
+      }
+    };
+    add_query_gradients();
+    if (!are_finite(scratch.dQ_content, ROWS * dim) || !are_finite(scratch.dQ_position, ROWS * dim)) {
+      keys.unread = scratch.unread.template find_keys<T>(p, chunk, keys, chunk.keys);
+      window.sequence.unread = scratch.unread.template find_rel_rows<T>(p, chunk, 1, chunk.window);
+      clear(ROWS * dim, scratch.dQ_content, scratch.dQ_position);  // of this tile alone: there is no other
+      add_query_gradients();
     }
     const RowPointers<T> P(scratch.dP, STRIDE);
     for (int64_t j = 0; j < count; j += ROW_ROWS) {

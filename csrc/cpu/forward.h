@@ -4,10 +4,12 @@ template <typename T>
 struct ForwardScratch {
   HeadTerms<T> terms;
   KeyTerms keys;
+  Unread unread;
   T *key_panels, *rel_panels, *value_rows, *spare;
   T *out, *scores, *dropout;
 
-  ForwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t head_dim) : terms(carver, sizes), keys(carver, sizes) {
+  ForwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t head_dim)
+      : terms(carver, sizes), keys(carver, sizes), unread(carver, sizes.max_keys, 0) {
     carver.take(sizes.max_keys * head_dim, key_panels);
     carver.take(sizes.max_window * head_dim, rel_panels);
     carver.take(sizes.max_keys * sizes.padded_dim, value_rows);
@@ -26,7 +28,19 @@ struct ForwardScratch {
     }
     keys.load(p, chunk);
     pack(p, keys_of(p, p.memory.key, p.keys.key, chunk), b, h, chunk.padded_keys, dim, none, spare, key_panels);
-    pack(p, keys_of(p, p.memory.value, p.keys.value, chunk), b, h, chunk.padded_keys, dim, value_rows, spare, none);
+    load_values(p, sizes, chunk);
+  }
+
+  // Hidden scores are replaced, whatever they are: only values could bring NaN to rows that do not see them.
+  void load_values(const RelAttention& p, const Sizes<T>& sizes, const Chunk& chunk) const {
+    const RowSequence values = keys_of(p, p.memory.value, p.keys.value, chunk);
+    with_unread_as_zeros(
+        values,
+        [&](const RowSequence& sequence) {
+          return pack(p, sequence, chunk.b, chunk.h, chunk.padded_keys, sizes.padded_dim, value_rows, spare,
+                      static_cast<T*>(nullptr));
+        },
+        [&] { return unread.find_keys<T>(p, chunk, values, chunk.padded_keys); });
   }
 };
 

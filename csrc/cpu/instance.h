@@ -34,6 +34,7 @@ constexpr bool BY_LANE = false;
 #include "pack.h"
 #include "segments.h"
 #include "mask.h"
+#include "unread.h"
 #include "softmax.h"
 #include "dropout.h"
 #include "rows.h"

@@ -140,6 +140,21 @@ struct RankRow {
   }
 };
 
+// Whether a row sees a key; `own`: the key at its position
+INLINE bool sees_key(const RelAttention& p, int64_t b, int64_t h, int64_t row_index, int64_t own, int64_t key) {
+  const Reach reach(p, own, own);
+  if (key < reach.begin || key >= reach.end) return false;
+  const RankMask& mask = p.rank_mask;
+  if (mask.query_rank != nullptr) {
+    const int64_t row = b * p.length + row_index;
+    const int32_t rank = mask.key_rank[b * (p.mem_len + p.key_len) + key];
+    const bool ranked = rank < mask.query_rank[row] && (mask.query_floor == nullptr || rank >= mask.query_floor[row]);
+    if (!ranked && (mask.sees_self == nullptr || !mask.sees_self[row] || key != own)) return false;
+  }
+  const bool* dense = static_cast<const bool*>(p.mask.data);
+  return dense == nullptr || dense[row_start(p.mask, b, h, row_index) + key * p.mask.stride[3]];
+}
+
 // Whether a row sees any key, asked key by key; for rows that have no finite score
 template <typename T>
 static bool sees_any_key(const RelAttention& p, const Chunk& chunk, const KeyRanks& keys, int64_t row_index,

@@ -174,13 +174,15 @@ static void read_parameter(const RelAttention& p, const void* data, int64_t row,
   if (data != nullptr) read(p.dtype, data, row * p.head_dim, 1, p.head_dim, to);
 }
 
-// The rows of up to two tensors one after the other, counted from `start`; zeros before and after
+// The rows of up to two tensors one after the other, counted from `start`; zeros before and after, and where `unread`
 struct RowSequence {
   Tensor4 part[2];
   int64_t rows[2];
   int64_t start;
+  const bool* unread = nullptr;  // by row of the sequence (unread.h), or null
 
-  // The tensor that holds row j and the row's index there; null for zeros. `left`: rows from there to its end.
+  // The tensor that holds row j and the row's index there; null for zeros. `left`: rows from there to its end, or to
+  // one that may be zeros.
   const Tensor4* find(int64_t j, int64_t& row, int64_t& left) const {
     row = start + j;
     int which = 0;
@@ -189,7 +191,10 @@ struct RowSequence {
       which = 1;
     }
     left = rows[which] - row;
-    return row >= 0 && left > 0 ? &part[which] : nullptr;
+    if (row < 0 || left <= 0) return nullptr;
+    if (unread == nullptr) return &part[which];
+    left = 1;
+    return unread[j] ? nullptr : &part[which];
   }
 };
 
@@ -236,12 +241,26 @@ static void transpose_row_panels(const T* rows, int64_t count, int64_t padded, i
   }
 }
 
-// Rows 0 .. count-1 of head (b, h), kept as rows [j][padded] and as panels. Either may be null; `spare` holds LANES
-// rows where they are not kept. `count` is a multiple of LANES.
+// Whether all of `count` numbers, whole vectors, are finite: zero times any other is NaN
 template <typename T>
-static void pack(const RelAttention& p, const RowSequence& sequence, int64_t b, int64_t h, int64_t count,
+INLINE bool are_finite(const T* x, int64_t count) {
+  Vec<T> even{}, odd{};
+  int64_t i = 0;
+  for (; i + 2 * LANES<T> <= count; i += 2 * LANES<T>) {
+    even += load(x + i) * T(0);
+    odd += load(x + i + LANES<T>) * T(0);
+  }
+  if (i < count) even += load(x + i) * T(0);
+  return sum<T>(even + odd) == 0;
+}
+
+// Rows 0 .. count-1 of head (b, h), kept as rows [j][padded] and as panels. Either may be null; `spare` holds LANES
+// rows where they are not kept. `count` is a multiple of LANES. False if a row that is kept as such is not finite.
+template <typename T>
+static bool pack(const RelAttention& p, const RowSequence& sequence, int64_t b, int64_t h, int64_t count,
                  int64_t padded, T* rows, T* spare, T* panels) {
   constexpr DType same = sizeof(T) == sizeof(double) ? DType::float64 : DType::float32;
+  bool finite = true;
   for (int64_t j0 = 0; j0 < count; j0 += LANES<T>) {
     T* group = rows == nullptr ? spare : rows + j0 * padded;
     for (int64_t lane = 0; lane < LANES<T>; ++lane)
@@ -262,6 +281,8 @@ static void pack(const RelAttention& p, const RowSequence& sequence, int64_t b, 
         clear(padded, group + lane * padded);
       }
     }
+    if (rows != nullptr) finite = are_finite(group, LANES<T> * padded) && finite;
     if (panels != nullptr) transpose_panel(group, padded, p.head_dim, panels + j0 * p.head_dim);
   }
+  return finite;
 }

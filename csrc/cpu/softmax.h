@@ -50,9 +50,10 @@ struct OnlineSoftmax {
     for (int64_t j = visible; j < count; ++j) score[j] = 0;
   }
 
-  // Normalizes the output; fully masked rows are zero.
+  // Normalizes the output; fully masked rows are zero, even where it is NaN.
   void finish(int64_t r, T* out, int64_t padded_dim) const {
-    const T inverse = row_sum[r] == 0 ? T(0) : 1 / row_sum[r];
+    if (row_sum[r] == 0) return clear(padded_dim, out);
+    const T inverse = 1 / row_sum[r];
     for (int64_t d = 0; d < padded_dim; d += LANES<T>) store(out + d, load(out + d) * inverse);
   }
 

@@ -51,6 +51,16 @@ def test_16_bit_products_are_right(instruction_set):
     assert found.returncode == 0 and " passed" in found.stdout, found.stdout[-4000:]
 
 
+@pytest.mark.parametrize("instruction_set", ["avx2", "neon", "generic", "amx_bf16", "avx512_bf16", "emulated_bf16"])
+def test_unread_rows_count_as_zeros(instruction_set):
+    if REFUSED in run_with(instruction_set, "-c", SMALL_CALL).stderr:
+        pytest.skip(f"this processor, or this build, has no {instruction_set}")
+    file = str(ROOT / "tests/operator/test_unread.py")
+    chosen = "cpu and bfloat16" if "bf16" in instruction_set else "cpu and float32"
+    found = run_with(instruction_set, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", chosen)
+    assert found.returncode == 0 and " passed" in found.stdout, found.stdout[-4000:]
+
+
 HASH = """
 import hashlib
 import torch

@@ -144,7 +144,7 @@ class Deviations:
         self.rows = batch * self.length  # that a gradient may be summed over
         of_map = ("content_bias", "position_bias", "segments", "mask", "query_positions", "max_distance", "scale")
         maps = {name: arguments[name] for name in of_map}
-        self.P, self.lse = reference.attention_map(
+        self.P, self.lse, _ = reference.attention_map(
             self.query, key, self.rel_key, mem_len=self.mem_len, dropout_p=0.0, dropout_state=None, **maps
         )
         self.kept = torch.ones((), dtype=key.dtype)

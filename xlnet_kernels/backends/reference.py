@@ -51,7 +51,7 @@ def rel_attention(
     if memory is not None:
         mem_len = memory[0].shape[2]
         key, value = torch.cat([memory[0], key], 2), torch.cat([memory[1], value], 2)
-    probability, lse = attention_map(
+    probability, lse, visible = attention_map(
         query,
         key,
         rel_key,
@@ -66,7 +66,7 @@ def rel_attention(
         dropout_state=dropout_state,
         scale=scale,
     )
-    return probability @ value, lse
+    return weighed_sum(probability, value, visible), lse
 
 
 def attention_map(
@@ -84,8 +84,9 @@ def attention_map(
     dropout_p: float,
     dropout_state: Tensor | None,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Probabilities after dropout (B, H, L, M + K) and log-sum-exp (B, H, L); `key` starts with mem_len of memory."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities after dropout (B, H, L, M + K), log-sum-exp (B, H, L), and which pairs are visible, shaped as the
+    first; `key` starts with mem_len of memory."""
     batch, heads, length, _ = query.shape
     keys = key.shape[2]
 
@@ -96,13 +97,25 @@ def attention_map(
     distance = (position + mem_len)[:, :, None] - torch.arange(keys, device=query.device)  # (B or 1, L, M + K)
     row = max_distance - distance
     has_row = (row >= 0) & (row < rel_key.shape[-2])  # other pairs are invisible
+    row = row.clamp(0, rel_key.shape[-2] - 1)[:, None].expand(batch, heads, -1, -1)
+
+    visible = has_row[:, None]
+    if isinstance(mask, RankMask):
+        visible = visible & mask.to_bool(None, position, mem_len)[:, None]
+    elif mask is not None:
+        visible = visible & mask
+    visible = visible.expand(batch, heads, length, keys)
+
+    # what no pair reads counts as zero: zero times NaN would be NaN, in gradients as well
+    sees_any = visible.any(-1, keepdim=True)
+    query, key = torch.where(sees_any, query, 0.0), _zero_unless(visible.any(2), key)
+    rel_key = _zero_unless(_rows_read(rel_key, row, visible), rel_key)
 
     # (a) + (c): content and its global bias
     score = (query if content_bias is None else query + content_bias[:, None]) @ key.mT
 
     # (b) + (d): position and its global bias, shifted so that column j holds distance(i, j)
     by_row = (query if position_bias is None else query + position_bias[:, None]) @ rel_key.mT  # (B, H, L, P)
-    row = row.clamp(0, rel_key.shape[-2] - 1)[:, None].expand(batch, heads, -1, -1)
     score = score + by_row.gather(-1, row)
 
     # relative segment term
@@ -112,15 +125,7 @@ def attention_map(
         different = (segments.query_ids[:, None, :, None] != segments.key_ids[:, None, None, :]).expand_as(score)
         score = score + torch.where(different, by_kind[..., 1:], by_kind[..., :1])
 
-    visible = has_row[:, None]
-    if isinstance(mask, RankMask):
-        visible = visible & mask.to_bool(None, position, mem_len)[:, None]
-    elif mask is not None:
-        visible = visible & mask
-    visible = visible.expand_as(score)
-
     # softmax over the visible keys; a fully masked row gives zeros, zero gradients and lse = -inf
-    sees_any = visible.any(-1, keepdim=True)
     score = torch.where(visible, score * scale, -torch.inf).masked_fill(~sees_any, 0.0)
     probability = score.softmax(-1).masked_fill(~visible, 0.0)
     lse = score.to(torch.promote_types(score.dtype, torch.float32)).logsumexp(-1)
@@ -129,4 +134,23 @@ def attention_map(
     if dropout_state is not None:  # there is one where dropout_p > 0
         keep = keep_mask(dropout_state, batch, heads, length, keys, dropout_p)
         probability = probability * keep / (1 - dropout_p)
-    return probability, lse
+    return probability, lse, visible
+
+
+def weighed_sum(probability: Tensor, value: Tensor, visible: Tensor) -> Tensor:
+    """The output of `attention_map`'s probabilities and visible pairs."""
+    out = probability @ _zero_unless(visible.any(2), value)
+    return torch.where(visible.any(-1, keepdim=True), out, 0.0)
+
+
+def _zero_unless(read: Tensor, rows: Tensor) -> Tensor:
+    """`rows` (..., D), zeros where `read` (...) is False."""
+    return torch.where(read[..., None], rows, 0.0)
+
+
+def _rows_read(rel_key: Tensor, row: Tensor, visible: Tensor) -> Tensor:
+    """Which rows of rel_key a visible pair reads, (B, H, P) or (H, P); `row` (B, H, L, M + K): that of each pair."""
+    rows = rel_key.shape[-2]
+    read = torch.zeros(*row.shape[:2], rows + 1, dtype=torch.bool, device=row.device)
+    read = read.scatter(-1, torch.where(visible, row, rows).flatten(2), True)[..., :rows]
+    return read.any(0) if rel_key.dim() == 3 else read

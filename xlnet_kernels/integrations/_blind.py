@@ -76,7 +76,7 @@ def average_weights(
             bias = None if segments.bias is None else segments.bias.to(wide)
             segments = Segments(ids, segments.key_ids, embed, bias)
         # in 32 bits and outside autocast, since 16 bits cannot hold gradients times the slope
-        flat, _ = reference.attention_map(
+        flat, _, _ = reference.attention_map(
             query.gather(2, index[:, None, :, None].expand(widths)).to(wide),
             key.to(wide),
             rel_key.to(wide),

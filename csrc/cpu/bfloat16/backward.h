@@ -82,6 +82,7 @@ struct BFloat16BackwardScratch {
   static constexpr int64_t STRIDE = BACKWARD_BLOCK_N + DEPTH_STEP;  // of rows of scores, dP, P and dS
   HeadTerms<float> terms;
   KeyTerms keys;
+  Unread unread;
   Operand key, value, rel_key;
   uint16_t *spare, *dO, *dO_columns, *query_columns;
   float *row, *out, *dQ_content, *dQ_position;
@@ -89,7 +90,8 @@ struct BFloat16BackwardScratch {
   BFloat16Gradients rounded;
   BFloat16Sums sums;
 
-  BFloat16BackwardScratch(Carver& carver, const BFloat16Sizes& sizes) : terms(carver, sizes), keys(carver, sizes) {
+  BFloat16BackwardScratch(Carver& carver, const BFloat16Sizes& sizes)
+      : terms(carver, sizes), keys(carver, sizes), unread(carver, sizes.max_keys, sizes.max_window) {
     const int64_t dim = sizes.padded_dim, band_size = BFloat16Tile::band_elements(BACKWARD_BLOCK_N);
     const auto operand = [&](int64_t rows, bool across) {
       return Operand{carver.take<uint16_t>(rows * dim), across ? carver.take<uint16_t>(rows * dim) : nullptr,
@@ -115,11 +117,23 @@ struct BFloat16BackwardScratch {
     const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim, count = sizes.keys(chunk);
     terms.load(p, h, dim);
     keys.load(p, chunk);
-    key.load(p, keys_of(p, p.memory.key, p.keys.key, chunk), b, h, count, sizes.max_keys, dim,
-             p.content_bias == nullptr ? nullptr : terms.content_bias, spare);
+    const RowSequence rows = keys_of(p, p.memory.key, p.keys.key, chunk);
+    with_unread_as_zeros(
+        rows,
+        [&](const RowSequence& sequence) {
+          return key.load(p, sequence, b, h, count, sizes.max_keys, dim,
+                          p.content_bias == nullptr ? nullptr : terms.content_bias, spare);
+        },
+        [&] { return unread.find_keys<float>(p, chunk, rows, count); });
     value.load(p, keys_of(p, p.memory.value, p.keys.value, chunk), b, h, count, sizes.max_keys, dim, nullptr, spare);
-    rel_key.load(p, window_of(p, chunk.rel_first), b, h, sizes.window(p, chunk), sizes.max_window, dim,
-                 p.position_bias == nullptr ? nullptr : terms.position_bias, spare);
+    const int64_t window = sizes.window(p, chunk);
+    with_unread_as_zeros(
+        window_of(p, chunk.rel_first),
+        [&](const RowSequence& sequence) {
+          return rel_key.load(p, sequence, b, h, window, sizes.max_window, dim,
+                              p.position_bias == nullptr ? nullptr : terms.position_bias, spare);
+        },
+        [&] { return unread.find_rel_rows<float>(p, chunk, 1, window); });
   }
 };
 

@@ -35,8 +35,9 @@ struct BFloat16Softmax : OnlineSoftmax<float> {
   }
 
   void finish(int64_t r, float* out, int64_t dim) const {
+    if (row_sum[r] == 0) return clear(dim, out);
     const float weights = row_sum[r] == row_sum[r] ? rounded_sum[r] : row_sum[r];
-    const float factor = row_sum[r] == 0 ? 0.f : kept_scale / weights;
+    const float factor = kept_scale / weights;
     for (int64_t d = 0; d < dim; d += LANES<float>) store(out + d, load(out + d) * factor);
   }
 };
@@ -45,11 +46,13 @@ struct BFloat16ForwardScratch {
   static constexpr int64_t STRIDE = FORWARD_BLOCK_N + DEPTH_STEP;
   HeadTerms<float> terms;
   KeyTerms keys;
+  Unread unread;
   Operand key, value, rel_key;
   uint16_t *spare, *P;
   float *out, *scores, *band, *dropout;
 
-  BFloat16ForwardScratch(Carver& carver, const BFloat16Sizes& sizes) : terms(carver, sizes), keys(carver, sizes) {
+  BFloat16ForwardScratch(Carver& carver, const BFloat16Sizes& sizes)
+      : terms(carver, sizes), keys(carver, sizes), unread(carver, sizes.max_keys, 0) {
     const int64_t dim = sizes.padded_dim;
     key = {carver.take<uint16_t>(sizes.max_keys * dim), nullptr, carver.take<float>(sizes.max_keys)};
     value = {nullptr, carver.take<uint16_t>(sizes.max_keys * dim), nullptr};
@@ -68,7 +71,13 @@ struct BFloat16ForwardScratch {
     keys.load(p, chunk);
     key.load(p, keys_of(p, p.memory.key, p.keys.key, chunk), b, h, count, sizes.max_keys, dim,
              p.content_bias == nullptr ? nullptr : terms.content_bias, spare);
-    value.load(p, keys_of(p, p.memory.value, p.keys.value, chunk), b, h, count, sizes.max_keys, dim, nullptr, spare);
+    const RowSequence values = keys_of(p, p.memory.value, p.keys.value, chunk);
+    with_unread_as_zeros(
+        values,
+        [&](const RowSequence& sequence) {
+          return value.load(p, sequence, b, h, count, sizes.max_keys, dim, nullptr, spare);
+        },
+        [&] { return unread.find_keys<float>(p, chunk, values, count); });
     rel_key.load(p, window_of(p, chunk.rel_first), b, h, sizes.window(p, chunk), sizes.max_window, dim,
                  p.position_bias == nullptr ? nullptr : terms.position_bias, spare);
   }

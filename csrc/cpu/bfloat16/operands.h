@@ -129,13 +129,26 @@ static void transpose_rows(const uint16_t* rows, int64_t dim, uint16_t* panel, u
     }
 }
 
+// Whether all of `count` numbers, whole vectors of pairs, are finite: zero times any other is NaN
+INLINE bool are_finite(const uint16_t* x, int64_t count) {
+  Vec<float> first{}, second{};
+  for (int64_t i = 0; i < count; i += 2 * LANES<float>) {
+    const PairVec pairs = load_pairs(x + i);
+    first += first_of(pairs) * 0.f;
+    second += second_of(pairs) * 0.f;
+  }
+  return sum<float>(first + second) == 0;
+}
+
 // The rows of a sequence as operands: panels of pairs along head_dim, with bias . row, and pairs across the rows
 struct Operand {
   uint16_t *along, *across;  // null: not wanted
   float* offsets;            // bias . row; zeros without a bias
 
-  void load(const RelAttention& p, const RowSequence& sequence, int64_t b, int64_t h, int64_t count, int64_t capacity,
+  // False if pairs across rows are wanted, and a row is not finite.
+  bool load(const RelAttention& p, const RowSequence& sequence, int64_t b, int64_t h, int64_t count, int64_t capacity,
             int64_t dim, const float* bias, uint16_t* spare) const {
+    bool finite = true;
     for (int64_t j = 0; j < count; j += PAIR_COLUMNS) {
       for (int64_t i = 0; i < PAIR_COLUMNS; ++i) {
         copy_row(p, sequence, b, h, j + i, dim, spare + i * dim);
@@ -143,9 +156,12 @@ struct Operand {
       }
       if (along != nullptr) pair_along_row(spare, dim, dim, along + j * dim);
       if (bias != nullptr) dot_products(along + j * dim, bias, dim, offsets + j);
-      if (across != nullptr)
+      if (across != nullptr) {
         pair_across_rows(spare, dim, PAIR_COLUMNS, dim, across + j * PAIR_COLUMNS, capacity * PAIR_COLUMNS, nullptr);
+        finite = are_finite(spare, PAIR_COLUMNS * dim) && finite;
+      }
     }
     if (offsets != nullptr && bias == nullptr) clear(count, offsets);
+    return finite;
   }
 };

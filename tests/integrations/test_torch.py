@@ -316,3 +316,13 @@ def test_falling_back_to_the_reference_is_logged_once(device, level, monkeypatch
     assert record.levelname == level
     assert record.getMessage().startswith(f"the reference backend serves tensors on {device}, since no fused one can (")
     assert "it is not built" in record.getMessage()
+
+
+def test_transforms_log_that_they_take_the_reference(caplog):
+    backends._log_once.cache_clear()
+    tensors = [torch.randn(2, 1, 3, 8) for _ in range(3)] + [torch.randn(1, 6, 8)]
+    with caplog.at_level("INFO", logger="xlnet_kernels"):
+        torch.func.vmap(lambda q: xk.rel_attention(q[None], *(x[:1] for x in tensors[1:3]), tensors[3]))(tensors[0])
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert "torch.func transforms and forward-mode gradients need the reference" in record.getMessage()

@@ -79,7 +79,7 @@ def choose(name: str | None, device_type: str, dtype: torch.dtype, head_dim: int
         return reference
     if name is None:
         found = next(backend for name, backend in _BACKENDS.items() if _refusal(name, backend, *call) is None)
-        if found in (torch_blocks, reference) and not torch.compiler.is_compiling() and not transformed():
+        if found in (torch_blocks, reference) and not torch.compiler.is_compiling():
             _explain(found, *call)
         return found
     check_name(name)
@@ -96,7 +96,8 @@ def _explain(found, device_type: str, *call) -> None:
     reasons = "; ".join(f"{name}: {_refusal(name, backend, device_type, *call)}" for name, backend in served.items())
     name = next(name for name, backend in _BACKENDS.items() if backend is found)
     if reasons or found is reference:
-        _log_once(logging.INFO if device_type == "cpu" else logging.WARNING, name, device_type, reasons)
+        is_expected = device_type == "cpu" or transformed()
+        _log_once(logging.INFO if is_expected else logging.WARNING, name, device_type, reasons)
 
 
 @functools.cache

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -163,12 +166,13 @@ def test_mismatched_files_are_refused_by_name(folder):
     for text in (
         "missing: transformer.layer.1.ff.layer_1.bias;",
         "unexpected: transformer.layer.0.extra;",
-        "wrong: lm_loss.bias of torch.int64, transformer.mask_emb (32,) instead of (1, 1, 32)",
+        "wrong: lm_loss.bias of torch.int64 instead of float16, bfloat16, float32 or float64, "
+        "transformer.mask_emb (32,) instead of (1, 1, 32)",
     ):
         assert text in str(error.value)
     safetensors.torch.save_file(state, folder / "model.safetensors")
     _change(folder, n_layer=40)
-    with pytest.raises(ValueError, match=r"missing: transformer.layer.10.ff.layer_1.bias, .* and 638 more"):
+    with pytest.raises(ValueError, match="of this config: wrong: 2 layers instead of 40$"):
         xk.XLNetLMHeadModel.from_pretrained(folder)
     _change(folder, n_layer=2, d_model=64)
     with pytest.raises(ValueError, match=r"wrong: .*\(4|32.* instead of"):
@@ -302,7 +306,7 @@ def test_config_of_old_names_and_named_labels():
     "change, text",
     [
         (dict(n_layer=0), "n_layer must be an integer of at least 1, got 0"),
-        (dict(mem_len=-1), "mem_len must be an integer of at least 0, got -1"),
+        (dict(mem_len=-1), "mem_len must be None or an integer of at least 0, got -1"),
         (dict(d_model=33), r"d_head must be given where d_model \(33\) is no multiple of n_head \(4\)"),
         (dict(d_model=33, d_head=8), "d_model must be even for sinusoidal positions, got 33"),
         (dict(dropout=1.0), r"dropout must be in \[0, 1\), got 1.0"),
@@ -311,6 +315,35 @@ def test_config_of_old_names_and_named_labels():
         (dict(summary_type="attn"), "summary_type must be one of 'last', 'first', 'mean', got 'attn'"),
         (dict(problem_type="hard"), "problem_type must be one of .* got 'hard'"),
         (dict(untie_r=False), "untie_r must be true"),
+        (dict(vocab_size=2**31), "vocab_size must be an integer of at most 2147483647, got 2147483648"),
+        (dict(d_inner=True), "d_inner must be an integer of at least 1, got True"),
+        (dict(n_head=4.0), "n_head must be an integer of at least 1, got 4.0"),
+        (dict(d_head="8"), "d_head must be an integer of at least 1, got '8'"),
+        (dict(reuse_len=2**31), "reuse_len must be None or an integer of at most 2147483647"),
+        (dict(clamp_len=None), "clamp_len must be an integer of at least -1, got None"),
+        (dict(clamp_len=-2), "clamp_len must be an integer of at least -1, got -2"),
+        (dict(pad_token_id="5"), "pad_token_id must be None or an integer of at least -1, got '5'"),
+        (dict(bos_token_id=1.5), "bos_token_id must be None or an integer of at least -1, got 1.5"),
+        (dict(eos_token_id={}), "eos_token_id must be None or an integer of at least -1, got {}"),
+        (dict(eos_token_id=[1, "2"]), r"eos_token_id must be None or one or several integers .* got \[1, '2'\]"),
+        (dict(layer_norm_eps="1e-12"), "layer_norm_eps must be a finite number above 0, got '1e-12'"),
+        (dict(layer_norm_eps=0), "layer_norm_eps must be a finite number above 0, got 0"),
+        (dict(layer_norm_eps=float("nan")), "layer_norm_eps must be a finite number above 0, got nan"),
+        (dict(initializer_range=float("inf")), "initializer_range must be a finite number of at least 0, got inf"),
+        (dict(initializer_range=10**400), "initializer_range must be a finite number .* got 1000"),
+        (dict(initializer_range=None), "initializer_range must be a finite number of at least 0, got None"),
+        (dict(dropout=False), r"dropout must be in \[0, 1\), got False"),
+        (dict(summary_last_dropout="0"), r"summary_last_dropout must be in \[0, 1\), got '0'"),
+        (dict(same_length="yes"), "same_length must be true or false, got 'yes'"),
+        (dict(tie_word_embeddings=1), "tie_word_embeddings must be true or false, got 1"),
+        (dict(output_attentions=None), "output_attentions must be true or false, got None"),
+        (dict(summary_activation=["tanh"]), r"summary_activation must be one of .* got \['tanh'\]"),
+        (dict(id2label=3), "id2label must be a dictionary of names by number, got 3"),
+        (dict(id2label={"good": 0}), "id2label must be a dictionary of names by number, got {'good': 0}"),
+        (dict(id2label={"0": [1]}), r"id2label must be a dictionary of names by number, got {'0': \[1\]}"),
+        (dict(label2id=["a"]), r"label2id must be a dictionary of numbers by name, got \['a'\]"),
+        (dict(hidden_size=64), "hidden_size and d_model must agree, got 64 and 32"),
+        (dict(vocab_size=[0] * 10**6), r"vocab_size must be an integer .* got \[0, 0, 0, 0, 0, 0, \.\.\.\]$"),
     ],
 )
 def test_impossible_configs_are_refused(change, text, tmp_path):
@@ -319,6 +352,22 @@ def test_impossible_configs_are_refused(change, text, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SIZES | change))
     with pytest.raises(ValueError, match=f"config.json: {text}"):
         xk.XLNetConfig.from_file(tmp_path)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(xk.XLNetConfig)])
+def test_every_field_of_a_config_is_checked(name):
+    for value in ([None], {1: 2}, "?", -7, math.nan, 2**31, b"", object()):
+        if name in ("layer_norm_eps", "initializer_range") and value == 2**31:
+            continue  # a finite number
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            xk.XLNetConfig(**{name: value})
+
+
+def test_numbers_of_numpy_are_taken(tmp_path):
+    config = xk.XLNetConfig(np.int64(50), np.int32(32), dropout=np.float32(0.5), eos_token_id=[np.int64(3)])
+    assert type(config.vocab_size) is type(config.d_model) is int and type(config.dropout) is float
+    config.save(tmp_path)
+    assert xk.XLNetConfig.from_file(tmp_path) == config
 
 
 def test_config_files_that_are_none(tmp_path):

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import pickle
+import re
+from collections.abc import Collection, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..attention import TwoStreamAttention
 from .config import XLNetConfig
-from .files import write_whole
+from .files import entry_of, write_whole
 from .interface import ModelInterface
+from .weights import DTYPES, NEEDED, WEIGHTS, owned, read_weights, some
 
-_WEIGHTS, _OLD_WEIGHTS = "model.safetensors", "pytorch_model.bin"
 _ENCODER, _EMBEDDING, _OUTPUT = "transformer.", "transformer.word_embedding.weight", "lm_loss.weight"
 # Modules beside the encoder, in any published model: what an encoder alone may leave in the file.
 _HEADS = (
@@ -77,14 +76,15 @@ class PretrainedModel(ModelInterface):
         torch_dtype: torch.dtype | str | None = None,
         **entries: Any,
     ) -> Any:
-        """The model of a folder, in evaluation mode.
+        """The model of a folder, in evaluation mode; its parameters are copies that no file changes.
 
         The folder holds config.json and model.safetensors, its sharded form with model.safetensors.index.json, or
         pytorch_model.bin, as published and as transformers writes them. `XLNetModel` reads the encoder of any model; a
         model with a head needs that head in the file.
 
         Args:
-            folder: a path; nothing is downloaded.
+            folder: a path; nothing is downloaded. `huggingface_hub.snapshot_download(name)` fetches a model of the
+                Hugging Face Hub and returns its folder.
             config: instead of the folder's config.json.
             backend: of the attention.
             dtype: of all parameters, or its name ("bfloat16"); None or "auto" keeps the file's (the widest in it).
@@ -96,24 +96,30 @@ class PretrainedModel(ModelInterface):
             entries: fields of the configuration in place of its own, such as num_labels.
 
         Raises:
-            FileNotFoundError: config.json or the weights are missing.
-            ValueError: a file is damaged, or parameters are missing, unexpected or of the wrong shape; the text names
-                them, and nothing is loaded.
+            FileNotFoundError: the folder, its config.json or its weights are missing.
+            OSError: `folder` is a file, or one in it cannot be read; the text names it.
+            ValueError: `dtype` is no floating-point dtype of parameters, a file is damaged, or parameters are missing,
+                unexpected or of the wrong shape; the text names them, and nothing is loaded.
         """
         folder = Path(folder)
+        if entry_of(folder, "config.json") == folder:
+            raise NotADirectoryError(f"folder must hold config.json and weights, got the file {str(folder)!r}")
         config = XLNetConfig.from_file(folder) if config is None else XLNetConfig.of(config)
         config = dataclasses.replace(config, **entries) if entries else config
         dtype = torch_dtype if dtype is None else dtype
         if isinstance(dtype, str):
             dtype = None if dtype == "auto" else _dtype_named(dtype)
+        if dtype not in (None, *DTYPES):
+            raise ValueError(f"dtype must be None or one of {NEEDED}, got {dtype}")
         path, state = read_weights(folder)
+        _check_sizes(state, config, path, cls.__name__)
         in_file = set(state)
         with torch.device("meta"):
             make: Any = cls  # the models, unlike this base class, take a backend
             model = make(config, backend)
         state = _match(state, model, path, new_head)
         dtype = dtype or reduce(torch.promote_types, {x.dtype for x in state.values()})
-        model.load_state_dict(state, strict=False, assign=True)
+        model.load_state_dict(owned(state), strict=False, assign=True)
         if new_head:
             model.init_head(device="cpu")
         model.tie_weights()
@@ -132,7 +138,7 @@ class PretrainedModel(ModelInterface):
             state.pop(_OUTPUT, None)
         state = {name: x.detach().contiguous() for name, x in state.items()}
         folder = Path(folder)
-        write_whole(folder / _WEIGHTS, lambda path: safetensors.torch.save_file(state, path, {"format": "pt"}))
+        write_whole(folder / WEIGHTS, lambda path: safetensors.torch.save_file(state, path, {"format": "pt"}))
         self.config.save(folder, architectures=[type(self).__name__], dtype=str(next(self.parameters()).dtype)[6:])
 
 
@@ -143,31 +149,28 @@ def _dtype_named(name: str) -> torch.dtype:
     return found
 
 
-def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The file that was read, and its tensors by name."""
-    path, index, old = folder / _WEIGHTS, folder / f"{_WEIGHTS}.index.json", folder / _OLD_WEIGHTS
-    try:
-        if path.exists():
-            return path, safetensors.torch.load_file(path)
-        if index.exists():
-            path = index
-            names: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            state: dict[str, Tensor] = {}
-            for shard in sorted(set(names.values())):
-                path = folder / Path(shard).name
-                state |= safetensors.torch.load_file(path)
-            return index, state
-        if not old.exists():
-            raise FileNotFoundError(f"{folder} has neither {_WEIGHTS} nor {index.name} nor {_OLD_WEIGHTS}")
-        path = old
-        state = torch.load(old, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
-    except (SafetensorError, RuntimeError, ValueError, KeyError, EOFError, OSError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is damaged or no checkpoint: {error}") from error
-    if not isinstance(state, dict) or not all(isinstance(x, Tensor) for x in state.values()):
-        raise ValueError(f"{path} must hold tensors by name, got {type(state).__name__}")
-    return path, state
+def _check_sizes(state: dict[str, Tensor], config: XLNetConfig, path: Path, kind: str) -> None:
+    """Refuses a file whose encoder has other sizes than `config`, which may ask for more than can be built.
+
+    Raises:
+        ValueError: it holds another number of layers, or lacks tensors that tell the sizes, or these are others.
+    """
+    prefix = _ENCODER if any(name.startswith(_ENCODER) for name in state) else ""
+    pattern = re.compile(rf"{re.escape(prefix)}layer\.(\d+)\.")
+    layers = len({found[1] for found in map(pattern.match, state) if found})
+    width = config.d_model
+    sizes = {
+        "word_embedding.weight": (config.vocab_size, width),
+        "layer.0.rel_attn.q": (width, config.n_head, config.d_head),
+        "layer.0.ff.layer_1.weight": (config.d_inner, width),
+    }
+    expected = {prefix + name: shape for name, shape in sizes.items()}
+    missing = expected.keys() - state
+    foreign = len(missing) == len(expected)
+    wrong = _other_shapes(state, expected)
+    if layers != config.n_layer and not foreign:
+        wrong.append(f"{layers} layers instead of {config.n_layer}")
+    _refuse({"missing": missing, "unexpected": state if foreign else (), "wrong": wrong}, path, kind)
 
 
 def _match(state: dict[str, Tensor], model: PretrainedModel, path: Path, new_head: bool) -> dict[str, Tensor]:
@@ -188,22 +191,29 @@ def _match(state: dict[str, Tensor], model: PretrainedModel, path: Path, new_hea
             state = {name: x for name, x in state.items() if name.split(".")[0] not in _HEADS}
         elif _OUTPUT in expected and model.config.tie_word_embeddings and _EMBEDDING in state:
             embedding = state[_EMBEDDING]
-            if not torch.equal(state.setdefault(_OUTPUT, embedding), embedding):
+            output = state.setdefault(_OUTPUT, embedding)
+            comparable = embedding.dtype in DTYPES  # others are refused below
+            if output.dtype != embedding.dtype or (comparable and not torch.equal(output, embedding)):
                 raise ValueError(f"{path}: {_OUTPUT} is not {_EMBEDDING}, as tie_word_embeddings says it should be")
-    wrong = [
+    missing, unexpected = expected.keys() - state, state.keys() - expected
+    heads = hasattr(model, "transformer") and all(n.split(".")[0] in _HEADS for n in missing | unexpected)
+    hint = ". new_head=True starts with a new head" if heads and not new_head else ""
+    wrong = _other_shapes(state, expected)
+    wrong += [f"{name} of {x.dtype} instead of {NEEDED}" for name, x in state.items() if x.dtype not in DTYPES]
+    found = {"missing": missing, "unexpected": unexpected, "wrong": wrong}
+    _refuse(found, path, type(model).__name__, hint)
+    return state
+
+
+def _other_shapes(state: dict[str, Tensor], expected: Mapping[str, tuple[int | None, ...]]) -> list[str]:
+    return [
         f"{name} {tuple(x.shape)} instead of {expected[name]}"
         for name, x in state.items()
         if name in expected and tuple(x.shape) != expected[name]
     ]
-    wrong += [f"{name} of {x.dtype}" for name, x in state.items() if not x.is_floating_point()]
-    problems = (("missing", expected.keys() - state), ("unexpected", state.keys() - expected), ("wrong", wrong))
-    found = "; ".join(f"{kind}: {_some(sorted(names))}" for kind, names in problems if names)
+
+
+def _refuse(problems: Mapping[str, Collection[str]], path: Path, kind: str, hint: str = "") -> None:
+    found = "; ".join(f"{problem}: {some(names)}" for problem, names in problems.items() if names)
     if found:
-        heads = hasattr(model, "transformer") and all(n.split(".")[0] in _HEADS for n in expected.keys() ^ state.keys())
-        hint = ". new_head=True starts with a new head" if heads and not new_head else ""
-        raise ValueError(f"{path} is no checkpoint of {type(model).__name__} of this config: {found}{hint}")
-    return state
-
-
-def _some(names: list[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+        raise ValueError(f"{path} is no checkpoint of {kind} of this config: {found}{hint}")

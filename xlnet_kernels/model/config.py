@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import numbers
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
 
-from .files import write_whole
+from .files import entry_of, read_json, shortened, write_whole
 
 ACTIVATIONS = {
     "gelu": F.gelu,  # exact, with erf
@@ -26,6 +28,7 @@ _ALIASES = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
+_LARGEST = 2**31 - 1  # of any size: kernels count rows and columns in 32 bits
 
 
 @dataclass
@@ -37,6 +40,7 @@ class XLNetConfig:
         ff_activation: "gelu" (erf), "gelu_new" (tanh, the original's), "relu", "silu", "swish" or "tanh".
         attn_type: "bi", or "uni" where no position sees what lies ahead.
         dropout: everywhere but in the summary. layer_norm_eps, initializer_range: as the names say.
+        pad_token_id, bos_token_id, eos_token_id: ids of the vocabulary; None, -1 or an id beyond it for none.
         mem_len: memory positions kept; None or 0 keeps everything. reuse_len: only the first so many tokens of a
             segment enter the memory; None or 0 for all. use_mems_eval, use_mems_train: whether memory is returned.
         bi_data: the second half of each batch is reversed text.
@@ -90,7 +94,7 @@ class XLNetConfig:
     problem_type: str | None = None
     pad_token_id: int | None = 5
     bos_token_id: int | None = 1
-    eos_token_id: int | None = 2
+    eos_token_id: int | list[int] | None = 2
     tie_word_embeddings: bool = True
     output_attentions: bool = False
     output_hidden_states: bool = False
@@ -100,8 +104,11 @@ class XLNetConfig:
         for name in ("vocab_size", "d_model", "n_layer", "n_head", "d_inner", "start_n_top", "end_n_top", "num_labels"):
             self._check_integer(name, 1)
         for name in ("mem_len", "reuse_len"):
-            if getattr(self, name) is not None:
-                self._check_integer(name, 0)
+            self._check_integer(name, 0, optional=True)
+        for name in ("pad_token_id", "bos_token_id"):
+            self._check_integer(name, -1, optional=True)
+        self._check_stop_tokens()
+        self._check_integer("clamp_len", -1)
         if self.d_head is None:
             if self.d_model % self.n_head:
                 raise ValueError(
@@ -112,26 +119,65 @@ class XLNetConfig:
         if self.d_model % 2:
             raise ValueError(f"d_model must be even for sinusoidal positions, got {self.d_model}")
         for name in ("dropout", "summary_first_dropout", "summary_last_dropout"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0 <= value < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {value!r}")
+            self._check_number(name, 0 <= _real(getattr(self, name)) < 1, "in [0, 1)")
+        self._check_number("layer_norm_eps", 0 < _real(self.layer_norm_eps) < math.inf, "a finite number above 0")
+        self._check_number(
+            "initializer_range", 0 <= _real(self.initializer_range) < math.inf, "a finite number of at least 0"
+        )
+        for field_ in dataclasses.fields(self):
+            if isinstance(field_.default, bool) and not isinstance(getattr(self, field_.name), bool):
+                raise ValueError(f"{field_.name} must be true or false, got {shortened(getattr(self, field_.name))}")
         self._check_choice("attn_type", ("bi", "uni"))
         self._check_choice("ff_activation", tuple(ACTIVATIONS))
         self._check_choice("summary_activation", (None, *ACTIVATIONS))
         self._check_choice("summary_type", ("last", "first", "mean"))
         problems = (None, "regression", "single_label_classification", "multi_label_classification")
         self._check_choice("problem_type", problems)
+        if not isinstance(self.extra, dict) or not all(isinstance(name, str) for name in self.extra):
+            raise ValueError(f"extra must be a dictionary of entries by name, got {shortened(self.extra)}")
+        self._check_labels()
         if self.extra.get("untie_r", True) is not True:
             raise ValueError("untie_r must be true: biases shared by all layers are not supported")
 
-    def _check_integer(self, name: str, least: int) -> None:
+    def _check_integer(self, name: str, least: int, optional: bool = False) -> None:
         value = getattr(self, name)
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if optional and value is None:
+            return
+        if not _is_integer(value, least):
+            none = "None or " if optional else ""
+            bound = f"at most {_LARGEST}" if _is_integer(value, least, math.inf) else f"at least {least}"
+            raise ValueError(f"{name} must be {none}an integer of {bound}, got {shortened(value)}")
+        setattr(self, name, int(value))  # a numpy integer would not go into config.json
+
+    def _check_stop_tokens(self) -> None:
+        if not isinstance(self.eos_token_id, (list, tuple)):
+            self._check_integer("eos_token_id", -1, optional=True)
+        elif not all(_is_integer(value, -1) for value in self.eos_token_id):
+            got = shortened(self.eos_token_id)
+            raise ValueError(f"eos_token_id must be None or one or several integers of at least -1, got {got}")
+        else:
+            self.eos_token_id = [int(value) for value in self.eos_token_id]
+
+    def _check_labels(self) -> None:
+        for name, of in (("id2label", "names by number"), ("label2id", "numbers by name")):
+            found = self.extra.get(name)
+            valid = found is None or isinstance(found, dict)
+            if found and valid and name == "id2label":
+                valid = all(str(i).isdecimal() and isinstance(label, (str, int)) for i, label in found.items())
+            if not valid:
+                raise ValueError(f"{name} must be a dictionary of {of}, got {shortened(found)}")
+
+    def _check_number(self, name: str, valid: bool, needed: str) -> None:
+        value = getattr(self, name)
+        if not valid:
+            raise ValueError(f"{name} must be {needed}, got {shortened(value)}")
+        if type(value) is not int:
+            setattr(self, name, float(value))
 
     def _check_choice(self, name: str, choices: tuple) -> None:
-        if getattr(self, name) not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {getattr(self, name)!r}")
+        value = getattr(self, name)
+        if not isinstance(value, (str, type(None))) or value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {shortened(value)}")
 
     def __getattr__(self, name: str) -> Any:
         """Fields by their other names, and entries of `extra`: what reads transformers' configurations reads ours."""
@@ -182,7 +228,12 @@ class XLNetConfig:
         """
         if not isinstance(entries, dict) or entries.get("model_type", "xlnet") != "xlnet":
             got = entries.get("model_type") if isinstance(entries, dict) else type(entries).__name__
-            raise ValueError(f'config must be a dictionary with model_type "xlnet", got {got!r}')
+            raise ValueError(f'config must be a dictionary with model_type "xlnet", got {shortened(got)}')
+        for old, name in _ALIASES.items():
+            if old in entries and name in entries and entries[old] != entries[name]:
+                raise ValueError(
+                    f"{old} and {name} must agree, got {shortened(entries[old])} and {shortened(entries[name])}"
+                )
         entries = {_ALIASES.get(name, name): value for name, value in entries.items() if name != "model_type"}
         labels = entries.get("id2label")
         if isinstance(labels, dict):
@@ -199,13 +250,14 @@ class XLNetConfig:
 
         Raises:
             FileNotFoundError: there is none.
+            OSError: it cannot be read.
             ValueError: it is no JSON, another model's, or has an impossible value; the text names the file.
         """
-        path = Path(path)
-        path = path if path.is_file() else path / "config.json"
+        path = entry_of(Path(path), "config.json")
+        entries = read_json(path)
         try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except ValueError as error:
+            return cls.from_dict(entries)
+        except (ValueError, RecursionError) as error:  # values nested deeply exhaust the stack where they are compared
             raise ValueError(f"{path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
@@ -227,3 +279,17 @@ class XLNetConfig:
 
 def _default_labels(count: int) -> list[str]:
     return [f"LABEL_{i}" for i in range(count)]
+
+
+def _is_integer(value: object, least: int, largest: float = _LARGEST) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and least <= int(value) <= largest
+
+
+def _real(value: object) -> float:
+    """The number as a float; NaN, which lies in no range, for anything else."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

@@ -1,10 +1,27 @@
-"""Files that are whole at any moment."""
+"""Files that are whole at any moment when written, and regular ones when read."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-from collections.abc import Callable
+import re
+import reprlib
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 100
+_LARGEST_JSON = 1 << 28  # bytes: the index of 100,000 tensors takes 10 MB
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -16,3 +33,78 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_regular(path: Path) -> None:
+    """Refuses pipes, devices and folders: reading a pipe or a device may never end.
+
+    Raises:
+        OSError: there is nothing at `path`, or it may not be looked at.
+        ValueError: it is something else than a file.
+    """
+    kind = stat.S_IFMT(os.stat(path).st_mode)
+    if kind != stat.S_IFREG:
+        raise ValueError(f"{path} must be a file, got {_KINDS.get(kind, 'something else')}")
+
+
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """The file, open to be read; every OSError names it.
+
+    Raises:
+        OSError, ValueError: as `check_regular` does.
+    """
+    check_regular(path)
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        OSError: it is missing or cannot be read.
+        ValueError: it is something else than a file, or no JSON; the text names it.
+    """
+    with open_regular(path) as file:
+        content = file.read(_LARGEST_JSON + 1)
+    if len(content) > _LARGEST_JSON:
+        raise ValueError(f"{path}: a JSON file must have at most {_LARGEST_JSON} bytes, this one has more")
+    return parse_json(content, str(path))
+
+
+def parse_json(content: bytes, name: str) -> Any:
+    """The value of a JSON text, which the text of the ValueError calls `name`."""
+    try:
+        return json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: it must be JSON, got: {error}") from error
+
+
+def entry_of(path: Path, name: str) -> Path:
+    """`path`, or the file called `name` in it where it is a folder.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`; where it may be the name of a model on the Hugging Face Hub, the
+            text says how its folder is fetched.
+    """
+    if path.is_dir():
+        return path / name
+    if not os.path.lexists(path):
+        hint = ""
+        if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path.as_posix()):
+            hint = (
+                f". Nothing is downloaded: if that is a model of the Hugging Face Hub, load the folder that "
+                f'huggingface_hub.snapshot_download("{path.as_posix()}") fetches and returns'
+            )
+        raise FileNotFoundError(f"there is no folder {str(path)!r} with a {name}{hint}")
+    return path
+
+
+def shortened(value: object) -> str:
+    """How Python writes the value; long ones, and those that are nested deeply, with dots for the rest."""
+    return _short.repr(value)

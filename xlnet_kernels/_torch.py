@@ -127,6 +127,11 @@ def register(cls: type) -> type:
     return cls
 
 
+def with_tensors_on(device: torch.device | str | None, tree: Any) -> Any:
+    """The same tree, of registered classes among others, with its tensors on `device`."""
+    return _pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
+
+
 def register_output(cls: type) -> None:
     """Make torch look into this class of dictionaries: values are leaves or trees. Exported programs return them."""
 

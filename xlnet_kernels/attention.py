@@ -7,16 +7,17 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from . import dropout
-from ._checks import check_range
-from ._distributed import alike, is_distributed, whole
+from ._attention_map import attention_and_map
+from ._distributed import alike, whole
+from ._kept import KeptTable
+from ._layer_arguments import check_hidden, check_integers, find_positions, find_rel_pos
 from ._unused import with_unused
-from .backends import check_name, reference
+from .backends import check_name
 from .dropout import Dropout
-from .functional import autocasts, rel_attention
+from .functional import rel_attention
 from .linear import linear
 from .masks import RankMask
-from .positions import kept_positions
+from .prepared import Prepared, Projected, pick_rows
 from .segments import Segments
 from .streams import RowPositions, mask_of_targets, stack_mask, stack_segments
 
@@ -102,6 +103,7 @@ class TwoStreamAttention(nn.Module):
         if norm is not None:
             self.layer_norm = nn.LayerNorm(d_model, eps=layer_norm_eps, device=device, dtype=dtype)
         self.dropout = Dropout(dropout)
+        self._kept = KeptTable()
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -145,7 +147,10 @@ class TwoStreamAttention(nn.Module):
         segment_ids: Tensor | None = None,
         mems: Tensor | None = None,
         target_positions: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+        *,
+        prepared: Prepared | None = None,
+        projected: Projected | None = None,
+    ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Projected | None]:
         """Attend, project, add the residual and normalise, both streams at once.
 
         Args:
@@ -161,20 +166,28 @@ class TwoStreamAttention(nn.Module):
             segment_ids: (B, L) integers, or None for no segment term. Memory is segment 0.
             mems: (B, M, d_model), earlier inputs of this layer, or None.
             target_positions: (B, N) integers, the position of each row of g; default: N = L and row n is at n.
+            prepared: for models, which stack both streams and prepare masks, segments and positions once for all
+                layers: `Prepared`. h is then (B, L + N, d_model), mems may be given, and nothing else.
+            projected: with `prepared`, memory that an earlier call has projected, instead of mems.
 
         Returns:
-            h (B, L, d_model) and g (B, N, d_model), or h and None.
+            h (B, L, d_model) and g (B, N, d_model), or h and None. With `prepared`: the rows, the attention map or
+            None, and what was projected, keys, values and positions, where `projected` or cached decoding need it, or
+            None.
 
         Raises:
             ValueError: an argument has the wrong shape, dtype, device or value; the text names it.
         """
-        batch, length, mem_len = self._check_hidden(h, g, mems)
+        if prepared is not None:
+            return self._compute_prepared(h, mems, prepared, projected)
+        like = self.q
+        batch, length, mem_len = check_hidden(h, g, mems, self.d_model, like)
         positions = None
         if g is not None:
-            positions = self._check_targets(target_positions, h, g)
+            positions = find_positions(target_positions, h, g)
         elif target_positions is not None:
             raise ValueError("target_positions needs a query stream, but g is None")
-        rel_pos = self._check_rel_pos(rel_pos, h, mem_len)
+        rel_pos = find_rel_pos(rel_pos, h, mem_len, like)
         if mask is None and positions is not None:
             ahead = rel_pos.shape[-2] == mem_len + 2 * length
             if ahead and target_positions is None:
@@ -185,12 +198,12 @@ class TwoStreamAttention(nn.Module):
         mask = stack_mask(mask, positions, h, self.n_head, mem_len)
         segment_rows = None
         if segment_ids is not None:
-            self._check_integers("segment_ids", segment_ids, (batch, length), h)
+            check_integers("segment_ids", segment_ids, (batch, length), h)
             segment_rows = stack_segments(segment_ids, positions, mem_len)
         out, _ = self.attend(
             h if g is None else torch.cat([h, g], 1),
             self.project(h),
-            self.project_positions(rel_pos),
+            self._project_once(rel_pos),
             memory=None if mems is None else self.project(mems),
             mask=mask,
             segment_rows=segment_rows,
@@ -204,8 +217,9 @@ class TwoStreamAttention(nn.Module):
 
     def project(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, each (B, H, L, D), of hidden states (B, L, d_model)."""
-        h = alike(self._before(h), self.k)  # once: its gradient is then summed over processes once
-        return self._heads(h, self.k), self._heads(h, self.v)
+        weight = self.k
+        h = alike(self._before(h), weight)  # once: its gradient is then summed over processes once
+        return self._heads(h, weight), self._heads(h, self.v)
 
     def project_positions(self, rel_pos: Tensor) -> Tensor:
         """rel_key (H, P, D) or (B, H, P, D) of positions (P, d_model) or (B, P, d_model)."""
@@ -225,6 +239,9 @@ class TwoStreamAttention(nn.Module):
         need_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """The layer on what a model prepares once for all layers: stacked rows, projected keys, masks for every row.
+
+        `forward` calls it, as it calls `project` and `project_positions`. Called from outside, all three are without
+        the module's hooks, which pruning, offloading and sharding rely on: models give `forward` a `Prepared`.
 
         Args:
             rows: (B, L + N, d_model), content rows, then query rows.
@@ -272,8 +289,48 @@ class TwoStreamAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The operator, or where the map is wanted too, the reference."""
         if need_weights:
-            return _attention_and_map(query, key, value, rel_key, **options)
+            return attention_and_map(query, key, value, rel_key, **options)
         return rel_attention(query, key, value, rel_key, backend=self.backend, **options), None
+
+    def _compute_prepared(
+        self, rows: Tensor, mems: Tensor | None, prepared: Prepared, projected: Projected | None
+    ) -> tuple[Tensor, Tensor | None, Projected | None]:
+        """`forward` of what a model has prepared."""
+        key, value = self.project(rows[:, : prepared.length])
+        if not prepared.attends:
+            return rows[:, :0], None, (key, value, None)
+        table = projected[2] if projected is not None else None
+        if prepared.rel_pos is not None:
+            table = self._project_once(prepared.rel_pos)
+        assert table is not None, "positions are left out only where they were projected before"
+        memory = None
+        if prepared.entries is not None:
+            key, value = prepared.enter(key, value, projected)
+        elif projected is not None:
+            memory = projected[:2]
+        elif mems is not None:
+            memory = self.project(mems)
+        rel_key = table.narrow(-2, *prepared.rel_rows)
+        if rel_key.dim() == 4:  # forward text and reversed text
+            rel_key = rel_key.repeat_interleave(rows.shape[0] // 2, 0)
+        out, weights = self.attend(
+            rows if prepared.wanted is None else pick_rows(rows, prepared.wanted),
+            (key, value),
+            rel_key,
+            memory=memory,
+            mask=prepared.mask,
+            segment_rows=prepared.segment_rows,
+            positions=prepared.positions,
+            mapping=prepared.mapping,
+            need_weights=prepared.need_weights,
+        )
+        kept = projected is not None or prepared.entries is not None
+        return out, weights, (key, value, table) if kept else None
+
+    def _project_once(self, rel_pos: Tensor) -> Tensor:
+        """`project_positions`, kept from call to call at inference."""
+        weight = self.r
+        return self._kept(rel_pos, [weight], lambda rows: self._heads(rows, weight))
 
     def extra_repr(self) -> str:
         sizes = f"d_model={self.d_model}, n_head={self.n_head}, d_head={self.d_head}"
@@ -298,89 +355,3 @@ class TwoStreamAttention(nn.Module):
         return (
             linear(alike(x, weight), weight.flatten(1).mT).unflatten(-1, (self.n_head, self.d_head)).transpose(-3, -2)
         )
-
-    def _check_hidden(self, h: Tensor, g: Tensor | None, mems: Tensor | None) -> tuple[int, int, int]:
-        """Checks h, g and mems; returns B, L and M."""
-        for name, x in (("h", h), ("g", g), ("mems", mems)):
-            if x is None and name != "h":
-                continue
-            if not isinstance(x, Tensor) or x.dim() != 3:
-                got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-                raise ValueError(f"{name} must be a tensor (batch, length, d_model = {self.d_model}), got {got}")
-            if x.shape[0] != h.shape[0] or x.shape[2] != self.d_model:
-                batch = "B" if name == "h" else h.shape[0]
-                raise ValueError(f"{name} must have shape ({batch}, length, {self.d_model}), got {tuple(x.shape)}")
-            self._check_kind(name, x)
-        return h.shape[0], h.shape[1], 0 if mems is None else mems.shape[1]
-
-    def _check_kind(self, name: str, x: Tensor) -> None:
-        """A floating tensor where the parameters are, of their dtype unless autocast casts both."""
-        if x.device != self.q.device:
-            raise ValueError(f"{name} must be on the parameters' device {self.q.device}, got {x.device}")
-        if x.dtype != self.q.dtype and not (x.is_floating_point() and autocasts(x.device.type)):
-            raise ValueError(f"{name} must be {self.q.dtype} like the parameters, got {x.dtype}")
-
-    def _check_rel_pos(self, rel_pos: Tensor | None, h: Tensor, mem_len: int) -> Tensor:
-        """`rel_pos`, or the default."""
-        batch, length = h.shape[:2]
-        if rel_pos is None:
-            return kept_positions(h, mem_len + length, length, self.d_model)
-        fits = isinstance(rel_pos, Tensor) and tuple(rel_pos.shape[:-2]) in ((), (batch,)) and rel_pos.dim() > 1
-        rows = (mem_len + 2 * length, mem_len + length + 1)
-        if not fits or rel_pos.shape[-2] not in rows or rel_pos.shape[-1] != self.d_model:
-            got = tuple(rel_pos.shape) if isinstance(rel_pos, Tensor) else type(rel_pos).__name__
-            raise ValueError(
-                f"rel_pos must be (P, {self.d_model}) or ({batch}, P, {self.d_model}) with P = M + 2 L = {rows[0]}, or "
-                f"M + L + 1 = {rows[1]} to see nothing ahead, got {got}"
-            )
-        self._check_kind("rel_pos", rel_pos)
-        return rel_pos
-
-    def _check_targets(self, target_positions: Tensor | None, h: Tensor, g: Tensor) -> Tensor:
-        """The (B, L + N) positions of all rows, content rows first."""
-        batch, length = h.shape[:2]
-        content = torch.arange(length, device=h.device).expand(batch, -1)
-        if target_positions is None:
-            if g.shape[1] != length:
-                raise ValueError(
-                    f"g has {g.shape[1]} rows and h {length}: without target_positions there must be one for each"
-                )
-            return torch.cat([content, content], 1)
-        self._check_integers("target_positions", target_positions, (batch, g.shape[1]), h)
-        check_range("target_positions", target_positions, 0, length)
-        return torch.cat([content, target_positions.long()], 1)
-
-    @staticmethod
-    def _check_integers(name: str, values: Tensor, shape: tuple[int, int], h: Tensor) -> None:
-        if not isinstance(values, Tensor) or tuple(values.shape) != shape:
-            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(f"{name} must be an integer tensor of shape {shape}, got {got}")
-        if values.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-            raise ValueError(f"{name} must hold integers, got {values.dtype}")
-        if values.device != h.device:
-            raise ValueError(f"{name} must be on h's device {h.device}, got {values.device}")
-
-
-def _attention_and_map(
-    query: Tensor, key: Tensor, value: Tensor, rel_key: Tensor, *, memory: tuple[Tensor, Tensor] | None, **options
-) -> tuple[Tensor, Tensor]:
-    """What `rel_attention` gives, and the attention map (B, H, L, M + K)."""
-    if is_distributed(query):
-        from .sharding import attend_on_shards
-
-        return attend_on_shards(_attention_and_map, query, key, value, rel_key, memory=memory, **options)
-    mem_len = 0
-    if memory is not None:
-        mem_len = memory[0].shape[2]
-        key, value = torch.cat([memory[0], key], 2), torch.cat([memory[1], value], 2)
-    weights, _, visible = reference.attention_map(
-        query,
-        key,
-        rel_key,
-        mem_len=mem_len,
-        max_distance=key.shape[2],
-        dropout_state=dropout.new_state(query.device) if options["dropout_p"] > 0 else None,
-        scale=query.shape[-1] ** -0.5,
-        **options,
-    )
-    return reference.weighed_sum(weights, value, visible), weights

@@ -36,8 +36,9 @@ class RowPositions:
     """
 
     position: Tensor
-    ascending: Tensor = field(init=False)
-    row: Tensor = field(init=False)
+    # Found from `position`, whatever is given: arguments because FSDP rebuilds dataclasses by dataclasses.replace.
+    ascending: Tensor = field(default=None, kw_only=True)  # type: ignore[assignment]
+    row: Tensor = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         position = check_matrix("RowPositions: position", self.position)

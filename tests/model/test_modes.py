@@ -140,13 +140,14 @@ def test_kept_positions_follow_the_weights(monkeypatch):
     """At inference positions are projected once for many calls, but never with weights that are gone."""
     model, ids = ours(), torch.randint(50, (B, L))
     weight, projected = model.layer[0].rel_attn.r, []
-    project = xk.TwoStreamAttention.project_positions
+    project = xk.TwoStreamAttention._heads
 
-    def counted(self, rel_pos):
-        projected.append(rel_pos.shape[-2])
-        return project(self, rel_pos)
+    def counted(self, x, weight):
+        if weight is self.r:
+            projected.append(x.shape[-2])
+        return project(self, x, weight)
 
-    monkeypatch.setattr(xk.TwoStreamAttention, "project_positions", counted)
+    monkeypatch.setattr(xk.TwoStreamAttention, "_heads", counted)
     with torch.no_grad():
         first = model(ids).last_hidden_state
         assert torch.equal(model(ids).last_hidden_state, first)

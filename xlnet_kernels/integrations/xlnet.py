@@ -13,7 +13,8 @@ from .._torch import has_hooks
 from .._unused import with_unused
 from ..attention import TwoStreamAttention
 from ..masks import RankMask
-from ..model.inputs import find_mask, find_padding, find_targets, of_rows, stack_rows
+from ..model.inputs import find_mask, find_padding, find_targets, stack_rows
+from ..prepared import of_rows
 from ..segments import Segments
 from ..streams import RowPositions
 from ._blind import average_weights, find_blind_rows

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .._kept import KeptTable
 from .._unused import with_unused
 from ..attention import TwoStreamAttention
 from ..dropout import Dropout
 from ..linear import Linear
 from ..masks import RankMask
 from ..positions import kept_positions
-from ..streams import RowPositions, mask_of_targets
+from ..prepared import Prepared, Projected, pick_rows
+from ..streams import mask_of_targets
 from .calls import model_call
 from .checkpoint import PretrainedModel
 from .config import ACTIVATIONS, XLNetConfig
@@ -28,12 +25,11 @@ from .inputs import (
     find_output_rows,
     find_padding,
     find_targets,
-    of_rows,
-    pick_rows,
     stack_rows,
 )
 from .memory import Extension, ProjectedMemory, keep
 from .outputs import XLNetOutput
+from .work import Projection, Work
 
 
 class XLNetFeedForward(nn.Module):
@@ -52,30 +48,6 @@ class XLNetFeedForward(nn.Module):
         return self.layer_norm(self.dropout(self.layer_2(inner)) + x)
 
 
-@dataclass(eq=False)
-class Shared:
-    """What all layers of one call share; rows are the L content rows and then the query rows.
-
-    rel_pos: positions to project, (P, d_model), or (2, P, d_model) with bi_data; None where the memory's tables serve.
-    rel_rows: which of the projected positions the call needs, first and number.
-    """
-
-    length: int
-    rel_pos: Tensor | None
-    rel_rows: tuple[int, int]
-    mask: RankMask | Tensor | None
-    segment_rows: tuple[Tensor, Tensor] | None
-    positions: RowPositions | None
-    mapping: Tensor | None
-    need_weights: bool
-    wanted: Tensor | None = None  # (B, n), the rows that attend; None for all; the others are keys and values alone
-
-    def of_rows(self, wanted: Tensor) -> Shared:
-        """For a last layer of which only these rows are wanted: attention and feed-forward of n rows, not L + N."""
-        mask, segment_rows, positions = of_rows(wanted, self.mask, self.segment_rows, self.positions)
-        return replace(self, mask=mask, segment_rows=segment_rows, positions=positions, wanted=wanted)
-
-
 class XLNetLayer(nn.Module):
     """Attention and feed-forward, on content rows and query rows stacked."""
 
@@ -85,47 +57,19 @@ class XLNetLayer(nn.Module):
             config.d_model, config.n_head, config.d_head, config.dropout, config.layer_norm_eps, backend
         )
         self.ff = XLNetFeedForward(config)
-        self._kept = KeptTable()
 
     def forward(
-        self,
-        rows: Tensor,
-        shared: Shared,
-        mems: Tensor | None = None,
-        projected: tuple[Tensor, Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor] | None]:
+        self, rows: Tensor, prepared: Prepared, mems: Tensor | None = None, projected: Projected | None = None
+    ) -> tuple[Tensor, Tensor | None, Projected | None]:
         """Rows (B, R, d_model); memory as layer inputs (M, B, d_model), or projected: key, value and rel_key table.
 
         Returns:
             The rows, the attention map or None, and, where memory is projected, the segment's key, value and table.
         """
-        attn, batch = self.rel_attn, rows.shape[0]
-        if shared.rel_pos is not None:
-            table = self._kept(shared.rel_pos, [attn.r], attn.project_positions)
-        else:
-            assert projected is not None, "positions are left out only where projected memory has them"
-            table = projected[2]
-        rel_key = table.narrow(-2, *shared.rel_rows)
-        if rel_key.dim() == 4:  # forward text and reversed text
-            rel_key = rel_key.repeat_interleave(batch // 2, 0)
-        key, value = attn.project(rows[:, : shared.length])
-        memory = None
-        if projected is not None:
-            memory = projected[:2]
-        elif mems is not None:
-            memory = attn.project(mems.transpose(0, 1))
-        rows, weights = attn.attend(
-            rows if shared.wanted is None else pick_rows(rows, shared.wanted),
-            (key, value),
-            rel_key,
-            memory=memory,
-            mask=shared.mask,
-            segment_rows=shared.segment_rows,
-            positions=shared.positions,
-            mapping=shared.mapping,
-            need_weights=shared.need_weights,
-        )
-        return self.ff(rows), weights, None if projected is None else (key, value, table)
+        if mems is not None:
+            mems = mems.transpose(0, 1)
+        rows, weights, made = self.rel_attn(rows, mems=mems, prepared=prepared, projected=projected)
+        return self.ff(rows) if prepared.attends else rows, weights, made
 
 
 class XLNetModel(PretrainedModel):
@@ -164,7 +108,7 @@ class XLNetModel(PretrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        mems: list[Tensor] | ProjectedMemory | None = None,
+        mems: list[Tensor] | ProjectedMemory | Work | None = None,
         perm_mask: Tensor | None = None,
         target_mapping: Tensor | None = None,
         token_type_ids: Tensor | None = None,
@@ -211,6 +155,8 @@ class XLNetModel(PretrainedModel):
         Raises:
             ValueError: an argument has the wrong shape, dtype, device or value; the text names it.
         """
+        if isinstance(mems, Work):
+            return mems.run(self, input_ids)
         config = self.config
         check_words(input_ids, inputs_embeds, config, self.mask_emb)
         h = inputs_embeds if input_ids is None else self.word_embedding(input_ids.long())
@@ -248,7 +194,7 @@ class XLNetModel(PretrainedModel):
             h = with_unused(h, self.mask_emb)
         rel_pos, reach, behind = self._find_positions(h, past, mems, mem_len)
         rel_rows = (reach - past - length, past + length + (length if config.attn_type == "bi" else 1))
-        shared = Shared(length, rel_pos, rel_rows, mask, segment_rows, positions, mapping, output_attentions)
+        prepared = Prepared(length, rel_pos, rel_rows, mask, segment_rows, positions, mapping, output_attentions)
         rows = self.dropout(h if g is None else torch.cat([h, g], 1))
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         # The last layer computes what is returned and no more.
@@ -262,7 +208,7 @@ class XLNetModel(PretrainedModel):
             extension = Extension(mems, length, mem_len, reuse_len)
         for index, layer in enumerate(self.layer):
             if brief and wanted is not None and index == len(self.layer) - 1:
-                shared = shared.of_rows(wanted)
+                prepared = prepared.of_rows(wanted)
             plain = projected = None
             if isinstance(mems, ProjectedMemory):
                 projected = mems.of_layer(index)
@@ -271,9 +217,9 @@ class XLNetModel(PretrainedModel):
             if use_mems and projected is None:
                 layer_inputs.append(keep(plain, rows[:, :length].transpose(0, 1), mem_len, reuse_len, 0))
             if recompute:
-                rows, weights, made = checkpoint(layer, rows, shared, plain, projected, use_reentrant=False)
+                rows, weights, made = checkpoint(layer, rows, prepared, plain, projected, use_reentrant=False)
             else:
-                rows, weights, made = layer(rows, shared, plain, projected)
+                rows, weights, made = layer(rows, prepared, plain, projected)
             if extension is not None and projected is not None:
                 key, value = (extension.of(*pair) for pair in zip(projected[:2], made[:2], strict=True))
                 # Steps read the table from head to head; `project_positions` leaves the heads of a row side by side.
@@ -313,13 +259,7 @@ class XLNetModel(PretrainedModel):
         >>> memory.length
         8
         """
-        if mems is None:
-            mems = [self.mask_emb.new_empty(0, batch, self.config.d_model)] * len(self.layer)
-        check_mems(mems, self.config, None, self.mask_emb, training=False)
-        layers: Any = self.layer
-        projected = (layer.rel_attn.project(kept.transpose(0, 1)) for layer, kept in zip(layers, mems, strict=True))
-        keys, values = map(list, zip(*projected, strict=True))
-        return ProjectedMemory(keys, values)
+        return self(mems=Projection(mems, batch), return_dict=True).mems
 
     def _find_positions(
         self, h: Tensor, past: int, mems: list[Tensor] | ProjectedMemory | None, mem_len: int | None

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..masks import HIGHEST, RankMask
 from .config import XLNetConfig
 from .decoding import Decoder, flagged_positions, right_pad
-from .encoder import XLNetModel
 from .inputs import check_tensor
 from .sampling import Sampler
 
@@ -20,8 +19,6 @@ class Generation(nn.Module):
     """`generate` and `fill` of `XLNetLMHeadModel`. Dropout is off in both, and no gradient flows."""
 
     config: XLNetConfig
-    transformer: XLNetModel
-    lm_loss: nn.Linear
 
     @torch.no_grad()
     def generate(
@@ -67,7 +64,7 @@ class Generation(nn.Module):
         >>> [len(text) for text in lm.generate([[7, 8, 9], [10]], 4, seed=1, eos_token_id=())]
         [7, 5]
         """
-        config, device = self.config, self.transformer.mask_emb.device
+        config, device = self.config, _device_of(self, prompt_ids)
         prompts = _read_prompts(prompt_ids, lengths, config.vocab_size, device)
         if type(max_new_tokens) is not int or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}")
@@ -94,13 +91,13 @@ class Generation(nn.Module):
         places, valid = flagged_positions(known)
         running = torch.ones_like(end, dtype=torch.bool)
         with _without_dropout(self):
-            decoder = Decoder(self.transformer, mask, ahead=not causal)
+            decoder = Decoder(self, mask, ahead=not causal)
             for _ in range(max_new_tokens):
                 targets = end if by_query else end[:, :0]
-                hidden = decoder(ids.gather(1, places), places, valid, targets)
                 # The target's row is the last; without one, it is that of the last token.
-                last = hidden[:, -1] if by_query else hidden[torch.arange(batch, device=device), valid.sum(1) - 1]
-                token = sampler(self.lm_loss(last)[:, None], [1] * batch)
+                row = torch.full_like(end, places.shape[1]) if by_query else valid.sum(1, keepdim=True) - 1
+                logits = decoder(ids.gather(1, places), places, valid, targets, row.clamp(min=0))
+                token = sampler(logits, [1] * batch)
                 ids.scatter_(1, end, torch.where(running, token, ids.gather(1, end)))
                 places, valid = end, running
                 end = end + running
@@ -154,7 +151,7 @@ class Generation(nn.Module):
         >>> lm.fill(ids, missing=ids == 0, order="confident", temperature=0)[0, ::2].tolist()
         [7, 9, 11]
         """
-        like = self.transformer.mask_emb
+        like = torch.empty(0, device=_device_of(self, input_ids))
         check_tensor("input_ids", input_ids, (None, None), like, integers=True)
         shape = tuple(input_ids.shape)
         check_tensor("missing", missing, shape, like)
@@ -180,11 +177,12 @@ class Generation(nn.Module):
         places, valid = flagged_positions(~missing & ~padding)
         left = missing.clone()
         with _without_dropout(self):
-            decoder = Decoder(self.transformer, mask, token_type_ids)
+            decoder = Decoder(self, mask, token_type_ids)
             for step in range(_count_steps(step_of, missing)):
                 candidates, possible = flagged_positions(left if step_of is None else left & (step_of == step))
-                hidden = decoder(filled.gather(1, places), places, valid, candidates)
-                logits = self.lm_loss(hidden[:, places.shape[1] :])
+                first, count = places.shape[1], candidates.shape[1]
+                rows = torch.arange(first, first + count, device=filled.device).expand(shape[0], -1)
+                logits = decoder(filled.gather(1, places), places, valid, candidates, rows)
                 if step_of is None:
                     candidates, possible, logits = _most_confident(candidates, possible, logits)
                 places, valid = candidates, possible
@@ -197,6 +195,14 @@ class Generation(nn.Module):
                 if watch is not None:
                     watch(filled.clone(), left.clone())
         return torch.where(missing, filled, input_ids.long())
+
+
+def _device_of(model: nn.Module, given: object) -> torch.device:
+    """Where the model's parameters are; or what it is given, where hooks bring them (from the meta device) in calls."""
+    device = next(model.parameters()).device
+    if device.type == "meta":
+        device = given.device if isinstance(given, Tensor) else torch.device("cpu")
+    return device
 
 
 def _texts(ids: Tensor, end: Tensor) -> list[Tensor]:

@@ -7,6 +7,7 @@ Every `forward` passes what is not its own to the encoder: arguments have the na
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from .checkpoint import PretrainedModel
 from .config import ACTIVATIONS, XLNetConfig
 from .encoder import XLNetModel
 from .generation import Generation
-from .inputs import check_labels, check_tensor, check_words
+from .inputs import check_labels, check_tensor
 from .outputs import HeadOutput, SpanOutput, rest_of
 from .tied import words_and_table
 
@@ -71,7 +72,6 @@ class XLNetLMHeadModel(Generation, HeadedModel):
         tied = None
         embeds = inputs[_EMBEDS] if len(inputs) > _EMBEDS else options.get("inputs_embeds")
         if input_ids is not None and embeds is None:
-            check_words(input_ids, None, self.config, self.lm_loss.weight)
             tied = words_and_table(self.transformer, self.lm_loss, input_ids)
         if tied is None:
             output = self.transformer(input_ids, *inputs, **options)
@@ -118,16 +118,18 @@ class SequenceSummary(nn.Module):
         self.first_dropout = nn.Dropout(config.summary_first_dropout)
         self.last_dropout = nn.Dropout(config.summary_last_dropout)
 
-    def output_rows(self, device: torch.device) -> Tensor | None:
-        """Which states are read, as `XLNetModel` takes them; None for all."""
-        if self.kind == "mean":
-            return None
-        return torch.full((1, 1), -1 if self.kind == "last" else 0, device=device)
-
     def forward(self, hidden: Tensor) -> Tensor:
         """(B, L, d_model), or (B, 1, d_model) of the state that is read."""
         state = hidden.mean(1) if self.kind == "mean" else hidden[:, -1 if self.kind == "last" else 0]
         return self.last_dropout(self.activation(self.summary(self.first_dropout(state))))
+
+
+def _summary_rows(config: XLNetConfig, *inputs: Any) -> Tensor | None:
+    """The states that `SequenceSummary` reads, as `XLNetModel` takes them, on the inputs' device; None for all."""
+    given = next((x for x in inputs if isinstance(x, Tensor)), None)
+    if config.summary_type == "mean" or given is None:  # the encoder says what is missing
+        return None
+    return torch.full((1, 1), -1 if config.summary_type == "last" else 0, device=given.device)
 
 
 class XLNetForSequenceClassification(HeadedModel):
@@ -148,7 +150,7 @@ class XLNetForSequenceClassification(HeadedModel):
 
     @model_call(XLNetModel.forward)
     def forward(self, *inputs, labels: Tensor | None = None, **options) -> HeadOutput:
-        options.setdefault("output_rows", self.sequence_summary.output_rows(self.logits_proj.weight.device))
+        options.setdefault("output_rows", _summary_rows(self.config, *inputs, *options.values()))
         output = self.transformer(*inputs, **options)
         logits = self.logits_proj(self.sequence_summary(output.last_hidden_state))
         return HeadOutput(loss=self._loss(logits, labels), logits=logits, **rest_of(output))
@@ -197,7 +199,7 @@ class XLNetForMultipleChoice(HeadedModel):
                 if tuple(x.shape[:2]) != (batch, choices):
                     raise ValueError(f"{name} must start with (B, C) = {(batch, choices)}, got shape {tuple(x.shape)}")
                 options[name] = x.flatten(0, 1)
-        options.setdefault("output_rows", self.sequence_summary.output_rows(self.logits_proj.weight.device))
+        options.setdefault("output_rows", _summary_rows(self.config, given))
         output = self.transformer(None if input_ids is None else input_ids.flatten(0, 1), **options)
         logits = self.logits_proj(self.sequence_summary(output.last_hidden_state)).view(batch, choices)
         return HeadOutput(loss=_token_loss(logits, labels), logits=logits, **rest_of(output))

@@ -192,29 +192,6 @@ def find_output_rows(output_rows: Tensor | None, rows: Tensor, first: int) -> Te
     return (output_rows + torch.where(output_rows < 0, total, first)).expand(batch, -1)
 
 
-def pick_rows(rows: Tensor, wanted: Tensor) -> Tensor:
-    """Of rows (B, R, d_model) those that are wanted (B, n)."""
-    return rows.gather(1, wanted[:, :, None].expand(-1, -1, rows.shape[2]))
-
-
-def of_rows(
-    wanted: Tensor,
-    mask: RankMask | Tensor | None,
-    segment_rows: tuple[Tensor, Tensor] | None,
-    positions: RowPositions | None,
-) -> tuple[RankMask | Tensor | None, tuple[Tensor, Tensor] | None, RowPositions]:
-    """What `stack_rows` returns of all rows, mask, segment_rows and positions, for the rows `wanted` (B, n) alone."""
-    if isinstance(mask, RankMask):
-        mask = mask.rows(wanted).contiguous()
-    elif mask is not None:
-        index = wanted[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
-        mask = mask.expand(wanted.shape[0], -1, -1, -1).gather(2, index)
-    if segment_rows is not None:
-        segment_rows = (segment_rows[0].gather(1, wanted), segment_rows[1])
-    position = wanted if positions is None else positions.position.gather(1, wanted)
-    return mask, segment_rows, RowPositions(position)
-
-
 def _one_hot_positions(mapping: Tensor) -> tuple[Tensor, Tensor | None] | None:
     """Positions (B, N) if every row is one-hot or zero and no position comes twice; which rows are zero, if any.
 

@@ -15,6 +15,7 @@ from .._checks import readable
 from .._torch import has_hooks, is_batch_of_gradients, transformed
 from ..linear import Linear
 from .encoder import XLNetModel
+from .inputs import check_words
 
 
 def words_and_table(encoder: XLNetModel, head: nn.Linear, ids: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -23,11 +24,12 @@ def words_and_table(encoder: XLNetModel, head: nn.Linear, ids: Tensor) -> tuple[
     Served are plain modules with one weight on the CPU, when gradients are wanted: modules with hooks, wrapped,
     parametrized or sharded by themselves, compiled graphs, traces and transforms are not.
     """
-    embedding, weight = encoder.word_embedding, head.weight
+    embedding = encoder.word_embedding
+    if type(embedding) is not nn.Embedding or type(head) is not Linear:
+        return None
+    weight = head.weight
     if (
         embedding.weight is not weight
-        or type(embedding) is not nn.Embedding
-        or type(head) is not Linear
         or not (torch.is_grad_enabled() and weight.requires_grad)
         or weight.device.type != "cpu"
         or not readable(weight)
@@ -40,6 +42,7 @@ def words_and_table(encoder: XLNetModel, head: nn.Linear, ids: Tensor) -> tuple[
         or any(has_hooks(module) for module in (encoder, embedding, head))
     ):
         return None
+    check_words(ids, None, encoder.config, weight)
     return _WordsAndTable.apply(weight, ids.long())
 
 

@@ -91,7 +91,7 @@ def attention_map(
     mask: RankMask | Tensor | None,
 ) -> Tensor:
     """(B, H, L, K), the map of such a call of `attend`."""
-    found, _ = reference.attention_map(
+    found, _, _ = reference.attention_map(
         query,
         key,
         rel_key.to(query.dtype),

@@ -29,6 +29,7 @@ BACKENDS = [name for name in READY if name not in INTERPRETED and MODULES[name].
 COMPILED = [name for name in BACKENDS if name != "reference"]  # empty: pytest skips what is parametrised over it
 GPU_BACKENDS = [name for name in READY if MODULES[name].DEVICE == "cuda"]  # best first
 CPU = torch.device("cpu")
+INT32 = (-(2**31), -1, 0, 1, 2**30, 2**31 - 1)
 MASKS = (None, "order", "causal", "window", "padding", "ranks", "dense")
 
 
@@ -235,6 +236,31 @@ def assert_close(found: dict[str, Tensor], exact: dict[str, Tensor], problem: Pr
         assert torch.equal(result.isinf(), value.isinf()), f"{name}: infinite elsewhere"
         off, allowed = self_check.error(result, value), allowances[name]
         assert off <= allowed, f"{name}: error {off:.3g}, allowed {allowed:.3g}"
+
+
+# What positions and rows may be, edited in place, where nobody looks at them
+NO_ORDERS = ("shuffled", "descending", "any position", "any row", "one row")
+
+
+def run_without_order(problem: Problem, how: str, backend: str) -> None:
+    """Forward and backward of rows whose RowPositions are none; what comes of it may be anything."""
+    positions = xk.RowPositions(problem.options["query_positions"])
+    anything = torch.tensor(INT32, dtype=torch.int32).repeat(positions.row.shape[1])[: positions.row.shape[1]]
+    if how == "shuffled":
+        positions.ascending.copy_(positions.ascending[:, torch.randperm(positions.ascending.shape[1])])
+    elif how == "descending":
+        positions.ascending.copy_(positions.ascending.flip(1))
+    elif how == "any position":
+        positions.ascending.copy_(anything)
+    elif how == "any row":
+        positions.row.copy_(anything)
+    else:
+        positions.row.fill_(1)
+    leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in problem.leaves.items()}
+    memory = (leaves.pop("memory_key"), leaves.pop("memory_value")) if "memory_key" in leaves else None
+    segments = xk.Segments(problem.query_ids, problem.key_ids, leaves.pop("segment_embed"), leaves.pop("segment_bias"))
+    options = problem.options | dict(query_positions=positions, memory=memory, segments=segments)
+    xk.rel_attention(**leaves, **options, backend=backend).sum().backward()
 
 
 # In units of log 2, which are the kernels' own, of two keys in tiles of their own.

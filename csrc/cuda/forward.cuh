@@ -194,8 +194,11 @@ DEVICE void forward_epilogue(const RelAttention& p, const ForwardTile<S>& tile,
       const auto store = [&](T* residual) {
 #pragma unroll
         for (int d = 0; d < S::HEAD_DIM / 8; ++d)
-          if (8 * d + 2 * t < head_dim)
-            store_rounded(to, residual, 8 * d + 2 * t, out[m][d][2 * r] * factor, out[m][d][2 * r + 1] * factor);
+          if (8 * d + 2 * t < head_dim) {
+            const float first = out[m][d][2 * r] * factor, second = out[m][d][2 * r + 1] * factor;
+            // a fully masked row is zero, even where it has zero times NaN
+            store_rounded(to, residual, 8 * d + 2 * t, sum != 0 ? first : 0.f, sum != 0 ? second : 0.f);
+          }
       };
       if (residual)
         store(residual);

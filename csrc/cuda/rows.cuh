@@ -42,13 +42,15 @@ DEVICE KeyRows<T> key_rows_of(const RelAttention& p, const Tensor4& memory, cons
   return {rows_of<T>(memory, b, h), rows, mem_len};
 }
 
-// Rows of query are sorted by position. Of a sorted row: where it is in the tensors, and its position.
+// Rows of query are sorted by position. Of a sorted row: where it is in the tensors, and its position. Both are cut to
+// what there is, because nobody has looked at them; that they ascend, or differ, no address depends on.
 DEVICE int row_index(const RelAttention& p, int b, int sorted_row) {
-  return p.rows.order ? p.rows.order[b * p.length + sorted_row] : sorted_row;
+  if (p.rows.order == nullptr) return sorted_row;
+  return larger(0, smaller(p.rows.order[b * p.length + sorted_row], int(p.length) - 1));
 }
 DEVICE int row_position(const RelAttention& p, int b, int sorted_row) {
   if (p.rows.position == nullptr) return sorted_row;
-  return larger(0, smaller(p.rows.position[b * p.length + sorted_row], int(p.key_len) - 1));  // nobody checked them
+  return larger(0, smaller(p.rows.position[b * p.length + sorted_row], int(p.key_len) - 1));
 }
 
 // Of 16 aligned bytes, as numbers, and back.

@@ -12,6 +12,7 @@ import torch
 
 from tests.cases import (
     ANY_RANKS,
+    NO_ORDERS,
     READY,
     TWO_SCORES,
     assert_close,
@@ -19,6 +20,7 @@ from tests.cases import (
     assert_right,
     assert_two_keys_have_their_weights,
     make,
+    run_without_order,
 )
 from tests.cuda import on_host
 from tests.cuda.simt_memory import torch_guarded
@@ -94,6 +96,16 @@ def test_stays_inside_its_tensors(width, problem, dtype, at_start):
         given = given.map(torch.clone)
         found = given.results(on_host.NAME)
     assert all(result.isfinite().all() for name, result in found.items() if name != "lse")
+
+
+@pytest.mark.parametrize("at_start", [False, True], ids=["beyond-the-end", "before-the-start"])
+@pytest.mark.parametrize("problem", ["rows-in-any-order", "rows-far-apart"])
+@pytest.mark.parametrize("how", NO_ORDERS)
+def test_stays_inside_its_tensors_whatever_the_order(how, problem, at_start):
+    """On a GPU no one looks at positions and rows."""
+    given = make(1, 2, width=16, dtype=torch.float16, **PROBLEMS[problem]).with_options(dropout_p=0.2)
+    with torch_guarded(on_host.library(), at_start):
+        run_without_order(given.map(torch.clone), how, on_host.NAME)
 
 
 def test_strided_and_misaligned_tensors_are_copied():

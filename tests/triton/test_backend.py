@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import xlnet_kernels as xk
-from tests.cases import MODULES, READY, assert_right, make
+from tests.cases import MODULES, NO_ORDERS, READY, assert_right, make, run_without_order
 from xlnet_kernels.backends import choose
 
 pytest.importorskip("triton")
@@ -58,6 +58,16 @@ def use_tiles(monkeypatch, BLOCK_M: int, BLOCK_N: int, BLOCK_D: int = 16, KEEP: 
 
     monkeypatch.setattr(tuning, "choose", choose)
     monkeypatch.setattr(plan, "plans", {})  # others were made with other tiles
+
+
+@interpreted
+@pytest.mark.parametrize("tiles", ["M=2N-kept", "M<N"])
+@pytest.mark.parametrize("problem", ["rows-in-any-order", "rows-far-apart"])
+@pytest.mark.parametrize("how", NO_ORDERS)
+def test_stays_inside_its_tensors_whatever_the_order(monkeypatch, how, problem, tiles):
+    """On a GPU no one looks at positions and rows; the interpreter looks up every address."""
+    use_tiles(monkeypatch, *TILES[tiles])
+    run_without_order(make(1, 1, width=16, **PROBLEMS[problem]).with_options(deterministic=True), how, "triton")
 
 
 def test_tiles_are_those_of_the_table():

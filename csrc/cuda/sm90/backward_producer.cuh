@@ -97,10 +97,12 @@ struct BackwardProducer {
     SortedRows& to = memory.rows(stage.index());
 #pragma unroll 1
     for (int i = lane; i < S::BLOCK_M; i += WARP) {
-      const int row = first + i;
-      const int index = row < end ? row_index(p, b, row) : -1;
+      const int row = first + i, shift = row < end ? last_position - row_position(p, b, row) : -1;
+      // Where positions do not ascend, a shift may be any: such a row is left out, because the band has no column for it.
+      const bool is_served = shift >= 0 && shift <= 64;
+      const int index = is_served ? row_index(p, b, row) : -1;
       to.index[i] = index >= 0 && inverse[index] != 0 ? index : -1;
-      to.shift[i] = row < end ? int8_t(last_position - row_position(p, b, row)) : int8_t(-1);
+      to.shift[i] = is_served ? int8_t(shift) : int8_t(-1);
     }
     sync_warp();  // the others read it in copy_run, the consumers when the stage is full
     if (lane > 0) return;

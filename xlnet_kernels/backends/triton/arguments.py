@@ -284,6 +284,12 @@ def load_or(pointer, start, index, inside, other):
 
 
 @triton.jit
+def load_row(positions, at, inside, length):
+    """Rows number `at`, among those that there are: no one has looked at them on a GPU."""
+    return tl.maximum(tl.minimum(tl.load(positions.row + at, mask=inside, other=0), length - 1), 0)
+
+
+@triton.jit
 def load_position(positions, at, exists, size):
     """Positions number `at`, inside of the segment: no one has looked at them on a GPU, and additions to rel_key's
     gradient are not tested."""

@@ -229,7 +229,7 @@ def _store_gradients(result, rows, segments, tile, alive, sums_row, out_row, acc
     dS_different *= rows.scale
     for c in tl.static_range(CHUNKS):
         d = columns(c, META)
-        total = acc[c] * rows.scale  # (BLOCK_M, BLOCK_D)
+        total = tl.where(alive.inside[:, None], acc[c] * rows.scale, 0.0)  # (BLOCK_M, BLOCK_D); others may be NaN
         sums = result.sums + sums_row * 4 * D + d
         if len(acc) > CHUNKS:
             tl.store(sums, acc[CHUNKS + c] * rows.scale, mask=d < D)

@@ -144,7 +144,7 @@ def forward_kernel(
     for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
         d = columns(c, META)
         stored = tile.inside[:, None] & (d < META.HEAD_DIM)[None, :]
-        chunk = acc[c] * factor[:, None]  # (BLOCK_M, BLOCK_D)
+        chunk = tl.where((row_sum != 0)[:, None], acc[c] * factor[:, None], 0.0)  # (BLOCK_M, BLOCK_D); acc may be NaN
         rounded = chunk.to(output.out.dtype.element_ty)
         tl.store(output.out + (out_row + d[None, :]), rounded, mask=stored)
         if output.out_residual is not None:

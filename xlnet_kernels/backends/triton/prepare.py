@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arguments import PADDING, Sizes, head_at, matrix_at, of_head_rows, of_prepared, of_rows, padded, program
+from .arguments import PADDING, Sizes, head_at, load_row, matrix_at, of_head_rows, of_prepared, of_rows, padded, program
 from .chunks import SomeRows, add_bias, columns, load_query, load_rows
 from .mask import BOUND, HIGHEST, LOWEST
 from .segments import store_row_segments
@@ -69,7 +69,7 @@ def _bound_rows(given, least, largest, positions, b, first, length):
     row = first + tl.arange(0, PADDING)
     inside = row < length
     if positions.row is not None:
-        row = tl.load((positions.row + b * length) + row, mask=inside, other=0)
+        row = load_row(positions, b * length + row, inside, length)
     values = tl.load((given + b * length) + row, mask=inside, other=LOWEST)
     _store_bounds(values, least, largest, b * padded(length) + first)
 
@@ -106,7 +106,7 @@ def _prepare_rows(rows, segments, positions, given, backward, size, META):
     row = n
     inside = n < size.length
     if positions.row is not None:
-        row = tl.load((positions.row + of_rows(head, size)) + n, mask=inside, other=0)
+        row = load_row(positions, of_rows(head, size) + n, inside, size.length)
     if given.row_sum is not None:
         row_sum = tl.load((given.row_sum + of_head_rows(head, size)) + row, mask=inside, other=0.0)
         inverse = tl.where(row_sum != 0, 1 / row_sum, 0.0)

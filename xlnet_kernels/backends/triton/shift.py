@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import load_position, of_rows
+from .arguments import load_position, load_row, of_rows
 from .chunks import load_rel_key, row_chunk, rows_of_tile
 from .window import join_fragment, shift_back_folded, shift_folded, shift_window, split_fragment
 
@@ -48,7 +48,7 @@ def load_tile(positions, head, tile, size, META):
             last = first + META.BLOCK_M - 1
     else:
         start = of_rows(head, size)
-        row = tl.load((positions.row + start) + n, mask=inside, other=0)
+        row = load_row(positions, start + n, inside, size.length)
         position = load_position(positions, start + n, inside, size)
         first = load_position(positions, start + tile * META.BLOCK_M, True, size)
         last = load_position(positions, start + end, True, size)

@@ -27,7 +27,7 @@ OPERATORS = set(
     rsub scatter_ select slice stack sub sub_ sum to transpose unbind unflatten unsqueeze view where zero_
     """.split()
 )
-READS = {"aminmax", "is_nonzero", "item", "nonzero"}  # used on the CPU alone
+READS = {"aminmax", "is_nonzero", "isfinite", "item", "nonzero"}  # used on the CPU alone
 
 
 class Recorder(torch.utils._python_dispatch.TorchDispatchMode):

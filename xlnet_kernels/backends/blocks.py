@@ -95,6 +95,8 @@ class Part:
         self.content_bias, self.position_bias, self.segment_bias = (
             self._of_heads(name) for name in ("content_bias", "position_bias", "segment_bias")
         )
+        # Elsewhere than on the CPU the host would wait for the answer.
+        self.is_finite = call.reads and all(bool(x.isfinite().all()) for x in (self.key, self.value, self.rel_key))
         embed = call.tensors["segment_embed"]
         self.embed = None if embed is None else embed[:, heads].to(call.dtype)
 
@@ -162,11 +164,9 @@ class Block:
                 self.window = slice(at - high, at - low + self.keys)
         self.table = slice(max(0, self.window.start), max(0, min(self.call.rel_len, self.window.stop)))
         self.table = slice(min(self.table.start, self.table.stop), self.table.stop)
-
-    @functools.cached_property
-    def rel_key(self) -> Tensor:
-        """The rows of the window that the table has, (h, rows, D) or (b, h, rows, D)."""
-        return self.part.rel_key[..., self.table, :]
+        self.rel_key = part.rel_key[..., self.table, :]  # (h, rows, D) or (b, h, rows, D): those that the table has
+        if not part.is_finite and self.hidden is not None:
+            self._leave_out_unread(self.hidden)
 
     @functools.cached_property
     def row_of_pair(self) -> Tensor:
@@ -232,11 +232,24 @@ class Block:
         """Which rows see no key, broadcastable to (b, h, m); None: none."""
         return None if self.hidden is None else self.hidden.all(-1)
 
+    def zero_masked_rows(self, rows: Tensor) -> Tensor:
+        """Rows (b, h, m, D), in place 0 where they see no key: a key that others see may have made them NaN."""
+        return rows if self.masked_rows is None else rows.masked_fill_(self.masked_rows[..., None], 0)
+
     def leave_out_rows(self, rows: Tensor) -> None:
         """Makes rows (b, h, m) 0, because a NaN in a fully masked query reaches no gradient."""
         self.content, self.positional, self.segmental = (
             x.masked_fill(rows[..., None], 0) for x in (self.content, self.positional, self.segmental)
         )
+
+    def _leave_out_unread(self, hidden: Tensor) -> None:
+        """Makes keys, values and rows of rel_key that no pair reads 0, because zero times NaN is NaN."""
+        unseen = hidden.all(-2)[..., None]
+        self.key, self.value = self.key.masked_fill(unseen, 0), self.value.masked_fill(unseen, 0)
+        pairs = (*self.content.shape[:3], self.keys)
+        unread = self.to_band((~hidden).to(self.content.dtype).expand(pairs)).sum(2) == 0
+        unread = unread if self.rel_key.dim() == 4 else unread.all(0)
+        self.rel_key = self.rel_key.masked_fill(unread[..., None], 0)
 
     def _outside_of_table(self) -> Tensor | None:
         """Pairs whose distance has no row of rel_key."""

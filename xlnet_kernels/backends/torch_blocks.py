@@ -46,7 +46,7 @@ def _forward(*inputs):
             probability = score.sub_(largest[..., None]).exp_()
             total = probability.sum(-1)
             found = block.drop(probability) @ block.value
-            out[here] = found.mul_(_inverse(total)[..., None]).to(out.dtype)
+            out[here] = block.zero_masked_rows(found.mul_(_inverse(total)[..., None])).to(out.dtype)
             row_max[here], row_sum[here] = largest, total
             lse[here] = torch.where(
                 (total == 0) | (largest == -torch.inf), -torch.inf, total.log() + largest + block.same
@@ -105,7 +105,7 @@ class _Sums:
         heads, found, scale = block.part.heads, self.found, self.call.scale
         self._add_to_keys(block, "value", dropped.mT @ grad)
         self._add_to_keys(block, "key", grad_score.mT @ block.content)
-        grad_content = (grad_score @ block.key).mul_(scale)
+        grad_content = block.zero_masked_rows((grad_score @ block.key).mul_(scale))
         band = block.to_band(grad_score)
         if block.rel_key.dim() == 4:
             grad_positional = band @ block.rel_key
@@ -114,7 +114,7 @@ class _Sums:
             band, positional = (x.transpose(0, 1).flatten(1, 2) for x in (band, block.positional))
             grad_positional = (band @ block.rel_key).unflatten(1, (-1, block.length)).transpose(0, 1)
             found["rel_key"][heads, block.table] += band.mT @ positional
-        grad_positional = grad_positional * scale
+        grad_positional = block.zero_masked_rows(grad_positional * scale)
         grad_query = grad_content + grad_positional
         parts = {"content_bias": grad_content, "position_bias": grad_positional}
         if block.part.embed is not None:

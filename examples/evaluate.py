@@ -33,9 +33,9 @@ except ImportError:
 
 import xlnet_kernels as xk
 from parts import command
-from parts.checkpoint import read_settings
 from parts.command import number
 from parts.corpus import prepare
+from parts.folder import read_settings
 from parts.inference import OBJECTIVES, Reader, load_reader
 from parts.training import progress_bar
 from xlnet_kernels.pretraining import TokenFile, with_memory

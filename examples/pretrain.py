@@ -3,6 +3,8 @@
     python examples/pretrain.py                                 Python's manual as bytes; minutes on two cores
     python examples/pretrain.py --objective masked --text my-folder --tokenizer tokenizer.json --output runs/mine
     python examples/pretrain.py --output runs/mine --resume     goes on as if it had never stopped, bit for bit
+    python examples/pretrain.py --output runs/mine --resume --steps 3000     makes more steps
+    python examples/pretrain.py --checkpoint runs/mine --text other --output runs/other     trains a model further
     torchrun --nproc-per-node 2 examples/pretrain.py --parallel fsdp2
 
 Writes whole checkpoints (model, tokenizer, generation config, model card) that `from_pretrained` and transformers read,
@@ -23,15 +25,15 @@ try:
 except ImportError:
     raise SystemExit("pretrain.py needs rich: pip install '.[examples]'") from None
 
-from parts import checkpoint, command
+from parts import command
 from parts.command import number
 from parts.corpus import unigram_entropy
-from parts.parallel import check_place, processes
-from parts.resume import add_resume_options, parse
-from parts.run import FREE, Run, make_run
+from parts.folder import find, latest, locked, remove
+from parts.parallel import processes, settle_place
+from parts.resume import add_optimizer_options, add_resume_options, parse
+from parts.run import FREE, Run, make_run, sizes_of
 from parts.training import (
     Metrics,
-    add_optimizer_options,
     check_finite,
     make_exact,
     memory_used,
@@ -46,6 +48,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = command.make_parser(__doc__)
     add = parser.add_argument_group("text").add_argument
     add("--text", metavar="PATH", help="a file or a folder; default the manual that comes with Python")
+    further = "a model to train further, with its sizes and its tokenizer, on other text; default from scratch"
+    add("--checkpoint", type=Path, metavar="FOLDER", help=further)
     add("--tokenizer", metavar="PATH", help="of train_tokenizer.py, or a tokenizer.json; default one token per byte")
     add("--held-out", type=number(float, 0, 1), default=0.1, help="last share of the text, for validation")
     add = parser.add_argument_group("objective").add_argument
@@ -53,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--objective",
         choices=("permutation", "autoregressive", "masked"),
         default="permutation",
-        help="of pre-training",
+        help="of pre-training; default permutation, or that of --checkpoint",
     )
     add("--num-predict", type=number(int, 1), help="targets per sequence; default a sixth of --seq-len")
     add("--perm-size", type=number(int, 1), help="tokens that one order permutes; default all")
@@ -86,6 +90,23 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def begin_from(folder: Path, options: argparse.Namespace, arguments: list[str]) -> argparse.Namespace:
+    """The options, read again with the sizes and the objective of the model that is trained further.
+
+    Raises:
+        ValueError: an option says another size, or another tokenizer.
+    """
+    if options.tokenizer:
+        raise ValueError("--tokenizer is for models from scratch: a checkpoint has its own")
+    parser, sizes = make_parser(), sizes_of(folder)
+    parser.set_defaults(**sizes)
+    options = parser.parse_args(arguments)
+    for name, size in sizes.items():
+        if name != "objective" and getattr(options, name) != size:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: the model in {folder} has {size}")
+    return options
+
+
 def train(run: Run, console: Console) -> bool:
     """Trains to the end, to --stop-at or to a signal, and leaves a checkpoint; False after a signal.
 
@@ -112,17 +133,22 @@ def train(run: Run, console: Console) -> bool:
             metrics.write(step=run.step, loss=loss, lr=rate, gradient=norm, tokens_per_second=round(speed))
             status = f"loss {loss:.3f}  {speed:,.0f} tokens/s  {memory_used(ours.device)}"
             bar.update(task, completed=run.step, status=status)
-            last = stop or run.step == end
+            last = run.step == end
+            if stop:  # the checkpoint comes first: an evaluation takes seconds, in which the next Ctrl-C may come
+                if ours.first:
+                    console.print("stopping: writing a checkpoint")
+                run.save()
+                run.checkpoints.finish()
             if last or run.step % options.eval_every == 0:
                 held_out = run.losses["validation_loss"] = run.evaluate()
                 metrics.write(step=run.step, validation_loss=held_out)
                 if ours.first:
-                    status += f"  validation {run.corpus.describe(held_out)}"
-                    console.print(f"step {run.step}: {status}", soft_wrap=True)
-            if last or run.step % options.save_every == 0:
-                run.save()
+                    shown = f"step {run.step}: loss {loss:.3f}, held out {run.corpus.describe(held_out)}"
+                    console.print(shown, soft_wrap=True)
             if stop:
                 break
+            if last or run.step % options.save_every == 0:
+                run.save()
         run.checkpoints.finish()
     return not stop
 
@@ -132,19 +158,25 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(highlight=False)
     with ExitStack() as stack:
         try:
-            options, last = parse(make_parser(), sys.argv[1:] if arguments is None else arguments, free=FREE)
-            if options.overwrite and checkpoint.latest(options.output):
-                command.protect(options.output, {"--tokenizer": options.tokenizer, "--text": options.text})
+            arguments = sys.argv[1:] if arguments is None else arguments
+            options, last = parse(make_parser(), arguments, free=FREE)
+            if options.checkpoint and not last:
+                options = begin_from(find(options.checkpoint), options, arguments)
+            if options.overwrite and latest(options.output):
+                inputs = {"--tokenizer": options.tokenizer, "--text": options.text, "--checkpoint": options.checkpoint}
+                command.protect(options.output, inputs)
             make_exact(options.threads)
-            check_place(options.device, options.backend)
+            settle_place(options)
             ours = stack.enter_context(processes(options.device))
+            if ours.first:
+                stack.enter_context(locked(options.output))
             run = make_run(options, last, ours)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             print(f"pretrain.py: error: {error}", file=sys.stderr)
             return 2
         if ours.first:
             if options.overwrite:
-                checkpoint.remove(options.output)
+                remove(options.output)
             size = sum(parameter.numel() for parameter in run.model.parameters())
             console.print(f"{size:,} parameters, {len(run.corpus.text):,} tokens, step {run.step} of {options.steps}")
             for name, part in (("the text", run.corpus.text), ("its held-out part", run.validation.text)):
@@ -155,8 +187,18 @@ def main(arguments: list[str] | None = None) -> int:
         except FloatingPointError as error:
             print(f"pretrain.py: {error}; the last checkpoint is as it was", file=sys.stderr)
             return 1
-        if ours.first and run.step < options.steps:
-            console.print(f"stopped at step {run.step} of {options.steps}; --resume goes on")
+        except OSError as error:
+            print(f"pretrain.py: cannot write: {error}; the last checkpoint is as it was", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("pretrain.py: stopped; the last checkpoint is as it was", file=sys.stderr)
+            return 130
+        if ours.first:
+            if run.step < options.steps:
+                console.print(f"stopped at step {run.step} of {options.steps}; --resume goes on")
+            else:
+                console.print(f"step {run.step} of {options.steps}: done; --resume with more --steps goes on")
+            console.print(f"model, tokenizer and metrics are in {options.output}", soft_wrap=True)
         return 0 if whole else 130
 
 

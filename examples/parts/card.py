@@ -40,6 +40,7 @@ def of_pretraining(run: Run) -> ModelCard:
     """The card of a language model as it stands in its run."""
     options, corpus, config = run.options, run.corpus, run.config
     data = "the manual that comes with Python" if options.text is None else f"`{Path(options.text).name}`"
+    before = f"from `{options.checkpoint.name}`, " if options.checkpoint else ""
     size = sum(parameter.numel() for parameter in run.model.parameters())
     rows = {
         "objective": options.objective,
@@ -47,8 +48,8 @@ def of_pretraining(run: Run) -> ModelCard:
         f"tokens, sha256 of the tokens {corpus.sha256[:16]}; the last {options.held_out:.0%} held out",
         "vocabulary": f"{config.vocab_size:,}" + (", bytes" if corpus.tokenizer.is_bytes else ""),
         "model": f"{size:,} parameters: {config.n_layer} layers, d_model {config.d_model}, {config.n_head} heads",
-        "training": f"step {run.step:,} of {options.steps:,}, {options.batch_size} sequences of {options.seq_len} "
-        f"tokens each, {config.mem_len} tokens of memory, seed {options.seed}",
+        "training": f"{before}step {run.step:,} of {options.steps:,}, {options.batch_size} sequences of "
+        f"{options.seq_len} tokens each, {config.mem_len} tokens of memory, seed {options.seed}",
     }
     names = {"loss": "training loss of the last batch", "validation_loss": "loss in the held-out part"}
     rows |= {names[name]: corpus.describe(loss) for name, loss in run.losses.items()}

@@ -1,9 +1,9 @@
 """Checkpoints that are whole at any moment: folders step-00000100, written under another name and renamed.
 
 Each is a whole model folder (config, weights, tokenizer, generation config, model card; `from_pretrained` and
-`AutoTokenizer` read it) and holds what a run needs to go on: settings.json, training/ (the optimiser, in shards, by
-torch.distributed.checkpoint), and for each process its random numbers and memory, process-R.pt. The run's folder shows
-the files of the newest one. Go on from your own checkpoints alone: torch reads training/.metadata with pickle.
+`AutoTokenizer` read it) and holds what a run needs to go on: settings.json, training/ (the optimiser's tensors, in
+shards, by torch.distributed.checkpoint), and for each process its random numbers and memory, process-R.pt. The run's
+folder shows the files of the newest one. Nothing of it is unpickled: JSON, safetensors, and torch's weights_only=True.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import copy
 import json
 import os
 import pickle
-import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -31,53 +30,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from parts import shards
+from parts.folder import TRAINING, checkpoints, remove_one, show, sync
 from parts.parallel import Processes
 from xlnet_kernels.model.checkpoint import PretrainedModel
 
-LATEST, TRAINING = "latest", "training"
 DAMAGED = (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError)
 warnings.filterwarnings("ignore", "torch.distributed is .* single process")  # as is meant
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-def checkpoints(output: Path) -> list[Path]:
-    """Those in a folder, the newest last. Other files and folders of the user may lie beside them."""
-    found = (path for path in output.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name, re.ASCII))
-    return sorted(found, key=step_of)
-
-
-def latest(output: Path) -> Path | None:
-    """The newest checkpoint in a folder."""
-    return next(reversed(checkpoints(output)), None)
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
-
-
-def find(path: Path) -> Path:
-    """A checkpoint, or the newest one in the output folder of a run.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = path if (path / "config.json").exists() else latest(path)
-    if found is None:
-        raise ValueError(f"there is no checkpoint in {path}")
-    return found
-
-
-def read_settings(checkpoint: Path) -> dict[str, Any]:
-    """What settings.json holds.
-
-    Raises:
-        ValueError: it is missing or damaged.
-    """
-    path = checkpoint / "settings.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is missing or damaged: {error}") from None
 
 
 class Checkpoints:
@@ -127,8 +87,10 @@ class Checkpoints:
             (unfinished / "settings.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         ours.wait()
         torch.save({"random": _random_state(ours.device)} | own, unfinished / f"process-{ours.rank}.pt")
-        state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-        written = dcp.async_save(state, checkpoint_id=unfinished / TRAINING, process_group=ours.saving)
+        writer = shards.Writer(unfinished / TRAINING)
+        written = dcp.async_save(
+            _tensors(get_optimizer_state_dict(model, optimizer)), storage_writer=writer, process_group=ours.saving
+        )
         if ours.first:
             if self.background:  # the next step changes these very tensors
                 weights = copy.deepcopy(weights)
@@ -153,45 +115,14 @@ class Checkpoints:
         whole.load_state_dict(weights, assign=True)
         whole.save_pretrained(unfinished)
         for path in (*unfinished.rglob("*"), unfinished):
-            _sync(path)
+            sync(path)
         final = self.output / unfinished.stem.removeprefix(".")
         os.rename(unfinished, final)
-        _show(self.output, final)
-        _sync(self.output)
+        show(self.output, final)
+        sync(self.output)
         for old in checkpoints(self.output)[: -self.keep]:
             if old != final:
-                _remove(old)
-
-
-def remove(output: Path) -> None:
-    """Removes all checkpoints in a folder."""
-    for link in output.glob("*"):
-        if link.is_symlink() and (link.name == LATEST or os.readlink(link).startswith(LATEST)):
-            link.unlink()
-    for old in checkpoints(output):
-        _remove(old)
-
-
-def _show(output: Path, newest: Path) -> None:
-    """Makes `output` itself a model folder: links to the files of LATEST, which is a link that is switched at once."""
-    switched = output / f".{LATEST}"
-    try:
-        switched.unlink(missing_ok=True)
-        switched.symlink_to(newest.name)
-        os.replace(switched, output / LATEST)
-        for path in newest.iterdir():
-            shown = output / path.name
-            if path.suffix != ".pt" and path.name != TRAINING and not shown.exists() and not shown.is_symlink():
-                shown.symlink_to(Path(LATEST, path.name))
-    except OSError:  # no links here: `find` knows the newest checkpoint anyway
-        switched.unlink(missing_ok=True)
-
-
-def _remove(folder: Path) -> None:
-    # Half a checkpoint must not look like one.
-    half = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(half, ignore_errors=True)  # of a kill; renaming takes no folder that has files
-    shutil.rmtree(folder.rename(half))
+                remove_one(old)
 
 
 def load_model(kind: type[PretrainedModel], checkpoint: Path, backend: str | None, device: torch.device) -> Any:
@@ -207,7 +138,9 @@ def load_model(kind: type[PretrainedModel], checkpoint: Path, backend: str | Non
 
 
 def load_training(checkpoint: Path, model: nn.Module, optimizer: Optimizer, processes: Processes) -> dict[str, Any]:
-    """Puts the optimiser and the random numbers where they were; returns what else the process saved as its own.
+    """Puts the optimiser's tensors and the random numbers where they were; returns what the process saved as its own.
+
+    Learning rates and the like stay as they are: they follow from the options and the step.
 
     Raises:
         ValueError: a file is missing or damaged.
@@ -215,11 +148,15 @@ def load_training(checkpoint: Path, model: nn.Module, optimizer: Optimizer, proc
     own = _read(checkpoint / f"process-{processes.rank}.pt")
     state, folder = get_optimizer_state_dict(model, optimizer), checkpoint / TRAINING
     try:
-        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        reader = shards.Reader(folder)
+        saved = reader.read_metadata().state_dict_metadata
         # Parameters that never had a gradient have no state.
-        had = {name for name in state["state"] if any(key.startswith(f"optimizer.state.{name}.") for key in saved)}
-        state["state"] = {name: value for name, value in state["state"].items() if name in had}
-        dcp.load({"optimizer": state}, checkpoint_id=folder, process_group=processes.saving)
+        had = {name for name in state["state"] if any(key.startswith(f"{name}/") for key in saved)}
+        state["state"] = {name: values for name, values in state["state"].items() if name in had}
+        tensors = _tensors(state)
+        dcp.load(tensors, storage_reader=reader, process_group=processes.saving)
+        for name, values in state["state"].items():
+            values.update({key: tensors[f"{name}/{key}"] for key in values})
     except (dcp.CheckpointException, *DAMAGED) as error:
         raise ValueError(f"{folder} is missing or damaged: {str(error).strip().splitlines()[-1]}") from None
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
@@ -228,6 +165,11 @@ def load_training(checkpoint: Path, model: nn.Module, optimizer: Optimizer, proc
     if processes.device.type == "cuda" and "cuda" in random:
         torch.cuda.set_rng_state(random["cuda"])
     return own
+
+
+def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of an optimiser's state, as PARAMETER/NAME."""
+    return {f"{name}/{key}": value for name, values in state["state"].items() for key, value in values.items()}
 
 
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
@@ -240,14 +182,3 @@ def _read(path: Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True)
     except DAMAGED as error:
         raise ValueError(f"{path} is missing or damaged: {str(error).splitlines()[0]}") from None
-
-
-def _sync(path: Path) -> None:
-    """Onto the disk, so that a power cut after the renaming finds the contents too."""
-    if os.name != "posix":  # elsewhere folders cannot be opened
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,16 +10,21 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-import torch
+from parts.folder import LOCK
 
-import xlnet_kernels as xk
+BACKENDS = ("cpu", "cuda", "triton", "torch", "reference")  # of the attention, told before torch is imported
+
+
+_HARD = "\xa0"  # a space at which textwrap does not break
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     """Descriptions as wide as the terminal, and each option's default, unless its help names one or there is none."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Paragraphs are wrapped anew; indented lines stay lines, and what is too long goes on further in."""
+        """Paragraphs are wrapped anew; indented lines stay lines. Of those that are too long, words beside a command go
+        below it, a command goes on between options, and the rest goes on further in.
+        """
         lines: list[str] = []
         for line in text.strip().splitlines():
             if lines and lines[-1] and line and not (line.startswith(" ") or lines[-1].startswith(" ")):
@@ -31,11 +36,17 @@ class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsH
     def _wrap(self, line: str, width: int) -> str:
         start = line[: len(line) - len(line.lstrip())]
         further = f"{start}    " if start else ""
-        is_command = bool(re.match(r" +(python|torchrun) (?!.*   )", line))  # and no words beside it
+        words, is_command = "", bool(re.match(r" +(python|torchrun) ", line))
+        if is_command and len(line) > width:
+            line, _, words = line.strip().partition("   ")
+            line = start + line
+            line = re.sub(r'"[^"]*"', lambda quoted: quoted[0].replace(" ", _HARD), line)
+            line = re.sub(r"(--[a-z-]+) (?!--)", rf"\1{_HARD}", line)
         wrapper = textwrap.TextWrapper(
             width - 2 * is_command, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
         )
-        return (" \\\n" if is_command else "\n").join(wrapper.wrap(line))
+        wrapped = (" \\\n" if is_command else "\n").join(wrapper.wrap(line)).replace(_HARD, " ")
+        return f"{wrapped}\n{further}{words.strip()}" if words else wrapped
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         """What an option without a metavar takes: by its type, not its own name again."""
@@ -66,17 +77,11 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=doc, formatter_class=Formatter, allow_abbrev=False)
 
 
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def add_place(parser: argparse.ArgumentParser) -> None:
-    """--device, --backend and --threads."""
+    """--device, --backend and --threads; `parallel.settle_place` completes them."""
     add = parser.add_argument_group("place").add_argument
-    add(
-        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu", help="where to run"
-    )
-    add("--backend", choices=tuple(xk.backends()), help="of the attention; default the best there is")
+    add("--device", choices=("cpu", "cuda"), help="where to run; default cuda where there is one")
+    add("--backend", choices=BACKENDS, help="of the attention; default the best there is")
     add("--threads", type=number(int, 1), metavar="N", help="CPU threads; exact resuming needs the same number")
 
 
@@ -122,7 +127,7 @@ def check_output(
     if output.exists() and output.is_dir() != folder:
         kinds = ("file", "folder")
         raise ValueError(f"--output {output} is a {kinds[not folder]}, and must be a {kinds[folder]}")
-    if any(output.iterdir()) if output.is_dir() else output.exists():
+    if any(path.name != LOCK for path in output.iterdir()) if output.is_dir() else output.exists():
         protect(output, inputs or {})
         if not overwrite:
             raise ValueError(f"{output} is there already: --overwrite replaces it")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import xlnet_kernels as xk
-from parts.checkpoint import find
-from parts.parallel import check_place
+from parts.folder import find
+from parts.parallel import settle_place
 from parts.tokenizer import TextTokenizer, load_tokenizer
 from xlnet_kernels.pretraining import AutoregressiveLM, MaskedLM, PermutationLM
 
@@ -35,18 +36,43 @@ class Reader:
         return self.model.transformer.mask_emb.device
 
 
+def read_config(folder: Path) -> xk.XLNetConfig:
+    """The config.json of a model folder; ValueError where it is missing or damaged."""
+    try:
+        return xk.XLNetConfig.from_file(folder)
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} is incomplete: {error}") from None
+
+
+def load_language_model(folder: Path, **options: Any) -> xk.XLNetLMHeadModel:
+    """`XLNetLMHeadModel.from_pretrained` with a word on folders that hold another kind of model.
+
+    Raises:
+        ValueError: it is another kind, or damaged.
+    """
+    kind = read_config(folder).extra.get("architectures") or ["XLNetLMHeadModel"]
+    if kind[0] != "XLNetLMHeadModel":
+        raise ValueError(
+            f"{folder} holds an {kind[0]}, and a language model is needed, such as --output of pretrain.py"
+        )
+    try:
+        return xk.XLNetLMHeadModel.from_pretrained(folder, **options)
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} is incomplete: {error}") from None
+
+
 def load_reader(options: argparse.Namespace) -> Reader:
     """The model of --checkpoint on --device.
 
     Raises:
         ValueError: it is not there, damaged, or its tokenizer is not its own.
     """
-    check_place(options.device, options.backend)
+    settle_place(options)
     if options.threads:
         torch.set_num_threads(options.threads)
     folder = find(options.checkpoint)
     tokenizer = load_tokenizer(folder)
-    model = xk.XLNetLMHeadModel.from_pretrained(folder, backend=options.backend, device=options.device)
+    model = load_language_model(folder, backend=options.backend, device=options.device)
     if model.config.vocab_size != tokenizer.vocabulary.size:
         size = tokenizer.vocabulary.size
         raise ValueError(f"{folder} has a vocabulary of {model.config.vocab_size}, its tokenizer {size}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import warnings
 from collections.abc import Iterator
@@ -52,13 +53,14 @@ class Processes:
             dist.barrier()
 
 
-def check_place(device: str, backend: str | None) -> None:
-    """Raises ValueError where the device or the backend of the attention is not there."""
-    if device == "cuda" and not torch.cuda.is_available():
+def settle_place(options: argparse.Namespace) -> None:
+    """Fills in --device; ValueError where the device or the backend of the attention is not there."""
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no CUDA device")
-    state = backend and xk.backends()[backend]
+    state = options.backend and xk.backends()[options.backend]
     if state and not state.available:
-        raise ValueError(f"--backend {backend}: {state.reason}")
+        raise ValueError(f"--backend {options.backend}: {state.reason}")
 
 
 @contextmanager

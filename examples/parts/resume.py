@@ -1,4 +1,4 @@
-"""Options of a run that may have begun before: what --resume takes from the checkpoint, and what it refuses."""
+"""Options of training, which may have begun before: what --resume takes from the checkpoint, and what it refuses."""
 
 from __future__ import annotations
 
@@ -7,12 +7,34 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from parts import checkpoint
+from parts import folder as folders
 from parts.command import number
 
 # What a resumed run may choose anew: it changes no number, or only how they are rounded.
 FREE = {"output", "resume", "overwrite", "save_every", "keep", "async_save", "eval_batches", "stop_at", "workers"}
 FREE |= {"device", "backend", "threads", "compile", "parallel"}
+
+
+def add_optimizer_options(
+    parser: argparse.ArgumentParser, *, steps: int, lr: float, layer_decay: float, batch: str = "sequences per step"
+) -> None:
+    """Options of the optimiser; `batch` says what --batch-size counts."""
+    add = parser.add_argument_group("optimiser").add_argument
+    add(
+        "--steps",
+        type=number(int, 1),
+        default=steps,
+        help="batches in all, over which the schedule stretches; --resume takes another number",
+    )
+    add("--lr", type=number(float, 0), default=lr, help="highest learning rate")
+    add("--warmup", type=number(float, 0, 1), default=0.1, help="share of the steps in which it rises")
+    add("--decay", choices=("linear", "cosine"), default="cosine", help="how it then falls to zero")
+    add("--layer-decay", type=number(float, 0), default=layer_decay, help="update of a layer relative to the next one")
+    add("--weight-decay", type=number(float, 0), default=0.01, help="of matrices")
+    add("--clip", type=number(float, 0), default=1.0, help="longest gradient; longer ones are scaled down")
+    add("--dropout", type=number(float, 0, 1), default=0.0, help="everywhere in the model")
+    add("--batch-size", type=number(int, 1), default=16, help=batch)
+    add("--seed", type=number(int, 0), default=0, help="decides all that is random")
 
 
 def add_resume_options(add: Callable[..., Any], overwrites: str) -> None:
@@ -37,7 +59,7 @@ def parse(
         ValueError: options contradict the checkpoint, or there is one that would be lost, or none to resume from.
     """
     options = parser.parse_args(arguments)
-    last = checkpoint.latest(options.output / folder)
+    last = folders.latest(options.output / folder)
     if not options.resume:
         if last and not options.overwrite:
             raise ValueError(f"{options.output} holds a checkpoint: --resume goes on from it, --overwrite removes it")
@@ -46,14 +68,16 @@ def parse(
         raise ValueError("--resume and --overwrite contradict each other")
     if last is None:
         raise ValueError(f"--resume: there is no checkpoint in {options.output}")
-    settings = checkpoint.read_settings(last)["options"]
+    settings = folders.read_settings(last)["options"]
     parser.set_defaults(**settings)
     options = parser.parse_args(arguments)
     now = to_keep(options, free)
-    changed = [name for name, value in settings.items() if now.get(name) != value]
+    changed = [name for name, value in settings.items() if name != "steps" and now.get(name) != value]
     if changed:
         found = ", ".join(f"--{n.replace('_', '-')} is {settings[n]}, not {now.get(n)}" for n in changed)
         raise ValueError(f"--resume: in {last} {found}")
+    if options.steps < folders.step_of(last):
+        raise ValueError(f"--steps {options.steps}: {last} has made more already")
     return options, last
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ import xlnet_kernels as xk
 from parts import card, checkpoint
 from parts.checkpoint import Checkpoints
 from parts.corpus import Corpus, prepare
+from parts.folder import find, read_settings
+from parts.inference import load_language_model, read_config
 from parts.parallel import Processes, distribute
 from parts.resume import to_keep
 from parts.tokenizer import TextTokenizer, load_tokenizer
@@ -78,7 +81,7 @@ class Run:
             self.model,
             lambda: xk.XLNetLMHeadModel(self.config),
             self.optimizer,
-            {"scheduler": self.scheduler.state_dict(), "mems": self.mems},
+            {"mems": self.mems},
             settings,
             self.describe,
         )
@@ -98,20 +101,29 @@ def make_run(options: argparse.Namespace, last: Path | None, ours: Processes) ->
     Raises:
         ValueError: something does not fit.
     """
-    settings = checkpoint.read_settings(last) if last else {"world_size": ours.world_size}
-    if settings["world_size"] != ours.world_size:
-        raise ValueError(f"--resume: {last} was written by {settings['world_size']} processes, not {ours.world_size}")
+    settings = read_settings(last) if last else {"world_size": ours.world_size}
+    if settings.get("world_size") != ours.world_size:
+        wrote = settings.get("world_size")
+        raise ValueError(f"--resume: {last} was written by {wrote} processes, not {ours.world_size}")
     if options.batch_size % ours.world_size:
         raise ValueError(f"--batch-size {options.batch_size} cannot be shared by {ours.world_size} processes")
     if options.d_model % options.heads:
         raise ValueError(f"--d-model {options.d_model} is no multiple of --heads {options.heads}")
-    tokenizer = load_tokenizer(last or options.tokenizer)
+    begin = find(options.checkpoint) if options.checkpoint and not last else None
+    tokenizer = load_tokenizer(last or begin or options.tokenizer)
     corpus = _prepare_once(options, tokenizer, settings.get("text"), ours)
     batches = [make_batches(options, corpus, part, ours) for part in corpus.split(options.held_out)]
 
     torch.manual_seed(options.seed)  # all processes begin with the same weights
     if last:
         model = checkpoint.load_model(xk.XLNetLMHeadModel, last, options.backend, ours.device)
+    elif begin:
+        known = read_config(begin).to_dict()
+        config = xk.XLNetConfig.from_dict(known | trained_as(options, corpus))
+        if config.vocab_size != corpus.vocabulary.size:
+            size = corpus.vocabulary.size
+            raise ValueError(f"{begin} has a vocabulary of {config.vocab_size}, its tokenizer {size}")
+        model = load_language_model(begin, config=config, backend=options.backend, device=ours.device).train()
     else:
         model = xk.XLNetLMHeadModel(make_config(options, corpus), options.backend).to(ours.device)
     config = model.config
@@ -120,10 +132,10 @@ def make_run(options: argparse.Namespace, last: Path | None, ours: Processes) ->
     if options.compile:
         model.compile()
     torch.manual_seed(options.seed + ours.rank)  # dropout differs
-    wrapped = distribute(model, options.parallel, ours.device)
-    optimizer, scheduler = make_optimizer(wrapped if options.parallel == "fsdp2" else model, options)
-    checkpoints = Checkpoints(options.output, options.keep, ours, options.async_save)
     step = settings.get("step", 0)
+    wrapped = distribute(model, options.parallel, ours.device)
+    optimizer, scheduler = make_optimizer(wrapped if options.parallel == "fsdp2" else model, options, step)
+    checkpoints = Checkpoints(options.output, options.keep, ours, options.async_save)
     run = Run(options, ours, corpus, config, wrapped, optimizer, scheduler, *batches, None, step, checkpoints)
     run.mems = run.new_mems()
     if last:
@@ -132,32 +144,43 @@ def make_run(options: argparse.Namespace, last: Path | None, ours: Processes) ->
             run.loss(batches[0][0], run.mems)[0].backward()
             optimizer.zero_grad()
         own = checkpoint.load_training(last, wrapped, optimizer, ours)
-        scheduler.load_state_dict(own["scheduler"])
         run.mems = own["mems"] and [memory.to(ours.device) for memory in own["mems"]]
     return run
 
 
 def make_config(options: argparse.Namespace, corpus: Corpus) -> xk.XLNetConfig:
-    """The model of the options; what is predicted from the left alone needs no positions ahead."""
-    ids: dict = corpus.tokenizer.config()
-    return xk.XLNetConfig(
-        vocab_size=corpus.vocabulary.size,
-        d_model=options.d_model,
-        n_layer=options.layers,
-        n_head=options.heads,
-        d_inner=options.d_inner or 4 * options.d_model,
-        ff_activation="gelu_new",
-        attn_type="uni" if options.objective == "autoregressive" else "bi",
-        dropout=options.dropout,
+    """The new model of the options."""
+    sizes = {
+        "vocab_size": corpus.vocabulary.size,
+        "d_model": options.d_model,
+        "n_layer": options.layers,
+        "n_head": options.heads,
+        "d_inner": options.d_inner or 4 * options.d_model,
+        "ff_activation": "gelu_new",
         # 0.02 is for 1024: with it, narrow models stay for long at the frequencies of tokens
-        initializer_range=options.initializer_range or 0.02 * (1024 / options.d_model) ** 0.5,
-        mem_len=options.mem_len,
-        use_mems_train=options.mem_len > 0,
-        use_mems_eval=options.mem_len > 0,
-        bi_data=options.bi_data,
-        **{f"{role}_token_id": ids.pop(f"{role}_token_id") for role in ("bos", "eos", "pad")},
-        extra=ids | {"objective": options.objective},
-    )
+        "initializer_range": options.initializer_range or 0.02 * (1024 / options.d_model) ** 0.5,
+    }
+    return xk.XLNetConfig.from_dict(sizes | trained_as(options, corpus))
+
+
+def trained_as(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
+    """Entries of a config.json that training decides; what is predicted from the left needs no positions ahead."""
+    memory = options.mem_len > 0
+    entries = {"mem_len": options.mem_len, "use_mems_train": memory, "use_mems_eval": memory}
+    entries |= {"dropout": options.dropout, "bi_data": options.bi_data, "objective": options.objective}
+    return corpus.tokenizer.config() | entries | {"attn_type": "uni" if options.objective == "autoregressive" else "bi"}
+
+
+def sizes_of(folder: Path) -> dict[str, Any]:
+    """The options of pretrain.py that a model decides which is trained further; --objective may differ.
+
+    Raises:
+        ValueError: config.json is missing or damaged.
+    """
+    config = read_config(folder)
+    sizes = {"layers": config.n_layer, "d_model": config.d_model, "heads": config.n_head, "d_inner": config.d_inner}
+    objective = config.extra.get("objective", "permutation")
+    return sizes | {"initializer_range": config.initializer_range, "objective": objective}
 
 
 def make_batches(options: argparse.Namespace, corpus: Corpus, text, ours: Processes) -> PretrainingBatches:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,20 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 import xlnet_kernels as xk
-from parts import scores
+from parts import labels, scores
+from parts.labels import Columns
 from parts.table import Row
 
 IGNORED = -100
 ANSWER = 30  # tokens of the longest answer that is looked for
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Which column is what; `pair` may be missing."""
-
-    text: str = "text"
-    pair: str | None = None
-    label: str = "label"
 
 
 class Task:
@@ -63,8 +53,8 @@ class Task:
         inputs = self.tokenizer.pad([_tokens(example) for example in examples], return_tensors="pt")
         return {**inputs, **self.label([example["label"] for example in examples], inputs["input_ids"].shape[1])}
 
-    def label(self, labels: Sequence[Any], length: int) -> dict[str, Tensor]:
-        return {"labels": torch.tensor(labels)}
+    def label(self, given: Sequence[Any], length: int) -> dict[str, Tensor]:
+        return {"labels": torch.tensor(given)}
 
     def predict(self, output: Any, examples: Sequence[dict[str, Any]]) -> list[Any]:
         """What the model says of each example."""
@@ -88,18 +78,18 @@ class Classification(Task):
     model, metric = xk.XLNetForSequenceClassification, "accuracy"
 
     def read_labels(self, rows: Sequence[Row]) -> None:
-        self.labels = sorted({str(row[self.columns.label]) for row in rows}, key=_numbers_first)
-        if len(self.labels) < 2:
-            raise ValueError(f"--data: column {self.columns.label!r} has {len(self.labels)} class, two are needed")
+        self.labels = labels.class_names(labels.class_of(row, self.columns) for row in rows)
 
     def example(self, row: Row) -> dict[str, Any]:
-        return self.encode(*self.texts(row)) | {"label": _index(self.labels, str(row[self.columns.label]))}
+        return self.encode(*self.texts(row)) | {
+            "label": labels.index_of(self.labels, labels.class_of(row, self.columns))
+        }
 
     def predict(self, output: Any, examples: Sequence[dict[str, Any]]) -> list[str]:
         return [self.labels[i] for i in output.logits.argmax(-1).tolist()]
 
     def measure(self, predictions: Sequence[str], rows: Sequence[Row]) -> dict[str, float]:
-        return scores.of_classes(predictions, [str(row[self.columns.label]) for row in rows])
+        return scores.of_classes(predictions, [labels.class_of(row, self.columns) for row in rows])
 
 
 class Regression(Task):
@@ -108,7 +98,7 @@ class Regression(Task):
     model, metric = xk.XLNetForSequenceClassification, "pearson"
 
     def read_labels(self, rows: Sequence[Row]) -> None:
-        values = np.array([self._value(row) for row in rows])
+        values = np.array([labels.number_of(row, self.columns) for row in rows])
         self.mean, self.spread = float(values.mean()), float(values.std()) or 1.0
 
     def config(self) -> dict[str, Any]:
@@ -116,19 +106,15 @@ class Regression(Task):
         return {"num_labels": 1, "problem_type": "regression", "label_mean": self.mean, "label_spread": self.spread}
 
     def example(self, row: Row) -> dict[str, Any]:
-        return self.encode(*self.texts(row)) | {"label": (self._value(row) - self.mean) / self.spread}
+        return self.encode(*self.texts(row)) | {
+            "label": (labels.number_of(row, self.columns) - self.mean) / self.spread
+        }
 
     def predict(self, output: Any, examples: Sequence[dict[str, Any]]) -> list[float]:
         return (output.logits[:, 0].double() * self.spread + self.mean).tolist()
 
     def measure(self, predictions: Sequence[float], rows: Sequence[Row]) -> dict[str, float]:
-        return scores.of_numbers(predictions, [self._value(row) for row in rows])
-
-    def _value(self, row: Row) -> float:
-        try:
-            return float(row[self.columns.label])
-        except (TypeError, ValueError):
-            raise ValueError(f"--data: column {self.columns.label!r} must hold numbers, got {row!r}") from None
+        return scores.of_numbers(predictions, [labels.number_of(row, self.columns) for row in rows])
 
 
 class Choice(Task):
@@ -137,8 +123,10 @@ class Choice(Task):
     model, metric = xk.XLNetForMultipleChoice, "accuracy"
 
     def example(self, row: Row) -> dict[str, Any]:
-        choices = [self.encode(str(row[self.columns.text]), str(choice)) for choice in self._choices(row)]
-        return {"choices": choices, "label": int(row[self.columns.label])}
+        choices = [
+            self.encode(str(row[self.columns.text]), str(choice)) for choice in labels.choices_of(row, self.columns)
+        ]
+        return {"choices": choices, "label": labels.choice_of(row, self.columns)}
 
     def batch(self, examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
         count = {len(example["choices"]) for example in examples}
@@ -154,10 +142,7 @@ class Choice(Task):
         return output.logits.argmax(-1).tolist()
 
     def measure(self, predictions: Sequence[int], rows: Sequence[Row]) -> dict[str, float]:
-        return scores.of_classes(predictions, [int(row[self.columns.label]) for row in rows])
-
-    def _choices(self, row: Row) -> list[Any]:
-        return _list(row, self.columns.pair or "choices")
+        return scores.of_classes(predictions, [labels.choice_of(row, self.columns) for row in rows])
 
 
 class Tagging(Task):
@@ -166,12 +151,10 @@ class Tagging(Task):
     model, metric = xk.XLNetForTokenClassification, "f1"
 
     def read_labels(self, rows: Sequence[Row]) -> None:
-        self.labels = sorted({tag for row in rows for tag in self._tags(row)})
+        self.labels = labels.class_names(tag for row in rows for tag in labels.tags_of(row, self.columns))
 
     def example(self, row: Row) -> dict[str, Any]:
-        words, tags = _list(row, self.columns.text), self._tags(row)
-        if len(words) != len(tags):
-            raise ValueError(f"--data: {len(words)} words and {len(tags)} tags in {row!r}")
+        words, tags = labels.words_of(row, self.columns), labels.tags_of(row, self.columns)
         text, starts = " ".join(words), np.cumsum([0, *(len(word) + 1 for word in words[:-1])]).tolist()
         encoded = self.encode(text, return_offsets_mapping=True)
         # A word's label is at its first token.
@@ -180,13 +163,13 @@ class Tagging(Task):
             while begin < end and text[begin] == " ":
                 begin += 1
             word = place.pop(begin, None) if begin < end else None
-            label.append(IGNORED if word is None else _index(self.labels, tags[word]))
+            label.append(IGNORED if word is None else labels.index_of(self.labels, tags[word]))
             if word is not None:
                 first[word] = at
         return encoded | {"label": label, "first": first}
 
-    def label(self, labels: Sequence[Any], length: int) -> dict[str, Tensor]:
-        return {"labels": torch.tensor([[IGNORED] * (length - len(label)) + label for label in labels])}
+    def label(self, given: Sequence[Any], length: int) -> dict[str, Tensor]:
+        return {"labels": torch.tensor([[IGNORED] * (length - len(label)) + label for label in given])}
 
     def predict(self, output: Any, examples: Sequence[dict[str, Any]]) -> list[list[str]]:
         found, length = output.logits.argmax(-1).tolist(), output.logits.shape[1]
@@ -196,10 +179,7 @@ class Tagging(Task):
         return [[self.labels[tags[i + o]] if i >= 0 else "" for i in example["first"]] for tags, o, example in rows]
 
     def measure(self, predictions: Sequence[list[str]], rows: Sequence[Row]) -> dict[str, float]:
-        return scores.of_tags(predictions, [self._tags(row) for row in rows])
-
-    def _tags(self, row: Row) -> list[str]:
-        return [str(tag) for tag in _list(row, self.columns.label)]
+        return scores.of_tags(predictions, [labels.tags_of(row, self.columns) for row in rows])
 
 
 class Answer(Task):
@@ -208,11 +188,9 @@ class Answer(Task):
     model, metric = xk.XLNetForQuestionAnsweringSimple, "f1"
 
     def example(self, row: Row) -> dict[str, Any]:
-        context, answer = str(row[self.columns.text]), str(row[self.columns.label])
+        context, answer = str(row[self.columns.text]), labels.answer_of(row, self.columns)
         question = str(row[self.columns.pair or "question"])
         begin = context.find(answer)
-        if begin < 0 or not answer:
-            raise ValueError(f"--data: the answer {answer!r} is not in its context")
         encoded = self.encode(context, question, return_offsets_mapping=True)
         offsets = encoded.pop("offset_mapping")
         # Only the context is of token type 0; its SEP has no place in the text.
@@ -223,7 +201,7 @@ class Answer(Task):
         label = (inside[0], inside[-1]) if inside else (IGNORED, IGNORED)  # cut off
         return encoded | {"label": label, "spans": spans, "context": context}
 
-    def label(self, labels: Sequence[Any], length: int) -> dict[str, Tensor]:
+    def label(self, given: Sequence[Any], length: int) -> dict[str, Tensor]:
         return {}
 
     def batch(self, examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
@@ -251,7 +229,7 @@ class Answer(Task):
         return found
 
     def measure(self, predictions: Sequence[str], rows: Sequence[Row]) -> dict[str, float]:
-        return scores.of_answers(predictions, [str(row[self.columns.label]) for row in rows])
+        return scores.of_answers(predictions, [labels.answer_of(row, self.columns) for row in rows])
 
 
 TASKS: dict[str, type[Task]] = {
@@ -265,25 +243,3 @@ TASKS: dict[str, type[Task]] = {
 
 def _tokens(example: dict[str, Any]) -> dict[str, list[int]]:
     return {name: example[name] for name in ("input_ids", "token_type_ids", "attention_mask")}
-
-
-def _list(row: Row, name: str) -> list[Any]:
-    """A list, or its JSON, or words with spaces between (as CSV has them)."""
-    value = row[name]
-    if isinstance(value, str):
-        value = json.loads(value) if value.lstrip().startswith("[") else value.split()
-    return list(value)
-
-
-def _index(labels: Sequence[str], label: str) -> int:
-    try:
-        return labels.index(label)
-    except ValueError:
-        raise ValueError(f"--data: label {label!r} is none of the training rows': {', '.join(labels)}") from None
-
-
-def _numbers_first(label: str) -> tuple[int, float, str]:
-    try:
-        return 0, float(label), label
-    except ValueError:
-        return 1, 0.0, label

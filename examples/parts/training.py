@@ -19,29 +19,11 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from parts.command import number
 from parts.curves import draw_curves
 
 
-def add_optimizer_options(
-    parser: argparse.ArgumentParser, *, steps: int, lr: float, layer_decay: float, batch: str = "sequences per step"
-) -> None:
-    """Options of the optimiser; `batch` says what --batch-size counts."""
-    add = parser.add_argument_group("optimiser").add_argument
-    add("--steps", type=number(int, 1), default=steps, help="batches in all, which the schedule stretches over")
-    add("--lr", type=number(float, 0), default=lr, help="highest learning rate")
-    add("--warmup", type=number(float, 0, 1), default=0.1, help="share of the steps in which it rises")
-    add("--decay", choices=("linear", "cosine"), default="cosine", help="how it then falls to zero")
-    add("--layer-decay", type=number(float, 0), default=layer_decay, help="update of a layer relative to the next one")
-    add("--weight-decay", type=number(float, 0), default=0.01, help="of matrices")
-    add("--clip", type=number(float, 0), default=1.0, help="longest gradient; longer ones are scaled down")
-    add("--dropout", type=number(float, 0, 1), default=0.0, help="everywhere in the model")
-    add("--batch-size", type=number(int, 1), default=16, help=batch)
-    add("--seed", type=number(int, 0), default=0, help="decides all that is random")
-
-
-def make_optimizer(model: nn.Module, options: argparse.Namespace) -> tuple[AdamW, LambdaLR]:
-    """AdamW with one learning rate per layer, and the schedule.
+def make_optimizer(model: nn.Module, options: argparse.Namespace, step: int = 0) -> tuple[AdamW, LambdaLR]:
+    """AdamW with one learning rate per layer, and the schedule, of which `step` steps are done.
 
     A layer's rate is `layer_decay` times the next one's, and embeddings are below the first layer. It scales the
     update; scaling the gradient, as the original does, would change little, since Adam divides by its size.
@@ -52,19 +34,13 @@ def make_optimizer(model: nn.Module, options: argparse.Namespace) -> tuple[AdamW
         if parameter.requires_grad:
             decays = parameter.dim() > 1 and "_bias" not in name
             groups.setdefault((_height(name, top), decays), []).append(parameter)
-    optimizer = AdamW(
-        [
-            {
-                "params": parameters,
-                "lr": options.lr * options.layer_decay ** (top - height),
-                "weight_decay": options.weight_decay if decays else 0.0,
-            }
-            for (height, decays), parameters in sorted(groups.items(), key=lambda group: group[0])
-        ],
-        eps=1e-6,
-        fused=True,
-    )
-    return optimizer, LambdaLR(optimizer, lambda step: learning_rate(step, options))
+    made = []
+    for (height, decays), parameters in sorted(groups.items(), key=lambda group: group[0]):
+        rate = options.lr * options.layer_decay ** (top - height)
+        weight_decay = options.weight_decay if decays else 0.0
+        made.append({"params": parameters, "lr": rate, "initial_lr": rate, "weight_decay": weight_decay})
+    optimizer = AdamW(made, eps=1e-6, fused=True)
+    return optimizer, LambdaLR(optimizer, lambda done: learning_rate(done, options), last_epoch=step - 1)
 
 
 def _height(name: str, top: int) -> int:
@@ -171,9 +147,11 @@ def _step(line: str) -> float:
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
     """A function that says whether Ctrl-C or SIGTERM came; another one, later, ends the program at once."""
-    came = []
+    came: list[float] = []
 
     def handle(number, frame) -> None:
+        if not came:
+            os.write(2, b"\nstopping after this step\n")  # print may be at work, and must not begin again
         came.append(time.monotonic())
         if came[-1] - came[0] > 1:  # under torchrun one Ctrl-C comes twice, from the terminal and from torchrun
             signal.signal(number, before[number])
@@ -189,7 +167,7 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
 
 def progress_bar(console: Console, disable: bool = False) -> Progress:
     """A bar with a `status` text behind it."""
-    columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
+    columns = (BarColumn(12), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
     return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=disable)
 
 

@@ -26,9 +26,9 @@ SMALL = "--seq-len 24 --batch-size 8 --threads 1 --eval-every 30 --lr 0.003 --la
 @pytest.fixture
 def small(monkeypatch):
     """Models from scratch are tiny."""
-    import finetune
+    from parts import tuning
 
-    monkeypatch.setattr(finetune, "SMALL", dict(d_model=32, n_layer=1, n_head=2, d_inner=64, initializer_range=0.11))
+    monkeypatch.setattr(tuning, "SMALL", dict(d_model=32, n_layer=1, n_head=2, d_inner=64, initializer_range=0.11))
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_a_checkpoint_is_tuned_on_csv(finetune, tmp_path, capsys):
 
 
 def test_the_best_model_is_kept_and_patience_ends(finetune, tmp_path, monkeypatch):
-    import finetune as module
+    from parts import tuning as module
 
     scores, states = iter([0.5, 0.7, 0.6, 0.65, 0.9]), []
 
@@ -154,7 +154,8 @@ def test_the_best_model_is_kept_and_patience_ends(finetune, tmp_path, monkeypatc
 
 def test_an_interrupted_run_goes_on_exactly(finetune, tmp_path, monkeypatch, capsys):
     """By a signal at step 7, between evaluations, and by a crash at step 14, after the checkpoint of step 12."""
-    import finetune as module
+    import finetune as command
+    from parts import tuning as module
 
     data = write(tmp_path / "rows.jsonl", rows_of("classification"))
     arguments = ("--data", data, "--steps", 20, "--eval-every", 5, "--save-every", 4, "--dropout", 0.1, "--patience", 4)
@@ -194,7 +195,7 @@ def test_an_interrupted_run_goes_on_exactly(finetune, tmp_path, monkeypatch, cap
     data.write_text(rows + rows.splitlines()[0] + "\n")
     assert run("--resume") == 2 and "has changed since" in capsys.readouterr().err
     data.write_text(rows)
-    assert module.main(["--output", str(tuned), "--resume", "--async-save"]) in (0, 1)  # needs no other option
+    assert command.main(["--output", str(tuned), "--resume", "--async-save"]) in (0, 1)  # needs no other option
     found = result()
     assert found[:2] == (losses, reached)
     assert all(torch.equal(x, weights[name]) for name, x in found[2].items())

@@ -180,7 +180,7 @@ COMMANDS = ("train_tokenizer", "pretrain", "evaluate", "finetune", "generate", "
 
 
 def test_only_folders_of_checkpoints_are_checkpoints(tmp_path):
-    from parts import checkpoint
+    from parts import folder as checkpoint
 
     numbers = [200, 99_999_999, 100_000_000, 1_000_000_000]
     names = [f"step-{number:08d}" for number in numbers]
@@ -197,7 +197,8 @@ def test_only_folders_of_checkpoints_are_checkpoints(tmp_path):
 
 def test_a_checkpoint_that_was_just_written_stays(tmp_path):
     """A run that begins again beside later checkpoints; those of 10^8 steps sort after the others."""
-    from parts.checkpoint import Checkpoints, checkpoints
+    from parts.checkpoint import Checkpoints
+    from parts.folder import checkpoints
     from parts.parallel import Processes
 
     config = xk.XLNetConfig(vocab_size=8, d_model=8, n_layer=1, n_head=1, d_inner=8)

@@ -137,21 +137,21 @@ def test_generated_bytes_end_nowhere(pretrain, tmp_path):
 KILLED = """
 import os, signal, sys, time
 import pretrain
-from parts import checkpoint, training
+from parts import checkpoint, folder, training
 
 def killed(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 
 if sys.argv[1] == "writing":  # the second checkpoint, of which the model is there already, while training goes on
-    synced = checkpoint._sync
+    synced = checkpoint.sync
     def sync(path):
         output = path.parents[0] if path.is_dir() else path.parents[1]
-        if checkpoint.latest(output):
+        if folder.latest(output):
             while '"step": 5' not in (output / "metrics.jsonl").read_text():
                 time.sleep(0.01)
             killed()
         synced(path)
-    checkpoint._sync = sync
+    checkpoint.sync = sync
 else:  # in the middle of the seventh step
     update = training.update
     def step(*args):
@@ -334,7 +334,7 @@ def test_checkpoints_that_do_not_fit(pretrain, tmp_path, text, capsys):
     (tmp_path / "run" / "tokens").write_bytes(tokens)
 
     last = tmp_path / "run" / "step-00000003"
-    files = ["process-0.pt", "model.safetensors", "config.json", "settings.json", "training/.metadata"]
+    files = ["process-0.pt", "model.safetensors", "config.json", "settings.json", "training/index.json"]
     files += [f"training/{path.name}" for path in (last / "training").glob("*.distcp")]
     assert len(files) == 6
     for name in files:

@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -15,9 +16,11 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "build_backend"))
 
 import build_decisions as decide  # noqa: E402
+from cuda_architectures import choose, known_to  # noqa: E402
 
 PACKAGE = "xlnet_kernels"
 HELP = "Fix what is reported above, or install without compiled kernels: XLNET_KERNELS_SKIP_EXT=1 pip install ."
+WITHOUT_CUDA = "To have the CPU's kernels without CUDA's: FORCE_CUDA=0 pip install ."
 
 
 def find(*patterns):
@@ -40,14 +43,24 @@ def find_nvcc(cuda_home):
     return shutil.which("nvcc", path=str(Path(cuda_home, "bin")) if cuda_home else None)
 
 
-def cuda_architectures(torch, nvcc):
+def cuda_architectures(torch, cpp_extension, nvcc):
     """What nvcc compiles for: TORCH_CUDA_ARCH_LIST, or else the GPUs of this machine, or else every one there is."""
-    if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        seen = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-        names = decide.cuda_architectures(seen, torch.version.cuda, decide.nvcc_version(nvcc))
-        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(names)
-    # Semicolons: nvcc would split a macro's value at commas.
-    return ";".join(os.environ["TORCH_CUDA_ARCH_LIST"].replace(";", " ").split())
+    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    flags = getattr(cpp_extension, "_get_cuda_arch_flags", list)
+
+    def torch_takes(name):
+        os.environ["TORCH_CUDA_ARCH_LIST"] = name
+        try:
+            flags()
+        except ValueError:
+            return False
+        return True
+
+    seen = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    chosen = choose(asked, seen, known_to(nvcc), torch_takes)
+    # because torch compiles for the variable, and nvcc would split a macro's value at commas
+    os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(chosen.names)
+    return chosen
 
 
 def make_extension():
@@ -55,12 +68,22 @@ def make_extension():
     global cuda, bfloat16
     if "CUDA_HOME" not in os.environ and "CUDA_PATH" not in os.environ and (home := decide.cuda_home()):
         os.environ["CUDA_HOME"] = home  # torch takes nvcc's own folder for it, which may be one of links
+    compiler = decide.find_compiler()[1]
+    if Path(os.environ.get("CXX", "")).is_file():  # a path with spaces, which torch gives a shell
+        os.environ["CXX"] = shlex.join(compiler)
     import torch
     from torch.utils import cpp_extension
 
     try:
         nvcc = find_nvcc(cpp_extension.CUDA_HOME)
-        cuda = decide.cuda_decision(os.environ, torch.version.cuda, nvcc, CUDA_SOURCES)
+        cuda = decide.cuda_decision(
+            os.environ,
+            torch.version.cuda,
+            nvcc,
+            CUDA_SOURCES,
+            decide.nvcc_version(nvcc) if nvcc else None,
+            lambda: cuda_architectures(torch, cpp_extension, nvcc),
+        )
     except ValueError as error:
         raise SystemExit(f"{PACKAGE}: {error}") from None
     bfloat16 = decide.bfloat16_decision(ROOT / "csrc/cpu/bfloat16/native.cpp")
@@ -74,8 +97,9 @@ def make_extension():
     if cuda.build:
         macros += [
             ("XLNET_KERNELS_CUDA_VERSION", torch.version.cuda),
-            ("XLNET_KERNELS_CUDA_ARCHITECTURES", cuda_architectures(torch, nvcc)),
+            ("XLNET_KERNELS_CUDA_ARCHITECTURES", os.environ["TORCH_CUDA_ARCH_LIST"]),
         ]
+    host = decide.host_compiler()
     make = cpp_extension.CUDAExtension if cuda.build else cpp_extension.CppExtension
     module = make(
         f"{PACKAGE}._C",
@@ -83,7 +107,7 @@ def make_extension():
         include_dirs=[str(ROOT / "csrc"), str(ROOT / "csrc" / "cuda")],
         define_macros=macros,
         depends=find("csrc/**/*.h", "csrc/**/*.cuh"),
-        extra_compile_args={"cxx": flags, "nvcc": ["-O3", "-Xptxas", "-v", "-Xfatbin", "-compress-all"]},
+        extra_compile_args={"cxx": flags, "nvcc": ["-O3", "-Xptxas", "-v", "-Xfatbin", "-compress-all", *host]},
     )
 
     class BuildExtension(cpp_extension.BuildExtension):
@@ -102,7 +126,8 @@ def make_extension():
             try:
                 super().build_extensions()
             except Exception as error:
-                raise SystemExit(f"{PACKAGE}: compiling the extension failed: {error}\n{HELP}") from error
+                way = f"{WITHOUT_CUDA}\n{HELP}" if cuda.build else HELP
+                raise SystemExit(f"{PACKAGE}: compiling the extension failed: {error}\n{way}") from error
 
         def copy_extensions_to_source(self):  # `build_ext --inplace`, and editable installs
             super().copy_extensions_to_source()

@@ -8,19 +8,24 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata, util
 from pathlib import Path
 from typing import NamedTuple
+
+from cuda_architectures import Architectures
 
 MIN_TORCH = (2, 6)
 TORCH_REQUIREMENT = f"torch>={MIN_TORCH[0]}.{MIN_TORCH[1]}"
 # A translation unit that includes torch's headers and many template instances peaks at 1-2 GB.
 BYTES_PER_JOB = 2 * 2**30
+# Programs that call the compiler that follows them
+LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")
 # Compiles csrc/cpu/bfloat16/native.cpp with its instructions
 BFLOAT16_MACRO = "XLNET_KERNELS_BFLOAT16_INSTRUCTIONS"
 
@@ -50,10 +55,33 @@ def torch_is_usable(version: str | None) -> bool:
     return found is not None and (int(found[1]), int(found[2])) >= MIN_TORCH
 
 
-def find_compiler(environ: Mapping[str, str] = os.environ) -> tuple[str, str | None]:
-    """Name of the C++ compiler that torch's cpp_extension will call, and where it is (None: nowhere)."""
-    name = environ.get("CXX") or "c++"
-    return name, shutil.which(name, path=environ.get("PATH"))
+def find_compiler(environ: Mapping[str, str] = os.environ) -> tuple[str, list[str] | None]:
+    """CXX, which torch's cpp_extension will call, and its words (None: it is nowhere).
+
+    It is what a shell takes: a compiler with flags or behind a launcher ("ccache g++ -m64"), quoted where its path has
+    spaces. A path with spaces is also taken without quotes: `shlex.join` of the words is then what a shell takes.
+    """
+    name = environ.get("CXX", "").strip() or "c++"
+    words = [name] if Path(name).is_file() else _words(name)
+    is_launched = len(words) > 1 and Path(words[0]).name in LAUNCHERS
+    found = [shutil.which(word, path=environ.get("PATH")) for word in words[: 1 + is_launched]]
+    return name, None if not found or None in found else [*map(str, found), *words[len(found) :]]
+
+
+def host_compiler(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """What tells nvcc its host compiler where CC is more than a program, which torch hands on as one: flags of nvcc."""
+    words = _words(environ.get("CC", ""))
+    if len(words) < 2:
+        return []
+    return ["-ccbin", words[Path(words[0]).name in LAUNCHERS]]
+
+
+def _words(command: str) -> list[str]:
+    """As a shell splits it; one word where a quote is open."""
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return [command]
 
 
 def openmp_flags(environ: Mapping[str, str] = os.environ, platform: str = sys.platform) -> list[str]:
@@ -63,10 +91,10 @@ def openmp_flags(environ: Mapping[str, str] = os.environ, platform: str = sys.pl
     thread pool and not two. Clang calls a runtime of its own, which torch has not loaded, and Apple's takes no such
     flag: register.cpp then uses plain threads.
     """
-    path = find_compiler(environ)[1]
-    if platform != "linux" or path is None:
+    compiler = find_compiler(environ)[1]
+    if platform != "linux" or compiler is None:
         return []
-    version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
     return [] if "clang" in version else ["-fopenmp"]
 
 
@@ -76,10 +104,10 @@ def extension_decision(environ: Mapping[str, str] = os.environ, platform: str = 
         return Decision(False, "XLNET_KERNELS_SKIP_EXT is set")
     if platform == "win32":
         return Decision(False, "the kernels are written for GCC and Clang, torch on Windows is built for MSVC")
-    name, path = find_compiler(environ)
-    if path is None:
+    name, compiler = find_compiler(environ)
+    if compiler is None:
         return Decision(False, f"there is no C++ compiler: '{name}' was not found (install one, or set CXX)")
-    return Decision(True, f"there is a C++ compiler: {path}")
+    return Decision(True, f"there is a C++ compiler: {shlex.join(compiler)}")
 
 
 def bfloat16_decision(
@@ -92,48 +120,64 @@ def bfloat16_decision(
 
     That is for x86-64; those of ARM are written as numbers.
     """
-    name, path = find_compiler(environ)
-    if path is None:
+    name, compiler = find_compiler(environ)
+    if compiler is None:
         return Decision(False, f"there is no C++ compiler: '{name}' was not found")
     if system in ("Linux", "Darwin") and machine in ("aarch64", "arm64"):
         return Decision(True, "any compiler takes those of ARM")
     if system != "Linux" or machine not in ("x86_64", "AMD64"):
         return Decision(False, "they are of x86-64 and ARM processors, the former asked for in Linux's way")
-    command = [path, "-x", "c++", "-std=c++17", "-O1", f"-D{BFLOAT16_MACRO}", "-c", str(source), "-o", os.devnull]
+    command = [*compiler, "-x", "c++", "-std=c++17", "-O1", f"-D{BFLOAT16_MACRO}", "-c", str(source), "-o", os.devnull]
     found = subprocess.run(command, capture_output=True, text=True)
     if found.returncode != 0:
         first = next((line for line in found.stderr.splitlines() if "rror" in line), "no message")
-        return Decision(False, f"{path} does not compile {source.name} ({first.strip()})")
-    return Decision(True, f"{path} compiles {source.name}")
+        return Decision(False, f"{shlex.join(compiler)} does not compile {source.name} ({first.strip()})")
+    return Decision(True, f"{shlex.join(compiler)} compiles {source.name}")
 
 
 def cuda_decision(
-    environ: Mapping[str, str], torch_cuda: str | None, nvcc: str | None, cuda_sources: list[str]
+    environ: Mapping[str, str],
+    torch_cuda: str | None,
+    nvcc: str | None,
+    cuda_sources: list[str],
+    nvcc_cuda: str | None = None,
+    architectures: Callable[[], Architectures] | None = None,
 ) -> Decision:
     """Whether CUDA sources join the extension.
 
-    A visible GPU is no condition: containers are built without one. FORCE_CUDA=1 or TORCH_CUDA_ARCH_LIST ask for
-    CUDA, so that what is missing is an error (ValueError) and not a silent CPU build; FORCE_CUDA=0 rules it out.
+    A visible GPU is no condition: containers are built without one. FORCE_CUDA=1 asks for CUDA, so that what is missing
+    is an error (ValueError) and not a CPU build; FORCE_CUDA=0 rules it out. TORCH_CUDA_ARCH_LIST asks for nothing by
+    itself, because images set it for all that is built in them.
+
+    Args:
+        torch_cuda, nvcc_cuda: versions, e.g. "12.6"; None where unknown, torch's also without CUDA.
+        architectures: what there is to compile for, asked once everything else is there.
     """
     force = environ.get("FORCE_CUDA", "")
     if force == "0":
         return Decision(False, "FORCE_CUDA=0")
-    if force:
-        asked = f"FORCE_CUDA={force}"
-    else:
-        asked = "TORCH_CUDA_ARCH_LIST is set" if environ.get("TORCH_CUDA_ARCH_LIST") else ""
     if not cuda_sources:
-        return Decision(False, "this version has no CUDA sources" + (f" ({asked} changes nothing)" if asked else ""))
+        return Decision(
+            False, "this version has no CUDA sources" + (f" (FORCE_CUDA={force} changes nothing)" if force else "")
+        )
     missing = []
     if torch_cuda is None:
         missing.append("torch is a build without CUDA")
     if nvcc is None:
         missing.append("nvcc was not found (set CUDA_HOME)")
-    if not missing:
-        return Decision(True, f"torch is built for CUDA {torch_cuda} and there is {nvcc}")
-    if asked:
-        raise ValueError(f"{asked}, but {' and '.join(missing)}; FORCE_CUDA=0 builds without CUDA")
-    return Decision(False, " and ".join(missing))
+    if torch_cuda and nvcc_cuda and torch_cuda.split(".")[0] != nvcc_cuda.split(".")[0]:
+        missing.append(f"torch is built for CUDA {torch_cuda} and {nvcc} is of CUDA {nvcc_cuda} (set CUDA_HOME)")
+    chosen = None if missing or architectures is None else architectures()
+    left_out = f"left out: {', '.join(chosen.left_out)}" if chosen and chosen.left_out else ""
+    if chosen and not chosen.names:
+        missing.append(f"nothing that is asked for can be compiled ({left_out})")
+    if missing and force:
+        raise ValueError(f"FORCE_CUDA={force}, but {' and '.join(missing)}; FORCE_CUDA=0 builds without CUDA")
+    if missing:
+        return Decision(False, " and ".join(missing))
+    built_for = f", for {', '.join(chosen.names)}" if chosen else ""
+    reason = f"torch is built for CUDA {torch_cuda} and there is {nvcc}{built_for}"
+    return Decision(True, reason + (f"; {left_out}" if left_out else ""))
 
 
 def cuda_home(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -151,22 +195,6 @@ def nvcc_version(nvcc: str) -> str | None:
     """ "12.6" of an nvcc; None if it does not say."""
     found = re.search(r"release (\d+\.\d+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
     return found[1] if found else None
-
-
-def cuda_architectures(seen: Collection[tuple[int, int]], *cuda_versions: str | None) -> list[str]:
-    """What to compile for: the GPUs seen here, or else all that every one of these CUDA versions, torch's and nvcc's,
-    knows, with PTX of the last for those to come."""
-    if seen:
-        return [_architecture(*capability) for capability in sorted(seen)]
-    versions = [tuple(map(int, version.split("."))) for version in cuda_versions if version]
-    # compute_100 came with CUDA 12.8 (release notes)
-    # and sm_90a's PTX is of use on no other GPU: that of sm_80 is then for those to come
-    return ["8.0", "9.0a", "10.0+PTX"] if all(version >= (12, 8) for version in versions) else ["8.0+PTX", "9.0a"]
-
-
-def _architecture(major: int, minor: int) -> str:
-    """As TORCH_CUDA_ARCH_LIST has it: wgmma of csrc/cuda/sm90 is part of 9.0a, not of 9.0."""
-    return "9.0a" if (major, minor) == (9, 0) else f"{major}.{minor}"
 
 
 def max_jobs(cores: int, free_bytes: int | None) -> int:

@@ -28,6 +28,9 @@ ARCHITECTURES = "8.0;9.0a;10.0+PTX"
         ("10.0f", (10, 3), True),
         ("10.0a", (10, 3), False),
         ("8.0+PTX", (9, 0), True),
+        ("Hopper", (9, 0), False),  # words of other build systems are no error
+        ("Ampere;8.0;", (8, 6), True),
+        ("", (8, 6), False),
     ],
 )
 def test_which_gpus_the_compiled_code_runs_on(architectures, device, runs):
@@ -57,6 +60,11 @@ def test_says_why_it_is_unavailable(monkeypatch, module, available, capability, 
     finally:
         cuda._unavailable.cache_clear()
     assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("named, shown", [("Hopper", "Hopper"), ("Ampere;9.0a+PTX", "Ampere, sm_90a and PTX")])
+def test_words_without_a_number_are_shown_as_they_are(named, shown):
+    assert cuda._names(named) == shown
 
 
 @pytest.mark.parametrize("kilobytes, widths", [(227, (128, 128)), (163, (128, 128)), (99, (64, 96))])

@@ -7,7 +7,7 @@ import pytest
 from tests import ROOT
 
 PAGE = (ROOT / "docs/troubleshooting.md").read_text()
-FILES = [*(ROOT / "xlnet_kernels").rglob("*.py"), *(ROOT / "build_backend").glob("*.py")]
+FILES = [ROOT / "setup.py", *(ROOT / "xlnet_kernels").rglob("*.py"), *(ROOT / "build_backend").glob("*.py")]
 # Strings that a line's length has broken in two are one; what is filled in splits them.
 SAID = re.sub(r'"\n\s*f?"', "", "\n".join(path.read_text() for path in FILES))
 # Of messages with a value in the middle, the page gives an example.

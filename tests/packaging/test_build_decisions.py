@@ -30,6 +30,14 @@ CUDA = ["csrc/cuda/dispatch.cu"]
         ({"FORCE_CUDA": "0"}, "13.0", "nvcc", CUDA, False, "FORCE_CUDA=0"),
         ({"FORCE_CUDA": "0", "TORCH_CUDA_ARCH_LIST": "9.0"}, None, None, CUDA, False, "FORCE_CUDA=0"),
         ({"TORCH_CUDA_ARCH_LIST": "9.0"}, "13.0", "nvcc", CUDA, True, "torch is built for CUDA 13.0"),
+        (
+            {"TORCH_CUDA_ARCH_LIST": "9.0"},
+            None,
+            None,
+            CUDA,
+            False,
+            "torch is a build without CUDA and nvcc was not found",
+        ),
     ],
 )
 def test_cuda_decision(environ, torch_cuda, nvcc, sources, build, reason):
@@ -43,27 +51,12 @@ def test_cuda_decision(environ, torch_cuda, nvcc, sources, build, reason):
     [
         ({"FORCE_CUDA": "1"}, None, "nvcc", "FORCE_CUDA=1, but torch is a build without CUDA"),
         ({"FORCE_CUDA": "1"}, "13.0", None, "FORCE_CUDA=1, but nvcc was not found"),
-        ({"TORCH_CUDA_ARCH_LIST": "9.0"}, None, None, "TORCH_CUDA_ARCH_LIST is set, but torch .* nvcc was not found"),
+        ({"FORCE_CUDA": "1"}, None, None, "torch .* nvcc was not found .*; FORCE_CUDA=0 builds without CUDA"),
     ],
 )
 def test_forced_cuda_that_cannot_be_built_raises(environ, torch_cuda, nvcc, message):
     with pytest.raises(ValueError, match=message):
         decide.cuda_decision(environ, torch_cuda, nvcc, CUDA)
-
-
-@pytest.mark.parametrize(
-    ("seen", "versions", "names"),
-    [
-        ([], ("13.0", "13.0"), ["8.0", "9.0a", "10.0+PTX"]),
-        ([], ("12.8", "12.9"), ["8.0", "9.0a", "10.0+PTX"]),
-        ([], ("12.6", "12.8"), ["8.0+PTX", "9.0a"]),  # torch 2.6 for CUDA 12.6 takes no 10.0
-        ([], ("12.8", "12.4"), ["8.0+PTX", "9.0a"]),  # nvcc 12.4 does not know compute_100
-        ([], ("12.6", None), ["8.0+PTX", "9.0a"]),
-        ([(9, 0), (8, 6)], ("12.4", "12.4"), ["8.6", "9.0a"]),
-    ],
-)
-def test_cuda_architectures(seen, versions, names):
-    assert decide.cuda_architectures(seen, *versions) == names
 
 
 def test_nvcc_version(tmp_path):
@@ -114,6 +107,49 @@ def test_extension_decision(tmp_path):
     for environ in ({"PATH": str(tmp_path)}, {"CXX": "/nonexistent"}):
         missing = decide.extension_decision(environ)
         assert not missing.build and "no C++ compiler" in missing.reason
+
+
+def program(path):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("#!/bin/sh\necho a compiler\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("cxx", "words"),
+    [
+        ("ccache my-g++", ["{}/ccache", "{}/my-g++"]),
+        ("ccache my-g++ -m64 '-DNAME=a b'", ["{}/ccache", "{}/my-g++", "-m64", "-DNAME=a b"]),
+        ("my-g++ -m64", ["{}/my-g++", "-m64"]),
+        ("{}/my-g++", ["{}/my-g++"]),
+        ("'{}/a folder/g++' -m64", ["{}/a folder/g++", "-m64"]),
+        ("{}/a folder/g++", ["{}/a folder/g++"]),
+        ("  ", ["{}/c++"]),
+        ("ccache no-such-compiler", None),
+        ("no-such-launcher my-g++", None),
+        ("'an open quote", None),
+    ],
+)
+def test_compiler_is_what_a_shell_takes(tmp_path, cxx, words):
+    folder = tmp_path / "bin"
+    for name in ("ccache", "my-g++", "c++"):
+        program(folder / name)
+    program(folder / "a folder" / "g++")
+    environ = {"CXX": cxx.format(folder), "PATH": str(folder)}
+    wanted = words and [word.format(folder) for word in words]
+    assert decide.find_compiler(environ)[1] == wanted
+    assert decide.extension_decision(environ, "linux").build == (wanted is not None)
+    assert decide.openmp_flags(environ, "linux") == (["-fopenmp"] if wanted else [])
+
+
+@pytest.mark.parametrize(
+    ("cc", "flags"),
+    [("", []), ("gcc", []), ("ccache gcc", ["-ccbin", "gcc"]), ("gcc-13 -m64", ["-ccbin", "gcc-13"])],
+)
+def test_nvcc_gets_a_program_as_its_host_compiler(cc, flags):
+    """torch hands all of CC on as one program, which "ccache gcc" is not."""
+    assert decide.host_compiler({"CC": cc}) == flags
 
 
 @pytest.mark.parametrize(

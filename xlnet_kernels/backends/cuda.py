@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import torch
@@ -57,21 +58,24 @@ def _unavailable() -> str | None:
 
 
 def _names(architectures: str) -> str:
-    """ "8.0;9.0a;10.0+PTX" -> "sm_80, sm_90a, sm_100 and PTX" """
-    names = ", ".join("sm_" + name.removesuffix("+PTX").replace(".", "") for name in architectures.split(";"))
+    """ "8.0;9.0a;10.0+PTX" -> "sm_80, sm_90a, sm_100 and PTX"; words without a number stay as they are."""
+    words = [name.removesuffix("+PTX") for name in architectures.split(";")]
+    names = ", ".join("sm_" + word.replace(".", "") if word[:1].isdigit() else word for word in words)
     return f"{names} and PTX" if "+PTX" in architectures else names
 
 
 def _runs_on(architectures: str, device: tuple[int, int]) -> bool:
-    """Whether code for one of `architectures` runs on `device`: the same major version, or PTX of an older one."""
-    for name in architectures.split(";"):
-        number = name.removesuffix("+PTX")
-        built = tuple(int(part.rstrip("af")) for part in number.split("."))
-        if number[-1] in "af":  # for this very architecture, or its family
-            found = built == device if number[-1] == "a" else built[0] == device[0] and built <= device
-        else:
-            found = built[0] == device[0] and built <= device
-            found = found or (name.endswith("+PTX") and built <= device)
-        if found:
+    """Whether code for one of `architectures` runs on `device`: the same major version, or PTX of an older one.
+
+    A word that is no number ("Hopper") counts as none: setup.py writes numbers, other build systems may not.
+    """
+    for found in re.finditer(r"(?:^|;)(\d+)\.(\d)([af]?)(\+PTX)?(?=;|$)", architectures):
+        built, suffix = (int(found[1]), int(found[2])), found[3]
+        if suffix == "a":  # for this very architecture
+            runs = built == device
+        else:  # "f": for its family
+            runs = built[0] == device[0] and built <= device
+            runs = runs or (not suffix and found[4] is not None and built <= device)
+        if runs:
             return True
     return False

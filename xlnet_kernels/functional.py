@@ -174,7 +174,7 @@ def rel_attention(
     mask = _check_mask(mask, query, mem_len + key_len)
 
     if scale is None:
-        scale = width**-0.5
+        scale = (int(width) if torch.jit.is_tracing() else width) ** -0.5  # a traced size has a root in 32 bits
     elif not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {scale!r}")
     if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
@@ -262,6 +262,8 @@ def _check_positions(
             raise ValueError(f"query_positions must hold int32 or int64, got {query_positions.dtype}")
         _check_device("query_positions", query_positions, query)
         check_range("query_positions", query_positions, 0, key_len)
+    if torch.jit.is_tracing() and isinstance(max_distance, Tensor):  # sizes are tensors there
+        max_distance = int(max_distance)
     if max_distance is not None and (not is_integer(max_distance) or abs(max_distance) >= 2**30):
         raise ValueError(f"max_distance must be an integer below 2^30, got {max_distance!r}")
     if not isinstance(rel_key, Tensor) or rel_key.dim() not in (3, 4):

@@ -74,7 +74,8 @@ def kept_positions(h: Tensor, key_len: int, query_len: int, d_model: int, **opti
     plain = readable(h) and not transformed() and not in_dispatch_mode()
     plain = plain and not (h.is_cuda and torch.cuda.is_current_stream_capturing())
     compute = _kept if plain else relative_positions
-    return compute(key_len, query_len, d_model, dtype=h.dtype, device=h.device, **options)
+    positions = compute(key_len, query_len, d_model, dtype=h.dtype, device=h.device, **options)
+    return positions.clone() if plain else positions  # because hooks may write into theirs
 
 
 # Sines in float64 are dear. Two entries: a model's full and its last, shorter batch.

@@ -96,6 +96,30 @@ def test_accelerated_attention():
     assert_exports(Call(attention, call), (torch.randn(2, 7, 32), torch.randn(1, 13, 32), hidden))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["xlnet", "parakeet", "bert"])
+def test_accelerated_transformers_models(name):
+    """With padding, on another length than the one they were exported for."""
+    pytest.importorskip("transformers")
+    from tests.integrations.speech_cases import build
+    from tests.model.twins import theirs
+
+    if name == "xlnet":
+        model = Call(xk.accelerate(theirs("XLNetModel", use_mems_eval=False)), lambda xlnet, *x: xlnet(*x)[0])
+    else:
+        model = Call(xk.accelerate(build(name, dtype=torch.float32)), lambda encoder, *x: encoder(*x)[0])
+
+    def inputs(*lengths):
+        mask = seen(*lengths)
+        if name == "xlnet":
+            return torch.randint(50, mask.shape), mask.float()
+        mask = mask.repeat_interleave(8, 1) if name == "parakeet" else mask  # 8 mel frames are one frame
+        return torch.randn(*mask.shape, 16 if name == "parakeet" else 32), mask
+
+    free = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    assert_exports(model, inputs(13, 9), ((free, free),), inputs(11, 5, 11))
+
+
 def test_other_backends_are_refused():
     attention = xk.TwoStreamAttention(32, 4, backend="cpu")
     with pytest.raises(Exception, match='backend="cpu" is unavailable: torch.onnx.export needs the reference'):

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 import transformers
 from transformers import ParakeetEncoderConfig, ParakeetForCTC
 
-from tests.integrations.speech_cases import PARAKEET, build, one_thread  # noqa: F401
+from tests.integrations.speech_cases import CASES, PARAKEET, build, one_thread  # noqa: F401
 from xlnet_kernels.integrations import _masks
 from xlnet_kernels.integrations.transformers import accelerate
 
@@ -92,3 +92,31 @@ def test_trainer_calls_the_operator(tmp_path, calls):
     )
     transformers.Trainer(model, arguments, train_dataset=[item, item]).train()
     assert len(calls) == 2  # of two layers
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_traces_follow_values_and_masks(name, calls):
+    """For the length they were made for."""
+    model = accelerate(build(name).eval())
+    mel = name in ("parakeet", "nemotron")
+
+    def inputs(short: int):
+        seen = torch.arange(13) < torch.tensor([[13], [short]])
+        x = torch.randn(2, 8 * 13, 16) if mel else torch.randn(2, 13, 32)
+        if name == "nemotron":  # which cannot be traced with a mask, accelerated or not
+            return (x.double(),)
+        return x.double(), seen.repeat_interleave(8, 1) if mel else seen[:, None].long() if "fast" in name else seen
+
+    def encode(*given):
+        out = model(*given)
+        return out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.last_hidden_state
+
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)  # a function is traced, and they become constants
+    model(*inputs(13))
+    traced = torch.jit.trace(encode, inputs(9), check_trace=False)
+    assert len(calls) == 4
+    for short in (9, 4, 13):
+        given = inputs(short)
+        torch.testing.assert_close(traced(*given), encode(*given), rtol=0, atol=1e-11)

@@ -213,13 +213,38 @@ def test_scripting_is_refused(kind):
         torch.jit.script(make(kind))
 
 
-def test_traces_hold_for_one_length():
+class Conformer(Operator):
+    """It computes max_distance from a size, which is a tensor in a trace."""
+
+    def forward(self, query, key, value, rel_key, *ranks):
+        return xk.rel_attention(query, key, value, rel_key[:, 1:], max_distance=key.shape[2] - 1)
+
+
+@pytest.mark.parametrize("module", [Operator(), Conformer()], ids=["default", "max_distance"])
+def test_traces_hold_for_one_length(module):
     inputs, other = (tuple(inputs_of("operator", length=length).values()) for length in (7, 11))
     with pytest.warns(torch.jit.TracerWarning):
-        traced = torch.jit.trace(Operator(), inputs, check_trace=False)
-    assert_same(traced(*inputs), Operator()(*inputs), 1e-6)
+        traced = torch.jit.trace(module, inputs, check_trace=False)
+    assert_same(traced(*inputs), module(*inputs), 1e-6)
     with pytest.raises(RuntimeError):
         traced(*other)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_traces_of_accelerated_models():
+    """They follow masks, on the length they were made for."""
+    model = make("accelerated", use_mems_eval=False).requires_grad_(False)
+
+    def logits(ids, visible):
+        return model(ids, attention_mask=visible).logits
+
+    def inputs(short):
+        return torch.randint(50, (B, L)), (torch.arange(L) < torch.tensor([[L], [short]])).float()
+
+    traced = torch.jit.trace(logits, inputs(3), check_trace=False)
+    for short in (3, 5, L):
+        given = inputs(short)
+        assert_same(traced(*given), logits(*given), 1e-5)
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.parametrize import register_parametrization
 from transformers import XLNetConfig, XLNetModel
 
-from xlnet_kernels import _kept, relative_positions
+from xlnet_kernels import _kept, positions, relative_positions
 
 
 @pytest.fixture(scope="module")
@@ -244,3 +244,13 @@ def test_a_large_table_is_not_kept(monkeypatch):
         assert kept._kept is None
         kept(torch.randn(5, 3), [weight], lambda rows: rows @ weight.mT)
         assert kept._kept is not None
+
+
+def test_what_is_written_into_positions_is_not_kept():
+    """Hooks get the model's."""
+    h = torch.zeros(1)
+    wanted = relative_positions(6, 6, 8)
+    for _ in range(2):
+        found = positions.kept_positions(h, 6, 6, 8)
+        assert torch.equal(found, wanted)
+        found.data.zero_()

@@ -41,6 +41,16 @@ def test_tokens_are_drawn_from_the_distribution(options, wanted):
     assert not share[torch.tensor(wanted) == 0].any()
 
 
+def test_do_sample_is_a_word_for_the_temperature(lm):
+    greedy = lm.generate([[7, 8]], 6, temperature=0, eos_token_id=())[0].tolist()
+    drawn = lm.generate([[7, 8]], 6, temperature=2.0, seed=1, eos_token_id=())[0].tolist()
+    assert greedy != drawn
+    for temperature in (0, 2.0):
+        found = lm.generate([[7, 8]], 6, temperature=temperature, do_sample=False, seed=1, eos_token_id=())
+        assert found[0].tolist() == greedy
+    assert lm.generate([[7, 8]], 6, temperature=2.0, do_sample=True, seed=1, eos_token_id=())[0].tolist() == drawn
+
+
 @pytest.mark.parametrize(
     "prompts,options,message",
     [
@@ -57,6 +67,12 @@ def test_tokens_are_drawn_from_the_distribution(options, wanted):
         ),
         (torch.zeros(1, 3), {}, "prompt_ids must hold integers, got torch.float32"),
         ([[1.5]], {}, "prompt_ids must hold integers"),
+        (
+            [[1]],
+            dict(do_sample=True, temperature=0),
+            "do_sample must be True .temperature above 0., False or None, got",
+        ),
+        ([[1]], dict(do_sample="yes"), "do_sample must be"),
         ([1, 2], {}, r"prompt_ids\[0\] must be a list of integers"),
         (["text"], {}, r"prompt_ids\[0\] must be a list of integers"),
         ("text", {}, "prompt_ids must be a tensor .* got str"),

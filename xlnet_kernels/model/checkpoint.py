@@ -100,11 +100,17 @@ class PretrainedModel(ModelInterface):
             OSError: `folder` is a file, or one in it cannot be read; the text names it.
             ValueError: `dtype` is no floating-point dtype of parameters, a file is damaged, or parameters are missing,
                 unexpected or of the wrong shape; the text names them, and nothing is loaded.
+            TypeError: an argument is unknown.
         """
         folder = Path(folder)
         if entry_of(folder, "config.json") == folder:
             raise NotADirectoryError(f"folder must hold config.json and weights, got the file {str(folder)!r}")
         config = XLNetConfig.from_file(folder) if config is None else XLNetConfig.of(config)
+        unknown = entries.keys() - {field.name for field in dataclasses.fields(config)}
+        if unknown:
+            raise TypeError(
+                f"from_pretrained has no argument, and XLNetConfig no field, named {_some(sorted(unknown))}"
+            )
         config = dataclasses.replace(config, **entries) if entries else config
         dtype = torch_dtype if dtype is None else dtype
         if isinstance(dtype, str):

@@ -34,6 +34,7 @@ class Generation(nn.Module):
         eos_token_id: int | Sequence[int] | None = None,
         stream: str | None = None,
         causal_prompt: bool = False,
+        do_sample: bool | None = None,
         watch: Callable[[list[Tensor]], Sequence[bool] | None] | None = None,
     ) -> Tensor | list[Tensor]:
         """Continue each prompt, token by token; a token costs its own rows, not those of the text so far.
@@ -49,6 +50,7 @@ class Generation(nn.Module):
                 one position before (auto-regressive LM). Default "query", with attn_type="uni" "content".
             causal_prompt: whether a prompt's tokens see only what precedes them, as they always do with the "content"
                 stream and with attn_type="uni". Otherwise all of them see each other, as context does in pre-training.
+            do_sample: False is greedy, whatever the temperature; True draws; None goes by the temperature.
             watch: called after each token with the texts so far, prompts included; may return which of them end here,
                 one bool each (stop words), or None.
 
@@ -72,9 +74,13 @@ class Generation(nn.Module):
             raise ValueError(f'stream must be "query", "content" or None, got {stream!r}')
         if not isinstance(causal_prompt, bool):
             raise ValueError(f"causal_prompt must be a bool, got {causal_prompt!r}")
+        if do_sample not in (None, True, False) or (do_sample and temperature == 0):
+            raise ValueError(
+                f"do_sample must be True (temperature above 0), False or None, got {do_sample!r} and {temperature!r}"
+            )
         stop = _stop_tokens(eos_token_id, config, device)
         batch = len(prompts)
-        sampler = Sampler(batch, temperature, top_k, top_p, seed)
+        sampler = Sampler(batch, 0 if do_sample is False else temperature, top_k, top_p, seed)
 
         by_query = (stream or ("content" if config.attn_type == "uni" else "query")) == "query"
         causal = causal_prompt or not by_query or config.attn_type == "uni"

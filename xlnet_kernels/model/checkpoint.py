@@ -108,9 +108,7 @@ class PretrainedModel(ModelInterface):
         config = XLNetConfig.from_file(folder) if config is None else XLNetConfig.of(config)
         unknown = entries.keys() - {field.name for field in dataclasses.fields(config)}
         if unknown:
-            raise TypeError(
-                f"from_pretrained has no argument, and XLNetConfig no field, named {_some(sorted(unknown))}"
-            )
+            raise TypeError(f"from_pretrained has no argument, and XLNetConfig no field, named {some(sorted(unknown))}")
         config = dataclasses.replace(config, **entries) if entries else config
         dtype = torch_dtype if dtype is None else dtype
         if isinstance(dtype, str):

@@ -37,24 +37,28 @@ class Reader:
 
 
 def read_config(folder: Path) -> xk.XLNetConfig:
-    """The config.json of a model folder; ValueError where it is missing or damaged."""
+    """The config.json of a language model's folder.
+
+    Raises:
+        ValueError: it is missing, damaged, or another kind of model's.
+    """
     try:
-        return xk.XLNetConfig.from_file(folder)
+        config = xk.XLNetConfig.from_file(folder)
     except FileNotFoundError as error:
         raise ValueError(f"{folder} is incomplete: {error}") from None
+    kind = (config.extra.get("architectures") or ["XLNetLMHeadModel"])[0]
+    if kind != "XLNetLMHeadModel":
+        raise ValueError(f"{folder} holds an {kind}, and a language model is needed, such as --output of pretrain.py")
+    return config
 
 
 def load_language_model(folder: Path, **options: Any) -> xk.XLNetLMHeadModel:
-    """`XLNetLMHeadModel.from_pretrained` with a word on folders that hold another kind of model.
+    """`XLNetLMHeadModel.from_pretrained` for a command.
 
     Raises:
-        ValueError: it is another kind, or damaged.
+        ValueError: a file is missing or damaged, or the folder holds another kind of model.
     """
-    kind = read_config(folder).extra.get("architectures") or ["XLNetLMHeadModel"]
-    if kind[0] != "XLNetLMHeadModel":
-        raise ValueError(
-            f"{folder} holds an {kind[0]}, and a language model is needed, such as --output of pretrain.py"
-        )
+    read_config(folder)
     try:
         return xk.XLNetLMHeadModel.from_pretrained(folder, **options)
     except FileNotFoundError as error:

@@ -88,7 +88,10 @@ def prepare(path: Path, text: str | None, tokenizer: TextTokenizer, known: dict 
         path.parent.mkdir(parents=True, exist_ok=True)
         write_tokens(path, encoded(), tokenizer.vocabulary.size)
     tokens = TokenFile(path)
-    digest = hashlib.sha256(tokens.tokens).hexdigest()
+    sha256 = hashlib.sha256()
+    for begin in range(0, len(tokens), 1 << 20):
+        sha256.update(tokens.read(begin, begin + (1 << 20)).astype(tokens.dtype))
+    digest = sha256.hexdigest()
     if known and digest != known["sha256"]:
         raise ValueError(f"--text: {text or 'the manual'} has changed since the checkpoint was written")
     return Corpus(tokens, tokenizer, size, digest)

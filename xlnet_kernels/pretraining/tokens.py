@@ -1,8 +1,10 @@
-"""Token files: the tokens of many documents in one file that is read through a memory map, and what the ids mean."""
+"""Token files: the tokens of many documents in one file, and what the ids mean."""
 
 from __future__ import annotations
 
+import io
 import os
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from .token_contents import BLOCK, DTYPES, Contents
+
 _format = np.lib.format
-_DTYPES = {np.dtype(kind).str: np.dtype(kind) for kind in ("|u1", "<u2", "<u4")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,9 +89,10 @@ class ByteTokenizer:
 def write_tokens(path: str | os.PathLike, documents: Iterable[np.ndarray], vocab_size: int) -> None:
     """Writes a token file; `path` holds either all of it or what it held before.
 
-    The file is an .npy array of the tokens in the smallest of uint8, uint16 and uint32 (so that
-    ``np.load(path, mmap_mode="r")`` reads them), followed by an .npy array with the begin of each document and the end
-    of the last, and one with the vocabulary size. Documents are written as they come; empty ones are left out.
+    The file is four .npy arrays, one behind the other: the tokens in the smallest of uint8, uint16 and uint32 (so that
+    ``np.load(path, mmap_mode="r")`` reads them), the begin of each document and the end of the last, the vocabulary
+    size, and checksums (CRC-32): one for every 16 KiB of tokens, and one for all that is not tokens. Documents are
+    written as they come; empty ones are left out.
 
     Args:
         documents: each a 1-dimensional array or list of ids.
@@ -97,25 +101,31 @@ def write_tokens(path: str | os.PathLike, documents: Iterable[np.ndarray], vocab
         ValueError: a document holds something else than ids of the vocabulary, or there are no tokens at all.
     """
     path = Path(path)
-    if not 0 < vocab_size <= 2**32:
-        raise ValueError(f"vocab_size must be in [1, 2^32], got {vocab_size}")
-    dtype = next(kind for kind in _DTYPES.values() if vocab_size - 1 <= np.iinfo(kind).max)
+    if not isinstance(vocab_size, (int, np.integer)) or not 0 < vocab_size <= 2**32:
+        raise ValueError(f"vocab_size must be an integer in [1, 2^32], got {vocab_size!r}")
+    dtype = next(kind for kind in DTYPES.values() if vocab_size - 1 <= np.iinfo(kind).max)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            _write_header(file, dtype, 0)
-            bounds = [0]
+            file.write(_header(dtype, 0))
+            bounds, checksums = [0], _Checksums()
             for index, document in enumerate(documents):
                 ids = _check_document(index, document, vocab_size)
                 if ids.size:
-                    file.write(ids.astype(dtype).tobytes())
+                    content = ids.astype(dtype).tobytes()
+                    file.write(content)
+                    checksums.add(content)
                     bounds.append(bounds[-1] + ids.size)
             if bounds[-1] == 0:
                 raise ValueError("documents must hold at least one token")
-            _format.write_array(file, np.array(bounds, np.int64), version=(1, 0))
-            _format.write_array(file, np.array(vocab_size, np.int64), version=(1, 0))
+            header, rest = _header(dtype, bounds[-1]), io.BytesIO()
+            ends = np.array(bounds, np.int64), np.array(vocab_size, np.int64), np.array([*checksums.done(), 0], "<u4")
+            for array in ends:
+                _format.write_array(rest, array, version=(1, 0))
+            others = rest.getvalue()[:-4]  # the last checksum is still to come
+            file.write(others + zlib.crc32(others, zlib.crc32(header)).to_bytes(4, "little"))
             file.seek(0)
-            _write_header(file, dtype, bounds[-1])
+            file.write(header)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -124,52 +134,71 @@ def write_tokens(path: str | os.PathLike, documents: Iterable[np.ndarray], vocab
 
 
 class TokenFile:
-    """The tokens of a file that `write_tokens` made, or a part of them, read through a memory map.
+    """The tokens of a file that `write_tokens` made, or a part of them, read as they are asked for.
+
+    The file stays open: one that takes its place later is not read. Each `read` compares the blocks of 16 KiB that it
+    touches with their checksums: about 10 microseconds a block. Files without checksums are read unchecked.
 
     Attributes:
-        tokens: (T,) memory-mapped unsigned integers.
         bounds: (documents + 1,) int64, the begin of each document and the end of the last.
         vocab_size: every id is below it.
+        dtype: of the ids in the file, uint8, uint16 or uint32.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file is truncated, or is something else; the text says where it fails.
+        OSError: it cannot be read.
+        ValueError: the file is truncated, damaged outside its tokens, or is something else; the text says where it
+            fails.
     """
 
     def __init__(self, path: str | os.PathLike, begin: int = 0, end: int | None = None) -> None:
         self.path = Path(path)
-        with open(self.path, "rb") as file:
-            tokens, bounds, self.vocab_size = _read(file, self.path)
-        end = len(tokens) if end is None else end
-        if not 0 <= begin < end <= len(tokens):
-            raise ValueError(f"begin and end must mark tokens of {len(tokens)}, got [{begin}, {end})")
-        self.begin, self.tokens = begin, tokens[begin:end]
+        self._contents = Contents(self.path)
+        self._cut(begin, self._contents.count if end is None else end)
+
+    def _cut(self, begin: int, end: int) -> None:
+        count, bounds = self._contents.count, self._contents.bounds
+        if not 0 <= begin < end <= count:
+            raise ValueError(f"begin and end must mark tokens of {count}, got [{begin}, {end})")
+        self.begin, self._count = begin, end - begin
+        self.vocab_size, self.dtype = self._contents.vocab_size, self._contents.dtype
         inside = bounds[(bounds > begin) & (bounds < end)]
         self.bounds = np.concatenate([[begin], inside, [end]]) - begin
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self._count
 
     def __repr__(self) -> str:
         return f"TokenFile({str(self.path)!r}, {self.begin}, {self.begin + len(self)})"
 
     def __reduce__(self):
-        # A pickled memory map would be a copy of all tokens: workers open the file themselves.
-        return TokenFile, (self.path, self.begin, self.begin + len(self))
+        # A descriptor means nothing elsewhere: workers open the file themselves.
+        return _reopen, (self.path, self.begin, self.begin + len(self), self._contents.fingerprint)
+
+    @property
+    def tokens(self) -> np.memmap:
+        """(T,) unsigned integers, a memory map: no checksum is looked at, and a file that is cut ends the process."""
+        return self._contents.mapped(self.begin, len(self))
 
     def part(self, begin: int, end: int) -> TokenFile:
         """The tokens [begin, end) of this, for example all but the last tenth for training."""
         if not 0 <= begin < end <= len(self):
             raise ValueError(f"begin and end must mark tokens of {len(self)}, got [{begin}, {end})")
-        return TokenFile(self.path, self.begin + begin, self.begin + end)
+        part = object.__new__(TokenFile)
+        part.path, part._contents = self.path, self._contents
+        part._cut(self.begin + begin, self.begin + end)
+        return part
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """(end - begin,) int64, the tokens there.
+        """(end - begin,) int64, the tokens there; begin and end as in a slice.
 
         Raises:
-            ValueError: an id is outside the vocabulary (the file was changed).
+            OSError: the file cannot be read.
+            ValueError: the tokens are not those that were written, the file was cut, or an id is outside the
+                vocabulary.
         """
-        ids = np.asarray(self.tokens[begin:end]).astype(np.int64)
+        begin, end, _ = slice(begin, end).indices(len(self))
+        ids = self._contents.read(self.begin + begin, self.begin + max(begin, end)).astype(np.int64)
         if ids.size and ids.max() >= self.vocab_size:
             at = int(ids.argmax())
             raise ValueError(
@@ -178,10 +207,62 @@ class TokenFile:
             )
         return ids
 
+    def verify(self) -> None:
+        """Reads all tokens once and compares them with their checksums: a few seconds for a gigabyte.
 
-def _write_header(file, dtype: np.dtype, count: int) -> None:
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is damaged, the text says where; or it has no checksums.
+        """
+        if self._contents.checksums is None:
+            raise ValueError(f"{self.path} has no checksums: write it again with write_tokens")
+        for begin in range(0, len(self), 1 << 20):
+            self.read(begin, begin + (1 << 20))
+
+
+def _reopen(path: Path, begin: int, end: int, fingerprint: tuple[int, int]) -> TokenFile:
+    """The part of a file that a process passed to another one.
+
+    Raises:
+        ValueError: another file has taken its place meanwhile.
+    """
+    text = TokenFile(path)
+    if text._contents.fingerprint != fingerprint:
+        raise ValueError(f"{path} was written again since it was opened: open it again")
+    return text.part(begin, end)
+
+
+class _Checksums:
+    """CRC-32 of each block of the bytes that are added."""
+
+    def __init__(self) -> None:
+        self._found: list[int] = []
+        self._sum = self._size = 0
+
+    def add(self, content: bytes) -> None:
+        place = 0
+        while place < len(content):
+            piece = content[place : place + BLOCK - self._size]
+            self._sum, self._size, place = zlib.crc32(piece, self._sum), self._size + len(piece), place + len(piece)
+            if self._size == BLOCK:
+                self._finish()
+
+    def done(self) -> list[int]:
+        if self._size:
+            self._finish()
+        return self._found
+
+    def _finish(self) -> None:
+        self._found.append(self._sum)
+        self._sum = self._size = 0
+
+
+def _header(dtype: np.dtype, count: int) -> bytes:
     # numpy pads headers, so that one with another count is as long: 0 is written first, the true count at the end.
-    _format.write_array_header_1_0(file, {"descr": dtype.str, "fortran_order": False, "shape": (count,)})
+    # The version (2, 0) says that checksums follow.
+    file = io.BytesIO()
+    _format.write_array_header_2_0(file, {"descr": dtype.str, "fortran_order": False, "shape": (count,)})
+    return file.getvalue()
 
 
 def _check_document(index: int, document: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -193,45 +274,3 @@ def _check_document(index: int, document: np.ndarray, vocab_size: int) -> np.nda
             f"documents[{index}] must hold ids in [0, {vocab_size}), got values from {ids.min()} to {ids.max()}"
         )
     return ids
-
-
-def _read(file, path: Path) -> tuple[np.memmap, np.ndarray, int]:
-    """The tokens, bounds and vocabulary size of an open file."""
-
-    def refuse(reason: str) -> ValueError:
-        return ValueError(f"{path} is no token file of write_tokens: {reason}")
-
-    try:
-        version = _format.read_magic(file)
-        if version != (1, 0):
-            raise refuse(f"its .npy version is {version}, not (1, 0)")
-        shape, _, dtype = _format.read_array_header_1_0(file)
-    except ValueError as error:
-        if "no token file" in str(error):
-            raise
-        raise refuse(f"it does not begin with an .npy header ({error})") from None
-    if len(shape) != 1 or dtype.str not in _DTYPES:
-        raise refuse(f"it begins with {dtype} of shape {shape}, not with a vector of uint8, uint16 or uint32")
-    begin, size = file.tell(), os.fstat(file.fileno()).st_size
-    end = begin + shape[0] * dtype.itemsize
-    if size < end:
-        raise ValueError(f"{path} is truncated: {shape[0]} tokens need {end} bytes, the file has {size}")
-    if shape[0] == 0:
-        raise refuse("it has no tokens; its writer was interrupted")
-    file.seek(end)
-    try:
-        bounds = _format.read_array(file, allow_pickle=False)
-        vocab_size = _format.read_array(file, allow_pickle=False)
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is truncated or no token file of write_tokens: after {shape[0]} tokens it has no whole document "
-            f"bounds and vocabulary size ({error})"
-        ) from None
-    if file.read(1):
-        raise refuse("bytes follow after its vocabulary size")
-    whole = bounds.dtype == np.int64 and bounds.ndim == 1 and len(bounds) > 1
-    if not whole or bounds[0] != 0 or bounds[-1] != shape[0] or (np.diff(bounds) <= 0).any():
-        raise refuse(f"its document bounds do not rise from 0 to its {shape[0]} tokens")
-    if vocab_size.dtype != np.int64 or vocab_size.shape != () or vocab_size < 1:
-        raise refuse("its vocabulary size is no positive integer")
-    return np.memmap(file, dtype, "r", begin, shape), bounds, int(vocab_size)

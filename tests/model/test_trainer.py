@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import transformers
 
-from tests.model.twins import twins
+from tests import ROOT
+from tests.model.twins import assert_same, ours, twins
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LABELS = {
@@ -31,7 +34,7 @@ def shapes(x) -> object:
     return [shapes(y) for y in x] if isinstance(x, (tuple, list)) else x.shape
 
 
-def make_trainer(model, data: list[dict], folder, seen: list, **options):
+def make_trainer(model, data: list[dict], folder, seen: list, make=transformers.Trainer, **options):
     """Memory is returned in evaluation, and must not be among the predictions."""
     options = dict(report_to=[], use_cpu=True, disable_tqdm=True, per_device_eval_batch_size=4) | options
     arguments = transformers.TrainingArguments(str(folder), **options)
@@ -40,7 +43,7 @@ def make_trainer(model, data: list[dict], folder, seen: list, **options):
         seen.append(predictions)
         return {"count": len(predictions.predictions)}
 
-    return transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data, compute_metrics=count)
+    return make(model, arguments, train_dataset=data, eval_dataset=data, compute_metrics=count)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -58,7 +61,27 @@ def test_training_evaluation_and_prediction(name, smoothing, tmp_path, one_threa
         metrics, predicted = trainer.evaluate(), trainer.predict(data)
         assert len(seen) == 2 and metrics["eval_count"] == len(predicted.predictions)
         found.append((metrics["eval_loss"], shapes(predicted.predictions), shapes(predicted.label_ids)))
-    wanted, ours = found
+    wanted, own = found
     # Trainer shifts labels that it smooths for language models; of theirs it also counts the label that drops out.
     share = 8 / 9 if smoothing and "LMHead" in name else 1
-    assert ours[0] * share == pytest.approx(wanted[0], rel=1e-4) and ours[1:] == wanted[1:]
+    assert own[0] * share == pytest.approx(wanted[0], rel=1e-4) and own[1:] == wanted[1:]
+
+
+def test_tied_models_are_saved_and_resumed_as_the_page_says(tmp_path, one_thread):
+    page = (ROOT / "docs/how-to/model.md").read_text()
+    (recipe,) = re.findall(r"```python\n(import transformers\n.*?)```", page, re.DOTALL)
+    names: dict = {}
+    exec(recipe, names)
+    data, weights = rows("XLNetLMHeadModel"), []
+    start = ours("XLNetLMHeadModel").state_dict()
+    for resume in (False, True):
+        model = ours("XLNetLMHeadModel")
+        model.load_state_dict(start)
+        trainer = make_trainer(model, data, tmp_path, [], names["XLNetTrainer"], max_steps=4, save_steps=2)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if resume else None)
+        assert trainer.state.global_step == 4
+        weights.append(model.transformer.word_embedding.weight)
+        assert model.lm_loss.weight is weights[-1]
+    assert_same(weights[1], weights[0], 1e-5)
+    saved = type(model).from_pretrained(tmp_path / "checkpoint-4")
+    assert_same(saved.lm_loss.weight, weights[1])

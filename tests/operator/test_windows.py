@@ -181,3 +181,16 @@ def test_compiled_without_recompiling_for_another_window(backend):
     assert torch.allclose(out, wanted, atol=1e-5)
     found, expected = (torch.autograd.grad(x.square().sum(), leaves) for x in (out, wanted))
     assert all(torch.allclose(f, e, atol=1e-4) for f, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("past, longest", [(0, 4), (3, 4), (4, 4), (4, 9), (9, 9)])
+def test_windows_of_transformer_xl(past, longest):
+    """same_length of the original code, as docs/migrate.md maps it."""
+    length, keys = 5, past + 5
+    beyond = keys - longest
+    mask_shift_len = length - beyond if beyond > 0 else length
+    row, key = torch.arange(length)[:, None], torch.arange(keys)
+    hidden = (key > row + past) | (key <= row - mask_shift_len)
+    mask = xk.RankMask.causal(1, length, mem_len=past, window=past + mask_shift_len)
+    assert torch.equal(mask.to_bool("content")[0], ~hidden)
+    assert past < longest or mask_shift_len == 0

@@ -19,7 +19,7 @@ from .linear import linear
 from .masks import RankMask
 from .prepared import Prepared, Projected, pick_rows
 from .segments import Segments
-from .streams import RowPositions, mask_of_targets, stack_mask, stack_segments
+from .streams import RowPositions, check_mask, is_one_stream, mask_of_targets, stack_mask, stack_segments
 
 NORMS = ("post", "pre", None)
 
@@ -160,7 +160,9 @@ class TwoStreamAttention(nn.Module):
                 bool (B, L, M + L), broadcastable, with one more dimension (B, H, L, M + L) where heads differ, True =
                 may attend. The content stream sees that and itself. None: everyone sees everything but the tokens at
                 target_positions, which only their own content rows see; or, where rel_pos ends at distance 0, all that
-                came before. Without target_positions the first would leave nothing: then g needs a mask.
+                came before. Without target_positions the first would leave nothing: then g needs a mask. A mask of one
+                stream (`RankMask.padding`, `full`, `local`, `chunked`, `packed`, or dense with one row for all) hides
+                the tokens at target_positions in the same way, from content rows too.
             rel_pos: (P, d_model) or (B, P, d_model), row p encodes distance M + L - p; P = M + 2 L, or M + L + 1 where
                 keys ahead are invisible. Default: sinusoidal, both directions.
             segment_ids: (B, L) integers, or None for no segment term. Memory is segment 0.
@@ -188,13 +190,18 @@ class TwoStreamAttention(nn.Module):
         elif target_positions is not None:
             raise ValueError("target_positions needs a query stream, but g is None")
         rel_pos = find_rel_pos(rel_pos, h, mem_len, like)
-        if mask is None and positions is not None:
+        if mask is not None:
+            mask = check_mask(mask, h, self.n_head, mem_len)
+        if positions is not None and (mask is None or is_one_stream(mask, length)):
             ahead = rel_pos.shape[-2] == mem_len + 2 * length
-            if ahead and target_positions is None:
+            if target_positions is None and (ahead or mask is not None):
                 raise ValueError(
                     "g needs a mask or target_positions: with neither, each of its rows sees the token it is to predict"
+                    if mask is None
+                    else "mask is of one stream, and shows each row of g the token it is to predict: give "
+                    "target_positions, or a mask of two streams such as RankMask.causal or from_order"
                 )
-            mask = mask_of_targets(positions[:, length:], length, mem_len, ahead)
+            mask = mask_of_targets(positions[:, length:], length, mem_len, ahead, mask)
         mask = stack_mask(mask, positions, h, self.n_head, mem_len)
         segment_rows = None
         if segment_ids is not None:

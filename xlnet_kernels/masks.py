@@ -43,6 +43,10 @@ class RankMask:
         query_floor: (B, L) integers or None for no lower bound.
         sees_self: whether a query row sees the key at its own position whatever the ranks say; a bool, or (B, L) bool
             where rows of both streams are stacked.
+        one_stream: whether the ranks show rows the key at their own position, as those of `padding`, `full`, `local`,
+            `chunked` and `packed` do. A query stream must not see its token: layers and models that compute one hide
+            the keys at its target positions from every other row (`hide_targets`), so that no layer brings them back.
+            False for ranks that are to be taken as they are, in both streams.
 
     Ranks are kept as int32; values beyond its range are clamped to it. A first dimension of 1 serves every batch.
 
@@ -57,6 +61,7 @@ class RankMask:
     key_rank: Tensor
     query_floor: Tensor | None = None
     sees_self: bool | Tensor = False
+    one_stream: bool = False
 
     def __post_init__(self) -> None:
         for name in ("query_rank", "key_rank", "query_floor"):
@@ -74,6 +79,8 @@ class RankMask:
             raise ValueError(f"RankMask: sees_self must be a bool or a bool tensor of query_rank's shape, got {got}")
         if isinstance(self.sees_self, Tensor):
             check_flags("sees_self", self.sees_self, rows)
+        if not isinstance(self.one_stream, bool):
+            raise ValueError(f"RankMask: one_stream must be a bool, got {type(self.one_stream).__name__}")
         if self.key_rank.shape[0] != rows[0]:
             raise ValueError(
                 f"RankMask: key_rank must have query_rank's batch size {rows[0]}, got {self.key_rank.shape[0]}"
@@ -156,8 +163,7 @@ class RankMask:
     ) -> RankMask:
         """Each position sees `left` keys before it, memory included, itself and `right` keys after it; None: all.
 
-        With ``right=0`` this is `causal` with a window. With more, a query row sees its own token too: the mask is for
-        one stream.
+        With ``right=0`` this is `causal` with a window. With more, it is a mask of `one_stream`.
 
         Args:
             padding: (B, L) bool, True where there is no token; no one sees it.
@@ -190,7 +196,7 @@ class RankMask:
             query_rank = query_rank.scatter(1, index, HIGHEST)
             key_rank = key_rank.scatter(1, index + mem_len, LOWEST)
         floor = None if left is None else position - left
-        return cls(query_rank, hide_segment(key_rank, padding, mem_len), floor)
+        return cls(query_rank, hide_segment(key_rank, padding, mem_len), floor, one_stream=True)
 
     @classmethod
     def chunked(
@@ -207,7 +213,7 @@ class RankMask:
 
         NeMo's chunked-limited look-ahead with att_context_size [left, right] has ``chunk = right + 1`` and
         ``left_chunks = left // chunk``. Chunks are counted from the segment's first position; memory is in the chunks
-        before. A query row sees its own token: the mask is for one stream.
+        before. It is a mask of `one_stream`.
 
         Args:
             padding: (B, L) bool, True where there is no token; no one sees it.
@@ -222,7 +228,7 @@ class RankMask:
         own = positions_of(batch, 0, length, device).div(chunk, rounding_mode="floor")
         key_rank = positions_of(batch, -mem_len, length, device).div(chunk, rounding_mode="floor")
         floor = None if left_chunks is None else own - left_chunks
-        return cls(own + 1, hide_segment(key_rank, padding, mem_len), floor)
+        return cls(own + 1, hide_segment(key_rank, padding, mem_len), floor, one_stream=True)
 
     @classmethod
     def packed(cls, document_ids: Tensor, causal: bool = False, padding: Tensor | None = None) -> RankMask:
@@ -232,8 +238,8 @@ class RankMask:
 
         Args:
             document_ids: (B, L) integers, equal within a document. A document need not be in one piece.
-            causal: the query stream of the mask then sees only what comes before. Otherwise a query row sees its own
-                token: the mask is for one stream.
+            causal: the query stream of the mask then sees only what comes before. Otherwise it is a mask of
+                `one_stream`.
             padding: (B, L) bool, True where there is no token; no one sees it.
 
         >>> RankMask.packed(torch.tensor([[7, 7, 7, 2, 2]]), causal=True).to_bool().int().tolist()[0]
@@ -246,13 +252,14 @@ class RankMask:
         place = torch.empty_like(place).scatter(1, order, place)
         first = torch.searchsorted(in_documents, ids.contiguous(), out_int32=True)
         end = torch.searchsorted(in_documents, ids.contiguous(), right=True, out_int32=True)
-        return cls(place if causal else end, hide_segment(place, padding, 0), first, sees_self=causal)
+        key_rank = hide_segment(place, padding, 0)
+        return cls(place if causal else end, key_rank, first, sees_self=causal, one_stream=not causal)
 
     @classmethod
     def padding(
         cls, padding: Tensor | None = None, mem_len: int = 0, *, attention_mask: Tensor | None = None
     ) -> RankMask:
-        """Everyone sees every key that is not padding.
+        """Everyone sees every key that is not padding; a mask of `one_stream`.
 
         Args:
             padding: (B, L) bool, True where there is no token. On a CPU there is a warning where all of a sequence is
@@ -267,12 +274,13 @@ class RankMask:
             padding = check_flags("padding", padding)
             warn_of_inversion(padding)
         key_rank = torch.full(padding.shape, LOWEST, dtype=torch.int32, device=padding.device)
-        return cls(torch.zeros_like(key_rank), with_memory(hide(key_rank, padding), mem_len))
+        return cls(torch.zeros_like(key_rank), with_memory(hide(key_rank, padding), mem_len), one_stream=True)
 
     @classmethod
     def full(cls, batch: int, length: int, mem_len: int = 0, device: torch.device | str | None = None) -> RankMask:
-        """Everyone sees everything."""
-        return cls.padding(torch.zeros(batch, length, dtype=torch.bool, device=device), mem_len)
+        """Everyone sees everything; a mask of `one_stream`."""
+        seen = torch.ones(batch, length, dtype=torch.bool, device=device)
+        return cls.padding(attention_mask=seen, mem_len=mem_len)
 
     def expand(self, batch: int) -> RankMask:
         """The same mask for `batch` sequences, from one or as many."""
@@ -289,6 +297,7 @@ class RankMask:
             mask.key_rank,
             None if floor is None else floor.gather(1, index),
             sees_self.gather(1, index) if isinstance(sees_self, Tensor) else sees_self,
+            mask.one_stream,
         )
 
     def rows_from(self, first: int) -> RankMask:
@@ -311,17 +320,39 @@ class RankMask:
             change(self.key_rank),
             None if floor is None else change(floor),
             change(own) if isinstance(own, Tensor) else own,
+            self.one_stream,
         )
 
+    def hide_targets(self, targets: Tensor) -> RankMask:
+        """The mask of two streams: no row sees the keys where `targets` is True but, in the content stream, their own.
+
+        Args:
+            targets: (B, L) bool, True where a token is predicted, of the last L keys.
+
+        >>> RankMask.full(1, 3).hide_targets(torch.tensor([[False, True, False]])).to_bool("query").int().tolist()
+        [[[1, 0, 1], [1, 0, 1], [1, 0, 1]]]
+        """
+        batch, length = check_flags("targets", targets).shape
+        mask = self.expand(batch)
+        key_rank = hide_segment(mask.key_rank, targets, mask.key_rank.shape[1] - length)
+        return RankMask(mask.query_rank, key_rank, mask.query_floor, mask.sees_self)
+
     def for_stream(self, stream: str) -> RankMask:
-        """The same ranks as the "content" stream (which sees itself too) or the "query" stream (which does not)."""
-        if stream not in ("content", "query"):
-            raise ValueError(f'RankMask: stream must be "content" or "query", got {stream!r}')
-        return self.seeing_self(stream == "content")
+        """The same ranks as the "content" stream (which sees itself too) or the "query" stream (which does not).
+
+        Raises:
+            ValueError: the mask is of `one_stream`, whose ranks show a query row its own token.
+        """
+        sees_self = _sees_self(stream)
+        if self.one_stream and not sees_self:
+            raise ValueError(
+                "RankMask: these ranks show a query row its own token: give mask.hide_targets(targets).for_stream(...)"
+            )
+        return self.seeing_self(sees_self)
 
     def seeing_self(self, sees_self: bool | Tensor) -> RankMask:
         """The same ranks with another `sees_self`."""
-        return RankMask(self.query_rank, self.key_rank, self.query_floor, sees_self)
+        return RankMask(self.query_rank, self.key_rank, self.query_floor, sees_self, self.one_stream)
 
     def to_bool(
         self, stream: str | None = None, query_positions: Tensor | None = None, mem_len: int | None = None
@@ -329,16 +360,17 @@ class RankMask:
         """The dense (B, L, M + K) bool mask this stands for, True = may attend.
 
         Args:
-            stream: "content" (sees itself), "query" (does not), or None for what `sees_self` says.
+            stream: "content" (sees itself), "query" (does not), or None for what `sees_self` says. Of a mask of
+                `one_stream`, "query" hides each row's own key; other targets are hidden by `hide_targets`.
             query_positions: (B, L) position of each row in the current segment; default 0 .. L-1.
             mem_len: M; default (M + K) - L, right where the rows are the whole segment.
         """
-        if stream is not None:
-            return self.for_stream(stream).to_bool(None, query_positions, mem_len)
+        sees_self = self.sees_self if stream is None else _sees_self(stream)
+        hides_self = self.one_stream and stream == "query"
         visible = self.key_rank[:, None, :] < self.query_rank[:, :, None]
         if self.query_floor is not None:
             visible = visible & (self.key_rank[:, None, :] >= self.query_floor[:, :, None])
-        if self.sees_self is False:
+        if sees_self is False and not hides_self:
             return visible
         length, keys = self.query_rank.shape[1], self.key_rank.shape[1]
         if mem_len is None:
@@ -347,4 +379,12 @@ class RankMask:
         if query_positions is None:
             query_positions = torch.arange(length, device=visible.device)[None]
         own = key == (query_positions + mem_len)[:, :, None]
-        return visible | (own if self.sees_self is True else own & self.sees_self[:, :, None])
+        if hides_self:
+            return visible & ~own
+        return visible | (own & sees_self[:, :, None] if isinstance(sees_self, Tensor) else own)
+
+
+def _sees_self(stream: str) -> bool:
+    if stream not in ("content", "query"):
+        raise ValueError(f'RankMask: stream must be "content" or "query", got {stream!r}')
+    return stream == "content"

@@ -73,18 +73,31 @@ def stack_segments(segment_ids: Tensor, positions: Tensor | None, mem_len: int) 
     return ids if positions is None else ids.gather(1, positions), F.pad(ids, (mem_len, 0))
 
 
-def mask_of_targets(targets: Tensor, length: int, mem_len: int, ahead: bool) -> RankMask:
-    """What the query stream sees where no mask is given: never the token of its own position.
+def is_one_stream(mask: RankMask | Tensor, length: int) -> bool:
+    """Whether a mask from `check_mask` is a RankMask of `one_stream`, or dense with one row for all."""
+    return mask.one_stream if isinstance(mask, RankMask) else length > 1 and mask.shape[2] == 1
+
+
+def mask_of_targets(
+    targets: Tensor, length: int, mem_len: int, ahead: bool, mask: RankMask | Tensor | None = None
+) -> RankMask | Tensor:
+    """What the query stream sees where no mask says it: never the token of its own position.
 
     Args:
         targets: (B, N), the positions of the query rows.
         ahead: whether rows see keys ahead of them: then the targets' tokens are hidden from every other row, so that
             no layer brings them back. If not, the mask is causal.
+        mask: of one stream, from `check_mask`: the targets' tokens are hidden there too.
     """
-    if not ahead:
+    if mask is None and not ahead:
         return RankMask.causal(1, length, mem_len, device=targets.device)
-    seen = torch.ones(targets.shape[0], length, dtype=torch.bool, device=targets.device).scatter(1, targets, False)
-    return RankMask.padding(attention_mask=seen, mem_len=mem_len)
+    batch = targets.shape[0]
+    flags = torch.zeros(batch, length, dtype=torch.bool, device=targets.device).scatter(1, targets, True)
+    if mask is None:
+        mask = RankMask.full(batch, length, mem_len, targets.device)
+    if isinstance(mask, RankMask):
+        return mask.hide_targets(flags)
+    return mask & ~F.pad(flags, (mem_len, 0))[:, None, None]
 
 
 def stack_mask(
@@ -104,8 +117,8 @@ def stack_mask(
         return None
     batch, length = h.shape[:2]
     keys = mem_len + length
+    mask = check_mask(mask, h, n_head, mem_len)
     if isinstance(mask, RankMask):
-        check_rank_mask(mask, batch, length, keys)
         if positions is None:
             mask = mask.expand(batch)
             sees_self = torch.ones_like(mask.query_rank, dtype=torch.bool)
@@ -114,6 +127,22 @@ def stack_mask(
             sees_self = (torch.arange(positions.shape[1], device=h.device) < length).expand(batch, -1)
         return mask.seeing_self(sees_self).contiguous()
 
+    mask = mask.expand(-1, -1, length, keys)
+    own = torch.eye(length, dtype=torch.bool, device=h.device)
+    content = mask | F.pad(own, (mem_len, 0))
+    if positions is None:
+        return content
+    rows = positions[:, None, length:, None].expand(-1, mask.shape[1], -1, keys)
+    return torch.cat([content.expand(batch, -1, -1, -1), mask.expand(batch, -1, -1, -1).gather(2, rows)], 2)
+
+
+def check_mask(mask: RankMask | Tensor, h: Tensor, n_head: int, mem_len: int) -> RankMask | Tensor:
+    """A RankMask that fits, or a bool tensor with its four dimensions, which broadcasts to (B, H, L, M + L)."""
+    batch, length = h.shape[:2]
+    keys = mem_len + length
+    if isinstance(mask, RankMask):
+        check_rank_mask(mask, batch, length, keys)
+        return mask
     mask = check_bool_mask(mask, h, "h")
     check_not_padding(mask, batch, length, keys)
     shape = tuple(mask.shape)
@@ -122,13 +151,7 @@ def stack_mask(
     wanted = (batch, n_head, length, keys)
     if mask.dim() > 4 or any(size not in (1, want) for size, want in zip(mask.shape, wanted, strict=True)):
         raise ValueError(f"mask must broadcast to (B, L, M + L) = {(batch, length, keys)}, got {shape}")
-    mask = mask.expand(-1, -1, length, keys)
-    own = torch.eye(length, dtype=torch.bool, device=h.device)
-    content = mask | F.pad(own, (mem_len, 0))
-    if positions is None:
-        return content
-    rows = positions[:, None, length:, None].expand(-1, mask.shape[1], -1, keys)
-    return torch.cat([content.expand(batch, -1, -1, -1), mask.expand(batch, -1, -1, -1).gather(2, rows)], 2)
+    return mask
 
 
 def check_rank_mask(mask: RankMask, batch: int, length: int, keys: int) -> None:

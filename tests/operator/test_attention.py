@@ -123,9 +123,10 @@ def test_padding_mask_of_keys_broadcasts_over_rows(backend):
     assert all(torch.allclose(f, w, atol=1e-6) for f, w in zip(found, wanted, strict=True))
 
 
-def test_full_mask_shows_a_query_row_its_own_token(backend):
+def test_ranks_show_a_query_row_its_own_token_where_they_say_so(backend):
     attn = xk.TwoStreamAttention.from_transformers(theirs(), backend)
-    h, targets, mask = torch.randn(B, L, WIDTH), torch.tensor([[0, 4], [8, 8]]), xk.RankMask.full(B, L)
+    h, targets, full = torch.randn(B, L, WIDTH), torch.tensor([[0, 4], [8, 8]]), xk.RankMask.full(B, L)
+    mask = xk.RankMask(full.query_rank, full.key_rank)
     g = h.gather(1, targets[:, :, None].expand(-1, -1, WIDTH))  # the same input must give the same output
     out_h, out_g = attn(h, g, mask=mask, target_positions=targets)
     assert torch.allclose(out_g, out_h.gather(1, targets[:, :, None].expand(-1, -1, WIDTH)), atol=1e-6)

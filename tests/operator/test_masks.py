@@ -63,7 +63,7 @@ def test_padding_is_seen_by_no_one_but_itself():
     ):
         assert not (segment(mask, "query") & padding[:, None, :]).any()
         assert segment(mask, "content").diagonal(dim1=1, dim2=2).all()
-    assert torch.equal(segment(RankMask.padding(padding, M), "query"), (~padding)[:, None, :].expand(-1, L, -1))
+    assert torch.equal(RankMask.padding(padding).to_bool(), (~padding)[:, None, :].expand(-1, L, -1))
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
@@ -164,7 +164,7 @@ def test_attention_with_ranks_is_attention_with_the_dense_mask(kind, backend):
 
 
 def test_full_shows_everything():
-    assert RankMask.full(B, L, M).to_bool("query").all()
+    assert RankMask.full(B, L, M).to_bool().all()
     assert RankMask.full(B, L, M).to_bool().shape == (B, L, M + L)
 
 

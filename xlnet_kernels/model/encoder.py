@@ -137,7 +137,8 @@ class XLNetModel(PretrainedModel):
                 other mapping costs L rows, as every mapping does inside torch.compile. Or target_positions: (B, N)
                 integers, which always cost N rows. Without mask and perm_mask, target_positions hide their tokens from
                 every row but their own content rows (where attn_type is "uni", the mask is causal); target_mapping
-                hides nothing, as in transformers, and a query row sees the token it is to predict.
+                hides nothing, as in transformers, and a query row sees the token it is to predict. A mask of one stream
+                (`RankMask.padding`, `full`, `local`, `chunked`, `packed`) hides the tokens of targets given either way.
             token_type_ids: (B, L) integers, segments; memory is segment 0. None: no segment term.
             use_mems: return memory; default config.use_mems_train or config.use_mems_eval.
             output_attentions: return the attention maps, which takes the dense way through the reference backend (and
@@ -182,7 +183,7 @@ class XLNetModel(PretrainedModel):
             h,
             past,
             config.n_head,
-            mask=find_mask(mask, perm_mask, padding, same_length, h, past),
+            mask=find_mask(mask, perm_mask, padding, same_length, h, past, targets),
             targets=targets,
             token_type_ids=token_type_ids,
         )

@@ -13,6 +13,8 @@ from ..streams import RowPositions, check_rank_mask, stack_mask, stack_segments
 from .config import XLNetConfig
 from .memory import ProjectedMemory
 
+Targets = tuple[Tensor | None, Tensor | None, Tensor | None]  # what `find_targets` returns
+
 
 def check_tensor(
     name: str, x: Tensor, shape: tuple, like: Tensor, integers: bool = False, floats: bool = False
@@ -101,8 +103,12 @@ def find_mask(
     same_length: bool,
     h: Tensor,
     mem_len: int,
+    targets: Targets = (None, None, None),
 ) -> RankMask | Tensor | None:
-    """What the query stream sees: a RankMask wherever one can say it, else bool (B, L, M + L), or None for all."""
+    """What the query stream sees: a RankMask wherever one can say it, else bool (B, L, M + L), or None for all.
+
+    A mask of one stream hides the `targets`, which are from `find_targets`.
+    """
     batch, length = h.shape[:2]
     if mask is not None and perm_mask is not None:
         raise ValueError("mask and perm_mask are one thing: give one of them")
@@ -111,6 +117,9 @@ def find_mask(
             raise ValueError(f"mask must be a RankMask (perm_mask takes tensors), got {type(mask).__name__}")
         mask = _with_memory(mask, length, mem_len)
         check_rank_mask(mask, batch, length, mem_len + length)
+        flags = flag_targets(targets, h) if mask.one_stream else None
+        if flags is not None:
+            mask = mask.hide_targets(flags)
     elif perm_mask is not None:
         check_tensor("perm_mask", perm_mask, (batch, length, length), h)
         seen = ~perm_mask if perm_mask.dtype == torch.bool else perm_mask <= 0
@@ -124,7 +133,8 @@ def find_mask(
     if padding is None:
         return mask
     if mask is None:
-        return RankMask.padding(attention_mask=~padding, mem_len=mem_len)
+        everything = RankMask.padding(attention_mask=~padding, mem_len=mem_len)
+        return RankMask(everything.query_rank, everything.key_rank)  # a query row sees its own token, as published
     hidden = F.pad(padding, (mem_len, 0))
     if isinstance(mask, Tensor):
         return mask & ~hidden[:, None]
@@ -140,7 +150,8 @@ def _with_memory(mask: RankMask, length: int, mem_len: int) -> RankMask:
         raise ValueError(
             f"mask has a query_floor: with memory it must have M + L = {mem_len + length} key ranks, got {length}"
         )
-    return RankMask(mask.query_rank, F.pad(mask.key_rank, (mem_len, 0), value=LOWEST))
+    key_rank = F.pad(mask.key_rank, (mem_len, 0), value=LOWEST)
+    return RankMask(mask.query_rank, key_rank, one_stream=mask.one_stream)
 
 
 def _same_length(length: int, mem_len: int, device: torch.device) -> RankMask:
@@ -150,9 +161,7 @@ def _same_length(length: int, mem_len: int, device: torch.device) -> RankMask:
     return RankMask(row + mem_len + 1, key, query_floor=row)
 
 
-def find_targets(
-    target_mapping: Tensor | None, target_positions: Tensor | None, h: Tensor, as_given: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def find_targets(target_mapping: Tensor | None, target_positions: Tensor | None, h: Tensor, as_given: bool) -> Targets:
     """Positions of content and query rows (B, L + N) or None; the mapping, if it is dense; which targets are empty."""
     if target_mapping is not None and target_positions is not None:
         raise ValueError("target_mapping and target_positions are one thing: give one of them")
@@ -178,6 +187,18 @@ def find_targets(
     if found is None:
         return torch.cat([content, content], 1), target_mapping.to(h.dtype), None
     return torch.cat([content, found[0]], 1), None, found[1]
+
+
+def flag_targets(targets: Targets, h: Tensor) -> Tensor | None:
+    """(B, L) bool, True where a token is predicted, of what `find_targets` returns."""
+    positions, mapping, empty = targets
+    if mapping is not None:
+        return (mapping != 0).any(1)
+    if positions is None:
+        return None
+    places = positions[:, h.shape[1] :]
+    counts = torch.ones_like(places) if empty is None else (~empty).long()
+    return torch.zeros(h.shape[:2], dtype=torch.long, device=h.device).scatter_add(1, places, counts) > 0
 
 
 def find_output_rows(output_rows: Tensor | None, rows: Tensor, first: int) -> Tensor | None:
@@ -212,7 +233,7 @@ def stack_rows(
     n_head: int,
     *,
     mask: RankMask | Tensor | None,
-    targets: tuple[Tensor | None, Tensor | None, Tensor | None],
+    targets: Targets,
     token_type_ids: Tensor | None,
 ) -> tuple:
     """What the attention of every layer needs of the L content rows and the query rows after them.

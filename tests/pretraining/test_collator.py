@@ -204,10 +204,28 @@ def test_trainer(tmp_path):
             r"features\[0\] must have a token type for each of 2 ids",
         ),
         (lambda: DataCollatorForPermutationLM(VOCABULARY)([]), "features must hold at least one row"),
-        (lambda: DataCollatorForPermutationLM(VOCABULARY)([[7]]), "num_predict must leave context"),
+        (
+            lambda: DataCollatorForPermutationLM(VOCABULARY)([[7]]),
+            r"features\[0\] has one token: PermutationLM predicts a token from others",
+        ),
         (lambda: DataCollatorForPermutationLM(VOCABULARY, MaskedLM(), dense=True), "dense is for PermutationLM"),
     ],
 )
 def test_what_does_not_fit_is_named(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize("objective", [PermutationLM(), MaskedLM()])
+def test_a_row_of_one_token_is_named(objective):
+    with pytest.raises(ValueError, match=r"features\[1\] has one token: .*LM predicts a token from others"):
+        DataCollatorForPermutationLM(VOCABULARY, objective)([[10, 11, 12], [10]])
+
+
+def test_special_tokens_alone_cost_nothing():
+    """A batch without targets has a loss of 0 and gradients of 0, so that training goes on."""
+    batch = DataCollatorForPermutationLM(VOCABULARY)([[VOCABULARY.cls, VOCABULARY.sep] * 3])
+    model = xk.XLNetLMHeadModel(xk.XLNetConfig(vocab_size=VOCABULARY.size, d_model=8, n_layer=1, n_head=2, d_inner=8))
+    loss = model(**batch).loss
+    loss.backward()
+    assert loss == 0 and not any(p.grad.any() for p in model.parameters() if p.grad is not None)

@@ -231,14 +231,21 @@ class XLNetForQuestionAnsweringSimple(HeadedModel):
                 length = logits.shape[1]
                 x = x.reshape(-1)
                 check_range(name, x, 0, torch.iinfo(torch.int64).max)
-                losses.append(F.cross_entropy(logits, x.long().clamp(max=length), ignore_index=length))
+                losses.append(_mean_loss(logits, x.long().clamp(max=length), length))
         loss = (losses[0] + losses[1]) / 2 if len(losses) == 2 else None
         return SpanOutput(loss=loss, start_logits=start, end_logits=end, **rest_of(output))
 
 
 def _token_loss(logits: Tensor, labels: Tensor | None) -> Tensor | None:
-    """Mean cross-entropy over the labels that count."""
+    """Mean cross-entropy over the labels that count; 0, with gradients of 0, where none does."""
     if labels is None:
         return None
     check_labels("labels", labels, logits)
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten().long())
+    return _mean_loss(logits.flatten(0, -2), labels.flatten().long(), -100)
+
+
+def _mean_loss(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    """torch's mean is NaN where all labels are ignored."""
+    losses = F.cross_entropy(logits, labels, ignore_index=ignored, reduction="none")
+    counted = (labels != ignored).sum().clamp(min=1)
+    return (losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32)) / counted).to(losses.dtype)

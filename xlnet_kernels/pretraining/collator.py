@@ -65,10 +65,16 @@ class DataCollatorForPermutationLM:
             raise ValueError("features must hold at least one row, got none")
         length = max(len(ids) for ids, _ in rows)
         types = np.stack([np.pad(x, (length - len(x), 0), constant_values=3) for _, x in rows])
+        partial = not isinstance(self.objective, AutoregressiveLM)
+        for index, (ids, _) in enumerate(rows):
+            if len(ids) < 2 and (partial or length < 2):
+                raise ValueError(
+                    f"features[{index}] has one token: {type(self.objective).__name__} predicts a token from others, "
+                    f"which needs a row of at least 2"
+                )
         self.objective.check((length,), 0)
         rng = np.random.default_rng(int(torch.randint(2**62, (), device="cpu")))
         found = [self._objective_of(len(row)).example(row, self.vocabulary, (len(row),), rng) for row, _ in rows]
-        partial = not isinstance(self.objective, AutoregressiveLM)
         count = max(len(example.labels) for example in found) if partial else length
         examples = [self._padded(example, length, count) for example in found]
 

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
+import numbers
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ._torch import is_wrapped
 
+# torch's other unsigned integers have neither comparisons nor room in the kernels' int32.
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 def check_rank(name: str, tensor: Tensor, rank: int) -> torch.Size:
     """A tensor of so many dimensions; returns its shape."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    check_not_nested(name, tensor)
     if tensor.dim() != rank:
         raise ValueError(f"{name} must have {rank} dimensions, got shape {tuple(tensor.shape)}")
     return tensor.shape
+
+
+def check_not_nested(name: str, tensor: Tensor) -> None:
+    if tensor.is_nested:
+        raise ValueError(
+            f"{name} is a nested tensor: put its sequences one after the other in a row and give RankMask.packed, or "
+            f"pad them (torch.nested.to_padded_tensor) and give RankMask.padding"
+        )
 
 
 def check_matrix(name: str, values: Tensor | None) -> Tensor:
@@ -75,8 +88,15 @@ def check_dense_mask(mask: object, query: Tensor, keys: int) -> Tensor:
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """An int, or a size that torch.export keeps as a symbol."""
-    return isinstance(value, (int, torch.SymInt))
+    """An int, numpy's too, or a size that torch.export keeps as a symbol."""
+    return isinstance(value, (int, torch.SymInt)) or isinstance(value, numbers.Integral)
+
+
+def as_python(value: Any) -> Any:
+    """A number or flag of numpy's as Python's, everything else as it is."""
+    if value is None or isinstance(value, (int, float, torch.SymInt, torch.SymFloat, Tensor)):
+        return value
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 else value
 
 
 def readable(values: Tensor) -> bool:

@@ -5,9 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._checks import check_range
+from ._checks import INTEGERS, check_not_nested, check_range
 from .functional import autocasts
 from .positions import kept_positions
+
+
+def check_not_projected(h: Tensor, g: Tensor | None, mask: object) -> None:
+    """Refuses query, key and value, which stand where h, g and mask do."""
+    if isinstance(g, Tensor) and isinstance(mask, Tensor) and mask.is_floating_point() and mask.shape == g.shape:
+        raise ValueError(
+            "TwoStreamAttention makes query, key and value itself: call it with hidden states, attn(h); the second "
+            "argument is the query stream g and the third the mask. rel_attention takes query, key and value"
+        )
 
 
 def check_hidden(h: Tensor, g: Tensor | None, mems: Tensor | None, d_model: int, like: Tensor) -> tuple[int, int, int]:
@@ -15,6 +24,8 @@ def check_hidden(h: Tensor, g: Tensor | None, mems: Tensor | None, d_model: int,
     for name, x in (("h", h), ("g", g), ("mems", mems)):
         if x is None and name != "h":
             continue
+        if isinstance(x, Tensor):
+            check_not_nested(name, x)
         if not isinstance(x, Tensor) or x.dim() != 3:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} must be a tensor (batch, length, d_model = {d_model}), got {got}")
@@ -69,7 +80,7 @@ def check_integers(name: str, values: Tensor, shape: tuple[int, int], h: Tensor)
     if not isinstance(values, Tensor) or tuple(values.shape) != shape:
         got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(f"{name} must be an integer tensor of shape {shape}, got {got}")
-    if values.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+    if values.dtype not in INTEGERS:
         raise ValueError(f"{name} must hold integers, got {values.dtype}")
     if values.device != h.device:
         raise ValueError(f"{name} must be on h's device {h.device}, got {values.device}")

@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from ._checks import check_matrix, is_integer, readable
+from ._checks import INTEGERS, check_matrix, is_integer, readable
 
 LOWEST = torch.iinfo(torch.int32).min  # rank of a key that every query sees
 HIGHEST = torch.iinfo(torch.int32).max  # rank of a key that no query sees
@@ -22,7 +22,7 @@ def as_ranks(name: str, values: Tensor | None) -> Tensor:
 def check_integers(name: str, values: Tensor | None) -> Tensor:
     """Integers (batch, length)."""
     values = check_matrix(f"RankMask: {name}", values)
-    if values.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
+    if values.dtype not in INTEGERS:
         raise ValueError(f"RankMask: {name} must hold integers, got {values.dtype}")
     return values
 

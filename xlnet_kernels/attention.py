@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ._attention_map import attention_and_map
+from ._checks import as_python
 from ._distributed import alike, whole
 from ._kept import KeptTable
-from ._layer_arguments import check_hidden, check_integers, find_positions, find_rel_pos
+from ._layer_arguments import check_hidden, check_integers, check_not_projected, find_positions, find_rel_pos
 from ._unused import with_unused
 from .backends import check_name
 from .dropout import Dropout
@@ -74,6 +75,7 @@ class TwoStreamAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        d_model, n_head, d_head, dropout = map(as_python, (d_model, n_head, d_head, dropout))
         for name, size in (("d_model", d_model), ("n_head", n_head), ("d_head", d_head)):
             if not (type(size) is int and size > 0) and not (name == "d_head" and size is None):
                 raise ValueError(f"{name} must be a positive integer, got {size!r}")
@@ -183,6 +185,7 @@ class TwoStreamAttention(nn.Module):
         if prepared is not None:
             return self._compute_prepared(h, mems, prepared, projected)
         like = self.q
+        check_not_projected(h, g, mask)
         batch, length, mem_len = check_hidden(h, g, mems, self.d_model, like)
         positions = None
         if g is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import dropout
-from ._checks import check_dense_mask, check_range, check_rank, is_integer, readable
+from ._checks import as_python, check_dense_mask, check_not_nested, check_range, check_rank, is_integer, readable
 from ._distributed import is_distributed
 from ._plain import attend_plainly
 from .backends import choose
@@ -114,6 +114,7 @@ def rel_attention(
         )  # fmt: skip
         if plain is not None:
             return plain if return_lse else plain[0]
+    max_distance, dropout_p, scale, deterministic = map(as_python, (max_distance, dropout_p, scale, deterministic))
     if segments is not None and not isinstance(segments, Segments):
         raise ValueError(f"segments must be xlnet_kernels.Segments or None, got {type(segments).__name__}")
     if memory is not None and (not isinstance(memory, (tuple, list)) or len(memory) != 2):
@@ -269,6 +270,12 @@ def _check_positions(
     if not isinstance(rel_key, Tensor) or rel_key.dim() not in (3, 4):
         got = f"shape {tuple(rel_key.shape)}" if isinstance(rel_key, Tensor) else type(rel_key).__name__
         raise ValueError(f"rel_key must be (H, P, D) or (B, H, P, D), got {got}")
+    check_not_nested("rel_key", rel_key)
+    if rel_key.shape[-3] != heads and rel_key.shape[-2] == heads and rel_key.shape[-1] == width:
+        raise ValueError(
+            f"rel_key has {rel_key.shape[-3]} heads and query, of shape {tuple(query.shape)}, {heads}: rel_key must be "
+            f"(H, P, D); of (P, H, D) give rel_key.transpose(-3, -2)"
+        )
     if rel_key.shape[-3] != heads and rel_key.shape[-3] == length:  # in this order: exported lengths stay free
         raise ValueError(
             f"rel_key has {length} heads and query, of shape {tuple(query.shape)}, {heads}: query, key and value must "

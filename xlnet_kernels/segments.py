@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._checks import check_matrix, check_range
+from ._checks import INTEGERS, check_matrix, check_range
 from ._torch import register
 
 
@@ -41,7 +41,7 @@ class Segments:
         for name in ("query_ids", "key_ids"):
             ids = getattr(self, name)
             check_matrix(f"Segments: {name}", ids)
-            if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            if ids.dtype not in INTEGERS:
                 raise ValueError(f"Segments: {name} must hold integers, got {ids.dtype}")
             if ids.dtype == torch.int64:  # the kernels compare int32
                 check_range(f"Segments: {name}", ids, -(2**31), 2**31)

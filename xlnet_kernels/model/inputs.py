@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import check_range, is_integer, readable
+from .._checks import INTEGERS, check_range, is_integer, readable
 from ..functional import autocasts
 from ..masks import HIGHEST, LOWEST, RankMask
 from ..streams import RowPositions, check_rank_mask, stack_mask, stack_segments
@@ -27,7 +27,7 @@ def check_tensor(
         raise ValueError(f"{name} must be a tensor of shape ({wanted}), got {got}")
     if x.device != like.device:
         raise ValueError(f"{name} must be on the model's device {like.device}, got {x.device}")
-    if integers and (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool):
+    if integers and x.dtype not in INTEGERS:
         raise ValueError(f"{name} must hold integers, got {x.dtype}")
     if floats and x.dtype != like.dtype and not (x.is_floating_point() and autocasts(x.device.type)):
         raise ValueError(f"{name} must be {like.dtype} like the parameters, got {x.dtype}")

@@ -1,0 +1,80 @@
+"""Arguments of other libraries' kinds: taken where they mean one thing, refused with the way out where they do not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import xlnet_kernels as xk
+
+B, H, L, D = 2, 2, 5, 8
+
+
+def tensors():
+    return [torch.randn(B, H, L, D) for _ in range(3)] + [torch.randn(H, 2 * L, D)]
+
+
+@pytest.mark.parametrize("given", [
+    dict(scale=np.float32(0.5)), dict(scale=np.float64(0.5)), dict(scale=np.int64(2)), dict(max_distance=np.int64(L)),
+    dict(max_distance=np.uint8(L)), dict(deterministic=np.bool_(True)), dict(dropout_p=np.float32(0.5)),
+    dict(scale=np.array(0.5)),
+])  # fmt: skip
+def test_numbers_of_numpy_are_numbers(given):
+    given_tensors, plain = tensors(), {name: value.item() for name, value in given.items()}
+    found = []
+    for options in (given, plain):
+        torch.manual_seed(3)
+        found.append(xk.rel_attention(*given_tensors, **options))
+    assert torch.equal(*found)
+
+
+def test_sizes_of_numpy_are_sizes():
+    size = np.int64
+    assert torch.equal(xk.RankMask.causal(size(1), size(3), size(1), window=size(2)).to_bool(),
+                       xk.RankMask.causal(1, 3, 1, window=2).to_bool())  # fmt: skip
+    attn = xk.TwoStreamAttention(size(8), size(2), dropout=np.float32(0.5))
+    assert (attn.d_model, attn.n_head, attn.d_head) == (8, 2, 4) and type(attn.n_head) is int
+    with pytest.raises(ValueError, match="scale must be a finite number, got nan"):
+        xk.rel_attention(*tensors(), scale=np.float32("nan"))
+
+
+def nested(shape):
+    return torch.nested.nested_tensor([torch.randn(*shape[1:]) for _ in range(shape[0])], layout=torch.jagged)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_nested_tensors_are_told_the_way_out(which):
+    given = tensors()
+    given[which] = nested((B, H, L, D))
+    name = ("query", "key", "value")[which]
+    with pytest.raises(ValueError, match=f"{name} is a nested tensor: .*RankMask.packed, or pad .*RankMask.padding"):
+        xk.rel_attention(*given)
+    with pytest.raises(ValueError, match="h is a nested tensor: .*RankMask.packed"):
+        xk.TwoStreamAttention(D, H)(nested((B, L, D)))
+
+
+def test_distances_before_heads_are_told_to_transpose():
+    q, k, v, table = tensors()
+    with pytest.raises(ValueError, match=r"rel_key must be \(H, P, D\); of \(P, H, D\) give rel_key.transpose\(-3, -2"):
+        xk.rel_attention(q, k, v, table.transpose(0, 1))
+    with pytest.raises(ValueError, match=r"give rel_key.transpose\(-3, -2"):
+        xk.rel_attention(q, k, v, table.transpose(0, 1).expand(B, -1, -1, -1))
+
+
+def test_query_key_value_are_not_for_the_module():
+    q, k, v = torch.randn(3, B, L, D)
+    with pytest.raises(ValueError, match="makes query, key and value itself.*rel_attention takes query, key and value"):
+        xk.TwoStreamAttention(D, H)(q, k, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint64, torch.uint32, torch.uint16, torch.bool])
+def test_ids_that_would_collide_are_refused(dtype):
+    ids, embed = torch.zeros(B, L, dtype=torch.int64), torch.randn(2, H, D)
+    for given in ((ids.to(dtype), ids), (ids, ids.to(dtype))):
+        with pytest.raises(ValueError, match=f"must hold integers, got {dtype}"):
+            xk.Segments(*given, embed)
+    model = xk.XLNetModel(xk.XLNetConfig(vocab_size=8, d_model=8, n_layer=1, n_head=2, d_inner=8))
+    with pytest.raises(ValueError, match=f"token_type_ids must hold integers, got {dtype}"):
+        model(ids, token_type_ids=ids.to(dtype))

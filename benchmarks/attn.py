@@ -46,7 +46,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--tokens", type=positive, help="tokens per call, B = tokens / length (at least 1); default 2048, GPU 16384")
     add("--batch", type=positive, help="one batch size for all lengths, instead of --tokens")
     add("--heads", type=positive, help="default 12, on a GPU 16")
-    add("--head-dim", type=positive, default=64)
+    add("--head-dim", type=positive, default=64, help="columns of a head; default 64")
     add("--mem-len", type=int, default=0, help="positions of memory before each sequence")
     add("--direction", choices=("forward", "backward", "both"), default="both", help="backward: forward and backward")
     add("--implementations", nargs="+", metavar="NAME", help='only names that contain one, e.g. "cpu" "SDPA"')

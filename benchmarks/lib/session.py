@@ -30,8 +30,13 @@ RESULTS = Path(__file__).parents[1] / "results"
 def common_options(parser: argparse.ArgumentParser, dtypes: tuple[str, ...]) -> None:
     """The options that every benchmark has."""
     add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", choices=dtypes, default="float32")
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: a GPU if there is one",
+    )
+    add("--dtype", choices=dtypes, default="float32", help="of all inputs; default float32")
     add("--output", type=Path, help="default benchmarks/results/BENCHMARK-DEVICE-DTYPE.json")
     add("--plot", type=Path, nargs="?", const=Path(), metavar="PNG", help="also a picture; default beside the JSON")
 

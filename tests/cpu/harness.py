@@ -13,7 +13,6 @@ import os
 import shutil
 import struct
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from tests import ROOT
+from tests import ROOT, own_cache
 from tests.cuda import simt_build
 from xlnet_kernels import ops
 
@@ -53,8 +52,7 @@ class Build:
         return f"not installed: {', '.join(absent)}" if absent else None
 
     def compiled(self, source: Path) -> Path:
-        cache = Path(tempfile.gettempdir()) / f"xlnet-kernels-harness-{os.getuid()}"
-        cache.mkdir(mode=0o700, exist_ok=True)
+        cache = own_cache("harness")
         flags = [*FLAGS, f"-I{ROOT / 'csrc'}", *self.flags]
         return simt_build._compile(source, flags, cache, self.compiler)
 

@@ -13,13 +13,12 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests import ROOT
+from tests import ROOT, own_cache
 
 SIMT = Path(__file__).resolve().parent / "simt"
 MACHINE = sorted(path for path in SIMT.glob("*.cpp") if path.name != "torch_memory.cpp")
@@ -52,8 +51,7 @@ def extension(sources: Sequence[str | Path], name: str, extra_flags: Sequence[st
 def _build(sources: Sequence[str | Path], name: str, flags: list[str], link: list[str]) -> Path:
     if COMPILER is None:
         raise RuntimeError(NO_COMPILER)
-    cache = Path(tempfile.gettempdir()) / f"xlnet-kernels-simt-{os.getuid()}"
-    cache.mkdir(mode=0o700, exist_ok=True)
+    cache = own_cache("simt")
     jobs = [(source, [*FLAGS, "-O3"], cache) for source in MACHINE]
     jobs += [(Path(source).resolve(), flags, cache) for source in sources]
     with ThreadPoolExecutor(os.cpu_count()) as pool:

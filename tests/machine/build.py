@@ -6,10 +6,10 @@ import functools
 import hashlib
 import os
 import platform
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests import own_cache
 from tests.cuda import simt_build
 
 FOLDER = Path(__file__).resolve().parent
@@ -24,8 +24,7 @@ def library() -> Path:
     """The shared library. Raises RuntimeError with the compiler's words, or when there is none."""
     if simt_build.COMPILER is None:
         raise RuntimeError(simt_build.NO_COMPILER)
-    cache = Path(tempfile.gettempdir()) / f"xlnet-kernels-machine-{platform.machine()}-{os.getuid()}"
-    cache.mkdir(mode=0o700, exist_ok=True)
+    cache = own_cache(f"machine-{platform.machine()}")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda source: simt_build._compile(source, FLAGS, cache), SOURCES))
     key = hashlib.sha256(b"".join(path.read_bytes() for path in objects)).hexdigest()[:16]

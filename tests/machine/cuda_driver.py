@@ -12,11 +12,11 @@ import re
 import shutil
 import struct
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
 
+from tests import own_cache
 from tests.cuda import simt_build
 from tests.machine.machine import Counts, Fault, Module
 from tests.machine.triton_driver import SHARED_MEMORY, Launch, Record
@@ -73,9 +73,7 @@ def _folder() -> Path:
     for path in sorted([*CSRC.glob("*.h"), *CSRC.glob("cuda/**/*")]):
         if path.suffix in (".h", ".cuh", ".cu"):
             found.update(path.read_bytes())
-    folder = Path(tempfile.gettempdir()) / f"xlnet-kernels-machine-nvcc-{found.hexdigest()[:16]}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+    return own_cache(f"machine-nvcc-{found.hexdigest()[:16]}")
 
 
 def _sources() -> list[Path]:

@@ -176,7 +176,7 @@ def keep_block(
     phase = key[0] + group * _STEPS[0] + row * _STEPS[1] + head * _STEPS[2] & _LOW
     least = (threshold(dropout_p) + (phase >> 8)) >> 24
     kept = (drawn >= least[..., None]).flatten(-2)[..., keys.start - 64 * first : keys.stop - 64 * first]
-    return kept.unflatten(0, (len(sequence), -1))
+    return kept.unflatten(0, (len(sequence), some_heads.stop - some_heads.start))
 
 
 def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:

@@ -89,7 +89,7 @@ def test_what_triton_launches_and_returns(monkeypatch, problem, deterministic):
     def call(*args, **options):
         inputs = ops._flatten(*args, **options)
         out, lse, row_max, row_sum, out_residual = results = launch.forward(*inputs, True)
-        assert [*map(facts, results)] == [*map(facts, ops._fake_forward(*inputs, True))]
+        assert [*map(facts, results)] == [*map(facts, ops._fake_forward(True, *inputs, True))]
         there = [tensor is not None for tensor in inputs[: ops.DIFFERENTIABLE]]
         for needs, grad_lse in ((there, torch.ones_like(lse)), ([True] + [False] * (ops.DIFFERENTIABLE - 1), None)):
             given = (torch.ones_like(out), grad_lse, out, out_residual, row_max, row_sum, needs, *inputs)

@@ -79,7 +79,7 @@ def choose(name: str | None, device_type: str, dtype: torch.dtype, head_dim: int
         return reference
     if name is None:
         found = next(backend for name, backend in _BACKENDS.items() if _refusal(name, backend, *call) is None)
-        if found in (torch_blocks, reference) and not torch.compiler.is_compiling():
+        if (found is torch_blocks or found is reference) and not torch.compiler.is_compiling():
             _explain(found, *call)
         return found
     check_name(name)
@@ -109,7 +109,7 @@ def _refusal(
     name: str, backend, device_type: str, dtype: torch.dtype, head_dim: int, check_on: torch.device | None
 ) -> str | None:
     """Why the backend cannot serve this call, or None."""
-    if name == "reference":
+    if backend is reference:
         return None
     if backend.DEVICE not in (None, device_type):
         return f"it serves {backend.DEVICE} tensors, query is on {device_type}"

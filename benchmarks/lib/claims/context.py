@@ -19,6 +19,7 @@ from rich.console import Console
 
 import finetune
 from parts import sample
+from parts import tuning as fine_tuning
 from parts.baseline import baselines
 from parts.table import Row
 
@@ -41,11 +42,11 @@ def measure(workshop: Workshop) -> Iterator[dict]:
                 if number == 0 and objective == OBJECTIVES[0]:
                     for name, found in _baselines(tuning, task).items():
                         yield row | {"implementation": name, "rows": len(tuning.testing)} | _rounded(found)
-                found, _, _ = finetune.train(tuning, Console(quiet=True))
+                found, _, _ = fine_tuning.train(tuning, Console(quiet=True))
                 yield row | {"implementation": objective, "seed": seed} | _rounded(found)
 
 
-def prepare(workshop: Workshop, task: str, files: tuple[Path, Path], objective: str, seed: int) -> finetune.Tuning:
+def prepare(workshop: Workshop, task: str, files: tuple[Path, Path], objective: str, seed: int) -> fine_tuning.Tuning:
     """Rows and model. Evaluated once, after the last step: nothing is chosen by the testing rows."""
     options = workshop.options
     settings = {"checkpoint": workshop.pretrained(objective, seed)[0], "data": files[0], "validation": files[1]}
@@ -53,7 +54,8 @@ def prepare(workshop: Workshop, task: str, files: tuple[Path, Path], objective: 
     settings |= {"seq-len": options.tuning_length, "device": "cpu", "backend": options.backend}
     settings |= {"output": workshop.folder / "tuned"}
     settings |= {"save-every": options.tuning_steps}  # not once
-    return finetune.prepare(finetune.make_parser().parse_args([f"--{name}={x}" for name, x in settings.items()]), None)
+    chosen = finetune.make_parser().parse_args([f"--{name}={x}" for name, x in settings.items()])
+    return fine_tuning.prepare(chosen, None, *finetune.read_rows(chosen))
 
 
 def write_tables(folder: Path, task: str) -> tuple[Path, Path]:
@@ -83,7 +85,7 @@ def tagged(text: str) -> list[Row]:
     return [dict(zip(("text", "label"), map(list, zip(*piece, strict=True)), strict=True)) for piece in pieces]
 
 
-def _baselines(tuning: finetune.Tuning, task: str) -> dict[str, dict[str, float]]:
+def _baselines(tuning: fine_tuning.Tuning, task: str) -> dict[str, dict[str, float]]:
     """What must be beaten; in tagging, that no word has a mark."""
     if task == "classification":
         return baselines(tuning.task, tuning.training, tuning.testing)

@@ -178,7 +178,9 @@ class XLNetModel(PretrainedModel):
         targets = find_targets(target_mapping, target_positions, h, output_attentions)
         if mask is None and perm_mask is None and target_positions is not None:
             assert targets[0] is not None, "find_targets returns positions for positions"
-            mask = mask_of_targets(targets[0][:, length:], length, past, ahead=config.attn_type == "bi")
+            made = mask_of_targets(targets[0][:, length:], length, past, ahead=config.attn_type == "bi")
+            assert isinstance(made, RankMask), "a mask that is made of targets alone is one of ranks"
+            mask = made
         mask, segment_rows, positions, mapping, _ = stack_rows(
             h,
             past,

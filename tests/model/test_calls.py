@@ -16,14 +16,7 @@ from tests.model.twins import B, L, N, assert_same, make_inputs, make_mems, ours
 from tests.processes import run_in_processes
 
 GREEDY = dict(temperature=0, eos_token_id=())
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _ids() -> torch.Tensor:

@@ -21,7 +21,7 @@ from ..dropout import keep_block
 from ..ops import INPUT_NAMES, check_segments_are_whole
 
 DEFAULT_BUDGET = 128 * 2**20
-CPU_BUDGET = 16 * 2**20  # scores that stay in the cache take 0.85 of the time
+CPU_BUDGET = 16 * 2**20  # smaller, to keep the scores in the cache
 MOST_ROWS = 128  # a band of m rows and n keys is m - 1 columns wider than its scores
 
 

@@ -16,7 +16,7 @@
 # `make bench-suite` keeps the operator's time in multiples of plain SDPA's; with COMPARE=1 it compares with what was kept
 # instead, and fails where something has become slower.
 #
-# `make docs` makes the site of the pages and the docstrings, build/docs/index.html, and checks its links.
+# `make docs` writes the docstrings into docs/api, makes a site of all pages, build/docs/index.html, and checks its links.
 #
 # `make gpu-check` tests and measures on this machine's GPU with the torch, Triton and pytest that PYTHON has, without
 # network and without an environment of its own, in less than eight minutes. OUT=FOLDER: where its results go.
@@ -62,6 +62,7 @@ bench-suite: $(VENV)/bench
 
 SITE := build/docs-source
 docs: $(VENV)/docs
+	$(RUN) docs/api_pages.py
 	rm -rf $(SITE) && mkdir -p $(SITE)/benchmarks
 	ln -s $(addprefix $(CURDIR)/,README.md CHANGELOG.md CONTRIBUTING.md CITATION.cff docs) $(SITE) && ln -s $(CURDIR)/benchmarks/results $(SITE)/benchmarks
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet

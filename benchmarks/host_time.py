@@ -28,7 +28,7 @@ from torch import Tensor
 import xlnet_kernels as xk
 from compiled.triton_report import Driver, serve_cpu
 from lib.harness import environment, write_json
-from xlnet_kernels import _plain, ops
+from xlnet_kernels import fast_path, ops
 from xlnet_kernels.backends import cpu, cuda
 from xlnet_kernels.backends import triton as backend
 from xlnet_kernels.backends.triton import launch
@@ -55,7 +55,7 @@ def pretend_cuda() -> Operator:
     library = on_host.library('-DXLNET_KERNELS_OPERATOR="rel_attention"')
     library.simt_skip_launches(1)
     cpu.DEVICE, cuda.DEVICE = "none", "cpu"
-    _plain._OF_DEVICE["cpu"] = ("cuda", cuda)
+    fast_path._OF_DEVICE["cpu"] = ("cuda", cuda)
     cuda._unavailable, cuda._max_head_dim = lambda: None, lambda dtype, device: 128
     torch.cuda.current_device = lambda: 0
     operators = torch.ops.xlnet_kernels

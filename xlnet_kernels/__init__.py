@@ -10,6 +10,7 @@ from . import integrations
 from ._version import __version__
 from .attention import TwoStreamAttention
 from .backends import Available, Unavailable, backends
+from .distributed.tensor_parallel import tensor_parallel_plan
 from .functional import rel_attention
 from .linear import Linear
 from .masks import RankMask
@@ -27,8 +28,7 @@ from .model import (
 )
 from .positions import relative_positions
 from .segments import Segments
-from .streams import RowPositions
-from .tensor_parallel import tensor_parallel_plan
+from .two_streams import RowPositions
 
 if TYPE_CHECKING:
     from . import pretraining

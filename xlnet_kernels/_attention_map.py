@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from . import dropout
-from ._distributed import is_distributed
 from .backends import reference
+from .distributed.tensors import is_distributed
 
 
 def attention_and_map(
@@ -15,7 +15,7 @@ def attention_and_map(
 ) -> tuple[Tensor, Tensor]:
     """What `rel_attention` gives, and the attention map (B, H, L, M + K)."""
     if is_distributed(query):
-        from .sharding import attend_on_shards
+        from .distributed.dtensor import attend_on_shards
 
         return attend_on_shards(attention_and_map, query, key, value, rel_key, memory=memory, **options)
     mem_len = 0

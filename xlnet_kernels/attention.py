@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 from ._attention_map import attention_and_map
 from ._checks import as_python
-from ._distributed import alike, whole
-from ._kept import KeptTable
 from ._layer_arguments import check_hidden, check_integers, check_not_projected, find_positions, find_rel_pos
-from ._unused import with_unused
 from .backends import check_name
+from .ddp_unused import with_unused
+from .distributed.tensors import alike, whole
 from .dropout import Dropout
 from .functional import rel_attention
 from .linear import linear
 from .masks import RankMask
+from .position_cache import PositionCache
 from .prepared import Prepared, Projected, pick_rows
 from .segments import Segments
-from .streams import RowPositions, check_mask, is_one_stream, mask_of_targets, stack_mask, stack_segments
+from .two_streams import RowPositions, check_mask, is_one_stream, mask_of_targets, stack_mask, stack_segments
 
 NORMS = ("post", "pre", None)
 
@@ -105,7 +105,7 @@ class TwoStreamAttention(nn.Module):
         if norm is not None:
             self.layer_norm = nn.LayerNorm(d_model, eps=layer_norm_eps, device=device, dtype=dtype)
         self.dropout = Dropout(dropout)
-        self._kept = KeptTable()
+        self._kept = PositionCache()
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from . import _extension
-from ._distributed import is_distributed
 from ._ops import add_op_namespace_prefix, ops
 from ._torch import is_batch_of_gradients
+from .distributed.tensors import is_distributed, replicated
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -95,8 +95,6 @@ class Dropout(nn.Dropout):
 
     def _of_shards(self, x: DTensor) -> Tensor:
         """Of a DTensor the elements that one process would drop, which torch itself knows on GPUs only."""
-        from .sharding import replicated
-
         kept = self(torch.ones(x.shape, dtype=x.dtype, device=x.device))
         return x * replicated(kept, x).redistribute(placements=x.placements)
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from . import dropout
 from ._checks import as_python, check_dense_mask, check_not_nested, check_range, check_rank, is_integer, readable
-from ._distributed import is_distributed
-from ._plain import attend_plainly
 from .backends import choose
+from .distributed.tensors import is_distributed
+from .fast_path import attend_plainly
 from .masks import RankMask
 from .segments import Segments
-from .streams import RowPositions, position_of_rows
+from .two_streams import RowPositions, position_of_rows
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
@@ -94,7 +94,7 @@ def rel_attention(
         backend: None for the best available, or "reference", "torch", "cpu", "triton", "cuda".
 
     All floating tensors have one dtype (float16, bfloat16, float32 or float64; autocast casts them to its own) and
-    all tensors one device. `query` may be a DTensor that is sharded over B or H: see `sharding.attend_on_shards`.
+    all tensors one device. `query` may be a DTensor that is sharded over B or H: see `distributed/dtensor.py`.
 
     Returns:
         (B, H, L, D), or that and the log-sum-exp (B, H, L) in float32 (float64 for float64 input).
@@ -120,7 +120,7 @@ def rel_attention(
     if memory is not None and (not isinstance(memory, (tuple, list)) or len(memory) != 2):
         raise ValueError(f"memory must be a pair (mem_key, mem_value), got {type(memory).__name__}")
     if isinstance(query, Tensor) and is_distributed(query):
-        from .sharding import attend_on_shards
+        from .distributed.dtensor import attend_on_shards
 
         return attend_on_shards(
             rel_attention,

@@ -34,8 +34,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     """
     _check(outs, lses)
     stacked = torch.stack(list(lses))
-    blind = (stacked == -torch.inf).all(0)  # filled, to avoid gradients of -inf minus -inf
-    total = stacked.masked_fill(blind, 0.0).logsumexp(0).masked_fill(blind, -torch.inf)
+    fully_masked = (stacked == -torch.inf).all(0)  # filled, to avoid gradients of -inf minus -inf
+    total = stacked.masked_fill(fully_masked, 0.0).logsumexp(0).masked_fill(fully_masked, -torch.inf)
     out = sum(part.to(total.dtype) * part_of(lse, total) for part, lse in zip(outs, lses, strict=True))
     assert isinstance(out, Tensor)
     return out.to(outs[0].dtype), total

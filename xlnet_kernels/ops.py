@@ -30,7 +30,7 @@ from ._ops import add_op_namespace_prefix, ops
 from ._torch import is_batch_of_gradients
 from .masks import RankMask
 from .segments import Segments
-from .streams import RowPositions, split_positions
+from .two_streams import RowPositions, split_positions
 
 _TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor rel_key, Tensor? content_bias, Tensor? position_bias, "

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._torch import register, with_tensors_on
 from .masks import RankMask
-from .streams import RowPositions
+from .two_streams import RowPositions
 
 # Keys and values (B, H, M, D), and the rel_key table (H, P, D) or (2, H, P, D), or None where there is none yet.
 Projected = tuple[Tensor, Tensor, Tensor | None]

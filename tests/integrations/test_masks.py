@@ -7,7 +7,7 @@ import torch
 
 import xlnet_kernels as xk
 from tests.integrations.speech_cases import build, one_thread  # noqa: F401
-from xlnet_kernels.integrations import _masks, _relative
+from xlnet_kernels.integrations import _masks, adapter
 from xlnet_kernels.integrations._masks import layer_mask, padding_mask, visible_ranks
 
 
@@ -104,12 +104,12 @@ def test_masks_expanded_over_heads_cost_one():
 def test_positions_follow_what_is_written_into_them(write, mode):
     with mode():
         positions = torch.ones(2, 5, 4)
-        assert _relative.shared(positions).dim() == 2
+        assert adapter.shared(positions).dim() == 2
         write(positions, (1, 3), 2)
-        assert _relative.shared(positions) is positions
+        assert adapter.shared(positions) is positions
         write(positions, (0, 3), 2)
-        assert _relative.shared(positions).dim() == 2
-        assert _relative.shared(positions[:1].expand(3, -1, -1)).dim() == 2
+        assert adapter.shared(positions).dim() == 2
+        assert adapter.shared(positions[:1].expand(3, -1, -1)).dim() == 2
 
 
 @pytest.mark.parametrize("write", WRITERS)

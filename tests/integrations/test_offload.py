@@ -75,7 +75,7 @@ def test_layers_on_several_devices_get_their_masks_there():
     parts = [moved.mask, *moved.segment_rows, moved.positions.position, moved.positions.row]
     assert all(x.device.type == "meta" for x in parts)
     model(make_inputs()["input_ids"], attention_mask=make_inputs()["attention_mask"])
-    assert seen[1].to("meta").mask.key_rank.is_meta and seen[1].to("meta").blind is None
+    assert seen[1].to("meta").mask.key_rank.is_meta and seen[1].to("meta").fully_masked is None
 
 
 class Quantised(nn.Module):

@@ -257,7 +257,7 @@ def test_every_stand_in_is_registered():
         parakeet.Nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("kind", ["causal", "window", "padding", "chunks", "blind"])
+@pytest.mark.parametrize("kind", ["causal", "window", "padding", "chunks", "fully masked"])
 def test_spans_are_found(kind):
     places = torch.arange(7)
     padding = places >= torch.tensor([[7], [4]])
@@ -266,7 +266,7 @@ def test_spans_are_found(kind):
         "window": xk.RankMask.causal(2, 7, window=3),
         "padding": xk.RankMask.padding(padding),
         "chunks": xk.RankMask((places // 3 + 1)[None], (places // 3)[None], (places // 3 - 1)[None]),
-        "blind": xk.RankMask(torch.where(padding, 0, 1), padding.long()),
+        "fully masked": xk.RankMask(torch.where(padding, 0, 1), padding.long()),
     }
     visible = masks[kind].to_bool()
     assert torch.equal(_masks.spans(visible).to_bool(), visible)

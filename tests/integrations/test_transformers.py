@@ -13,7 +13,7 @@ from torch import nn
 import xlnet_kernels as xk
 from tests.model.twins import B, L, M, N, assert_same, assert_same_outputs, make_inputs, make_mems, theirs
 from xlnet_kernels import attention
-from xlnet_kernels.integrations import _relative
+from xlnet_kernels.integrations import adapter
 
 accelerate, restore = xk.integrations.transformers.accelerate, xk.integrations.transformers.restore
 pytestmark = pytest.mark.filterwarnings("ignore:xlnet_kernels", "ignore:.*deprecated")
@@ -50,7 +50,7 @@ def assert_same_gradients(found, wanted) -> None:
             assert_same(found[name], gradient, 2e-5 * sizes[name] + rounding, name)
 
 
-def blind_inputs() -> dict[str, torch.Tensor]:
+def fully_masked_inputs() -> dict[str, torch.Tensor]:
     """In both sequences the first target sees nothing; in one of them it is padding that hides the rest."""
     inputs = make_inputs()
     inputs["target_mapping"] = nn.functional.one_hot(torch.tensor([[2, 0, 5], [2, 4, 6]]), L).float()
@@ -59,11 +59,11 @@ def blind_inputs() -> dict[str, torch.Tensor]:
     return inputs
 
 
-@pytest.mark.parametrize("given", ["content", "both streams", "blind rows", "soft mapping", "empty targets"])
+@pytest.mark.parametrize("given", ["content", "both streams", "fully masked rows", "soft mapping", "empty targets"])
 @pytest.mark.parametrize("options", [{}, dict(bi_data=True, clamp_len=3, mem_len=8, reuse_len=4)], ids=str)
 def test_outputs_memory_and_gradients_are_those_of_transformers(options, given, backend):
     model, fast = pair(backend=backend, **options)
-    inputs = blind_inputs() if given == "blind rows" else make_inputs()
+    inputs = fully_masked_inputs() if given == "fully masked rows" else make_inputs()
     if given == "content":
         del inputs["perm_mask"], inputs["target_mapping"]
     elif given == "soft mapping":
@@ -83,7 +83,7 @@ def test_outputs_memory_and_gradients_are_those_of_transformers(options, given, 
 def test_unidirectional_model_one_sequence_at_a_time(options, memory):
     """transformers refuses masks of a unidirectional batch; accelerated it takes them."""
     model, fast = pair(attn_type="uni", **options)
-    inputs = blind_inputs() | dict(mems=make_mems(model, memory) if memory else None)
+    inputs = fully_masked_inputs() | dict(mems=make_mems(model, memory) if memory else None)
     found = fast(**inputs, output_attentions=True)
     for b in range(B):
         one = {name: x[b : b + 1] for name, x in inputs.items() if name != "mems"}
@@ -107,10 +107,10 @@ def test_float64_agrees_to_its_precision():
     assert_same_outputs(found, wanted, ("logits", "mems"), atol=1e-11)
 
 
-@pytest.mark.parametrize("given", ["content", "blind rows", "soft mapping"])
+@pytest.mark.parametrize("given", ["content", "fully masked rows", "soft mapping"])
 def test_attention_maps(given):
     model, fast = pair()
-    inputs = blind_inputs()
+    inputs = fully_masked_inputs()
     if given == "content":
         del inputs["target_mapping"]
     elif given == "soft mapping":
@@ -165,11 +165,11 @@ def test_every_layer_calls_the_operator_for_the_predicted_rows_alone(monkeypatch
     assert calls == wanted
 
 
-@pytest.mark.parametrize("given", ["", "blind rows", "empty targets"])
+@pytest.mark.parametrize("given", ["", "fully masked rows", "empty targets"])
 @pytest.mark.parametrize("memory", [0, M])
 def test_the_last_layer_without_content_rows_changes_nothing(given, memory, backend):
     model, fast = pair(backend=backend)
-    inputs = blind_inputs() if given == "blind rows" else make_inputs()
+    inputs = fully_masked_inputs() if given == "fully masked rows" else make_inputs()
     if given == "empty targets":
         inputs["target_mapping"][:, 1] = 0
     inputs["mems"] = make_mems(model, memory) if memory else None
@@ -224,7 +224,7 @@ def test_trainer(tmp_path):
 def test_gradient_checkpointing(use_reentrant):
     """Dropout falls on the same elements when a layer is computed again."""
     model, fast = pair(dropout=0.3)
-    inputs = blind_inputs()
+    inputs = fully_masked_inputs()
     with pytest.raises(ValueError, match="checkpointing"):
         model.gradient_checkpointing_enable()
     torch.manual_seed(1)
@@ -252,7 +252,7 @@ def test_two_streams_in_16_bits(how, dtype, tmp_path):
         fast.save_pretrained(tmp_path)
         fast = accelerate(type(model).from_pretrained(tmp_path, dtype=dtype))
         assert fast.transformer.mask_emb.dtype != fast.lm_loss.weight.dtype == dtype
-    for inputs in (make_inputs(), blind_inputs()):
+    for inputs in (make_inputs(), fully_masked_inputs()):
         wanted = model(**inputs).logits
         with torch.autocast("cpu", dtype, enabled=how == "autocast"):
             found = fast(**inputs).logits
@@ -264,14 +264,14 @@ def test_two_streams_in_16_bits(how, dtype, tmp_path):
 
 def test_bool_masks():
     model, fast = pair()
-    inputs = blind_inputs()
+    inputs = fully_masked_inputs()
     changed = {name: inputs[name].bool() for name in ("attention_mask", "perm_mask", "target_mapping")}
     assert_same(fast(**inputs | changed).logits, model(**inputs).logits)
 
 
 def test_compiled_in_one_graph():
     _, fast = pair("XLNetModel", n_layer=1)
-    inputs = blind_inputs()
+    inputs = fully_masked_inputs()
     found = torch.compile(fast, backend="eager", fullgraph=True)(**inputs)
     assert_same_outputs(found, fast(**inputs), ("last_hidden_state",))
 
@@ -291,7 +291,7 @@ def test_what_the_operator_cannot_say_is_left_to_transformers():
 def test_what_costs_more_is_said_once():
     _, fast = pair()
     inputs = make_inputs() | dict(target_mapping=torch.rand(B, N, L))
-    _relative._warn.cache_clear()
+    adapter._warn.cache_clear()
     with pytest.warns(UserWarning, match="one-hot"):
         fast(**inputs)
     with pytest.warns(UserWarning, match="reference backend"):

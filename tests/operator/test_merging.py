@@ -42,10 +42,10 @@ def test_gradients_of_the_parts_themselves():
     outs = [torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     lses = [torch.randn(1, 1, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     assert torch.autograd.gradcheck(lambda *x: xk.merge(x[:2], x[2:]), (*outs, *lses))
-    blind = [torch.full((1, 1, 3), -torch.inf, requires_grad=True) for _ in range(2)]
+    fully_masked = [torch.full((1, 1, 3), -torch.inf, requires_grad=True) for _ in range(2)]
     zeros = [torch.zeros(1, 1, 3, 2, requires_grad=True) for _ in range(2)]
-    out, lse = xk.merge(zeros, blind)
-    gradients = torch.autograd.grad((out, lse), (*zeros, *blind), (torch.ones_like(out), torch.ones_like(lse)))
+    out, lse = xk.merge(zeros, fully_masked)
+    gradients = torch.autograd.grad((out, lse), (*zeros, *fully_masked), (torch.ones_like(out), torch.ones_like(lse)))
     assert not any(gradient.any() for gradient in gradients)
 
 

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.parametrize import register_parametrization
 from transformers import XLNetConfig, XLNetModel
 
-from xlnet_kernels import _kept, positions, relative_positions
+from xlnet_kernels import position_cache, positions, relative_positions
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_bad_arguments_are_named(arguments, text):
 
 def test_a_kept_table_serves_what_it_may():
     weight, calls = torch.randn(4, 3), []
-    kept = _kept.KeptTable()
+    kept = position_cache.PositionCache()
 
     def project(rows):
         calls.append(rows.shape[-2])
@@ -112,7 +112,7 @@ CHANGES = [
 
 def test_a_kept_table_is_of_its_weight():
     """Also where only the smallest of all positions looks at a column of it."""
-    kept, rows = _kept.KeptTable(), torch.randn(5, 3)
+    kept, rows = position_cache.PositionCache(), torch.randn(5, 3)
     rows[:4, 0] = 0
     rows[4] /= 10
     weights = [torch.randn(4, 3), torch.randn(4, 3)]
@@ -138,7 +138,7 @@ def test_a_kept_table_is_of_its_weight():
 @pytest.mark.parametrize("change", ["one weight", "two weights", "one position"])
 def test_a_kept_table_notices_the_smallest_change(dtype, change):
     """Through .data, of one number in a thousand, which one projected row in bfloat16 does not show."""
-    kept, weight, rows = _kept.KeptTable(), torch.randn(32, 33).to(dtype), torch.randn(9, 33).to(dtype)
+    kept, weight, rows = position_cache.PositionCache(), torch.randn(32, 33).to(dtype), torch.randn(9, 33).to(dtype)
     weight[3, 7], weight[3, 8] = 1, 1 + torch.finfo(dtype).eps
 
     def found():
@@ -159,7 +159,7 @@ def test_a_kept_table_notices_the_smallest_change(dtype, change):
 
 def test_a_kept_table_refers_to_no_tensor():
     """torch.utils.swap_tensors refuses tensors with weak references, and a gone weight's memory is free."""
-    kept, linear, rows = _kept.KeptTable(), torch.nn.Linear(3, 4), torch.randn(5, 3)
+    kept, linear, rows = position_cache.PositionCache(), torch.nn.Linear(3, 4), torch.randn(5, 3)
     with torch.no_grad():
         kept.of_module(rows, linear, linear)
         for tensor in (rows, linear.weight):
@@ -169,7 +169,7 @@ def test_a_kept_table_refers_to_no_tensor():
 
 def test_threads_share_a_kept_table():
     """One writes the table between the two looks of another at it."""
-    kept, weight, other = _kept.KeptTable(), torch.randn(4, 3), torch.randn(9, 3)
+    kept, weight, other = position_cache.PositionCache(), torch.randn(4, 3), torch.randn(9, 3)
     rows = torch.randn(5, 3)
 
     def project(rows):
@@ -183,7 +183,7 @@ def test_threads_share_a_kept_table():
         kept(rows, [weight], project)
         assert torch.allclose(kept(rows, [weight], interrupted), project(rows))
         kept(rows, [weight], project)
-        find = _kept._find
+        find = position_cache._find
 
         def find_interrupted(*given):
             first = find(*given)
@@ -191,13 +191,13 @@ def test_threads_share_a_kept_table():
             return first
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_kept, "_find", find_interrupted)
+            patch.setattr(position_cache, "_find", find_interrupted)
             assert torch.allclose(kept(rows, [weight], project), project(rows))
 
 
 @pytest.mark.parametrize("part", [0, 1])
 def test_hooks_of_a_projection_see_all_positions(part):
-    kept, linear, seen = _kept.KeptTable(), torch.nn.Linear(3, 4), []
+    kept, linear, seen = position_cache.PositionCache(), torch.nn.Linear(3, 4), []
     rows, projection = torch.randn(5, 3), torch.nn.Sequential(linear)
     projection.weight = linear.weight
     (projection, linear)[part].register_forward_hook(lambda module, inputs, output: seen.append(len(output)))
@@ -215,7 +215,7 @@ def test_a_parametrized_weight_is_computed_once():
             Counted.count += 1
             return 2 * weight
 
-    kept, linear, rows = _kept.KeptTable(), torch.nn.Linear(3, 4), torch.randn(5, 3)
+    kept, linear, rows = position_cache.PositionCache(), torch.nn.Linear(3, 4), torch.randn(5, 3)
     register_parametrization(linear, "weight", Counted())
     for context in (torch.enable_grad, torch.no_grad):
         with context():
@@ -226,7 +226,7 @@ def test_a_parametrized_weight_is_computed_once():
 
 def test_modes_that_compute_nothing_find_no_table():
     """What a fake mode or a tracer computes is no table, and tables are not theirs."""
-    kept, linear, rows = _kept.KeptTable(), torch.nn.Linear(3, 4), torch.randn(5, 3)
+    kept, linear, rows = position_cache.PositionCache(), torch.nn.Linear(3, 4), torch.randn(5, 3)
     with torch.no_grad():
         table = kept.of_module(rows, linear, linear)
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -237,8 +237,8 @@ def test_modes_that_compute_nothing_find_no_table():
 
 
 def test_a_large_table_is_not_kept(monkeypatch):
-    monkeypatch.setattr(_kept, "_LARGEST", 20)
-    kept, weight = _kept.KeptTable(), torch.randn(4, 3)
+    monkeypatch.setattr(position_cache, "_LARGEST", 20)
+    kept, weight = position_cache.PositionCache(), torch.randn(4, 3)
     with torch.no_grad():
         kept(torch.randn(6, 3), [weight], lambda rows: rows @ weight.mT)
         assert kept._kept is None

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import xlnet_kernels as xk
 from tests.processes import run_in_processes
-from xlnet_kernels.ring import ring_attention
+from xlnet_kernels.distributed.ring_attention import ring_attention
 
 B, H, N, D = 2, 2, 5, 4  # N keys in each process
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import xlnet_kernels as xk
 from tests.cases import MODULES, READY, make
 from xlnet_kernels import ops
-from xlnet_kernels.streams import split_positions, stack_mask, stack_segments
+from xlnet_kernels.two_streams import split_positions, stack_mask, stack_segments
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -23,7 +23,7 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from xlnet_kernels.backends.triton import launch, plan, shift, tuning  # noqa: E402
-from xlnet_kernels.streams import split_positions  # noqa: E402
+from xlnet_kernels.two_streams import split_positions  # noqa: E402
 
 DEVICE = MODULES["triton"].DEVICE
 INTERPRETED = triton.knobs.runtime.interpret

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..dropout import keep_mask
 from ..masks import RankMask
 from ..segments import Segments
-from ..streams import RowPositions, position_of_rows
+from ..two_streams import RowPositions, position_of_rows
 
 DEVICE = None  # any
 DTYPES = None  # any

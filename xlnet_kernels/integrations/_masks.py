@@ -19,7 +19,7 @@ class LayerMask(NamedTuple):
     """What each row sees, and (B, L) bool which rows are fully masked, or None where all see something."""
 
     visible: RankMask | Tensor | None
-    blind: Tensor | None = None
+    fully_masked: Tensor | None = None
 
 
 EVERYTHING = LayerMask(None)
@@ -76,7 +76,7 @@ def layer_mask(mask: Any) -> LayerMask | None:
     found = _found(mask)
     if found is None or found is EVERYTHING or found.visible is not None:
         return found
-    return LayerMask(_visible(mask), found.blind)
+    return LayerMask(_visible(mask), found.fully_masked)
 
 
 @OfLast
@@ -96,10 +96,12 @@ def _found(mask: Tensor) -> LayerMask | None:
     visible = _visible(mask)
     if is_known and visible.all():
         return EVERYTHING
-    blind = ~visible.any(-1).any(1)
+    fully_masked = ~visible.any(-1).any(1)
     if not is_known:
-        return LayerMask(None, blind)
-    return LayerMask(spans(visible[:, 0]) if visible.shape[1] == 1 else None, blind if blind.any() else None)
+        return LayerMask(None, fully_masked)
+    return LayerMask(
+        spans(visible[:, 0]) if visible.shape[1] == 1 else None, fully_masked if fully_masked.any() else None
+    )
 
 
 def _visible(mask: Tensor) -> Tensor:

@@ -7,11 +7,11 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
-from .._kept import KeptTable
 from ..backends import check_name
 from ..functional import rel_attention
 from ..linear import Linear
 from ..masks import RankMask
+from ..position_cache import PositionCache
 from ..positions import relative_positions
 
 
@@ -78,7 +78,7 @@ class RelPositionAttention(nn.Module):
         self.pos_bias_u = nn.Parameter(torch.empty(n_head, n_feat // n_head).uniform_(-bound, bound))
         self.pos_bias_v = nn.Parameter(torch.empty(n_head, n_feat // n_head).uniform_(-bound, bound))
         self.dropout = nn.Dropout(dropout_rate)
-        self._kept = KeptTable()
+        self._kept = PositionCache()
 
     def forward(
         self,

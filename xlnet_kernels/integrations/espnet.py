@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._masks import visible_ranks
-from ._relative import Original, attend, attention_map, check_forward, project_positions, shared
+from .adapter import Original, attend, attention_map, check_forward, project_positions, shared
 
 _ARGUMENTS = ("query", "key", "value", "pos_emb", "mask")
 

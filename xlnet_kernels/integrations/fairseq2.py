@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..masks import RankMask
 from ._masks import EVERYTHING, LayerMask, layer_mask
-from ._relative import Original, attend, check_forward, project_positions
+from .adapter import Original, attend, check_forward, project_positions
 
 
 class RelativePositionSDPA(Original):

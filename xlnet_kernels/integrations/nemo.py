@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..masks import HIGHEST, LOWEST, RankMask
 from ._masks import visible_ranks
-from ._relative import Original, attend, check_forward, project_positions, shared
+from .adapter import Original, attend, check_forward, project_positions, shared
 
 
 class RelPositionMultiHeadAttention(Original):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ._masks import EVERYTHING, LayerMask, layer_mask, padding_mask
-from ._relative import Original, attend, project_positions, say_once, shared, split
+from .adapter import Original, attend, project_positions, say_once, shared, split
 
 _FOR_LOSSES = {"num_items_in_batch"}  # what Trainer gives to all layers, for the loss alone
 
@@ -83,7 +83,7 @@ class _RelativeAttention(Original):
             backend=self.backend,
             dropout_p=dropout_p if self.training else 0.0,
         )
-        out = self._fill_blind(out, mask, query, key, value, content_bias)
+        out = self._fill_fully_masked_rows(out, mask, query, key, value, content_bias)
         return getattr(self, self.projections[3])(out), None
 
     def _table(self, keys: int, device: torch.device) -> Tensor:
@@ -93,7 +93,7 @@ class _RelativeAttention(Original):
         ahead = ahead.clamp(-self.left_max_position_embeddings, self.right_max_position_embeddings)
         return self.distance_embedding(ahead + self.left_max_position_embeddings)
 
-    def _fill_blind(
+    def _fill_fully_masked_rows(
         self, out: Tensor, mask: LayerMask, query: Tensor, key: Tensor, value: Tensor, content_bias: Tensor | None
     ) -> Tensor:
         """The average of all values in fully masked rows, with the gradient that transformers has there.
@@ -101,14 +101,14 @@ class _RelativeAttention(Original):
         The scores of such a row are the lowest number there is plus q.k, which is the lowest number again: all equal,
         but autograd still differentiates q.k. The derivative is the covariance of keys and values.
         """
-        if mask.blind is None:
+        if mask.fully_masked is None:
             return out
         average = value.mean(2, keepdim=True)
         if torch.is_grad_enabled():
             query = query if content_bias is None else query + content_bias[:, None]
             slope = query @ (key.mT @ (value - average).detach()) * (query.shape[-1] ** -0.5 / key.shape[2])
             average = average + (slope - slope.detach())
-        return torch.where(mask.blind[..., None], average.transpose(1, 2).flatten(2), out)
+        return torch.where(mask.fully_masked[..., None], average.transpose(1, 2).flatten(2), out)
 
     def _wants_original(self, options: dict[str, Any]) -> bool:
         """Where the attention map is asked for, or anything but a flag is given that is not known here."""
@@ -151,7 +151,7 @@ class _NemotronStreaming(_Parakeet):
 
     takes_cache = True
 
-    def _fill_blind(self, out: Tensor, *unused: Any) -> Tensor:
+    def _fill_fully_masked_rows(self, out: Tensor, *unused: Any) -> Tensor:
         return out
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..masks import HIGHEST, RankMask
 from ._masks import visible_ranks
-from ._relative import Original, attend, check_forward, project_positions, shared
+from .adapter import Original, attend, check_forward, project_positions, shared
 
 
 class RelPosMHAXL(Original):

@@ -10,16 +10,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.xlnet import modeling_xlnet
 
 from .._torch import has_hooks
-from .._unused import with_unused
 from ..attention import TwoStreamAttention
+from ..ddp_unused import with_unused
 from ..masks import RankMask
 from ..model.inputs import find_mask, find_padding, find_targets, stack_rows
 from ..prepared import of_rows
 from ..segments import Segments
-from ..streams import RowPositions
-from ._blind import average_weights, find_blind_rows
+from ..two_streams import RowPositions
 from ._own_methods import leads
-from ._relative import say_once
+from .adapter import say_once
+from .fully_masked_rows import average_weights, find_fully_masked_rows
 
 
 @dataclass(eq=False)
@@ -27,14 +27,14 @@ class Rows:
     """What the model prepares once for the attention of all layers: about L content rows and then the query rows.
 
     mask, segment_rows, positions, mapping: as `TwoStreamAttention.attend` takes them.
-    blind: fully masked query rows, their indices (B, n) among all rows and which of these count; or None.
+    fully_masked: fully masked query rows, their indices (B, n) among all rows and which of these count; or None.
     """
 
     mask: RankMask | Tensor | None
     segment_rows: tuple[Tensor, Tensor] | None
     positions: RowPositions | None
     mapping: Tensor | None
-    blind: tuple[Tensor, Tensor] | None
+    fully_masked: tuple[Tensor, Tensor] | None
     query_rows_only: bool = False
 
     def to(self, device: torch.device | str) -> Rows:
@@ -45,7 +45,7 @@ class Rows:
             segment_rows=_pair_to(self.segment_rows, device),
             positions=self.positions if self.positions is None else self.positions.to(device),
             mapping=self.mapping if self.mapping is None else self.mapping.to(device),
-            blind=_pair_to(self.blind, device),
+            fully_masked=_pair_to(self.fully_masked, device),
         )
 
     def of_query_rows(self, length: int) -> Rows:
@@ -55,8 +55,8 @@ class Rows:
         batch, total = position.shape
         wanted = torch.arange(length, total, device=position.device).expand(batch, -1)
         mask, segment_rows, positions = of_rows(wanted, self.mask, self.segment_rows, self.positions)
-        blind = None if self.blind is None else (self.blind[0] - length, self.blind[1])
-        return Rows(mask, segment_rows, positions, None, blind, query_rows_only=True)
+        fully_masked = None if self.fully_masked is None else (self.fully_masked[0] - length, self.fully_masked[1])
+        return Rows(mask, segment_rows, positions, None, fully_masked, query_rows_only=True)
 
 
 def _pair_to(pair: tuple[Tensor, Tensor] | None, device: torch.device | str) -> tuple[Tensor, Tensor] | None:
@@ -220,11 +220,11 @@ class XLNetModel(modeling_xlnet.XLNetModel):
             say_once("output_attentions=True: attention maps come from the reference backend, as slow as transformers'")
         elif mapping is not None:
             say_once("target_mapping has rows that are not one-hot: all L query rows are computed, as in transformers")
-        blind = None
+        fully_masked = None
         # All see the memory, but for a window that begins in the segment.
         if mask is not None and positions is not None and (past == 0 or same_length):
-            blind = find_blind_rows(mask, positions.position, empty, h.shape[1], past, unidirectional)
-        return Rows(mask, segment_rows, positions, mapping, blind)
+            fully_masked = find_fully_masked_rows(mask, positions.position, empty, h.shape[1], past, unidirectional)
+        return Rows(mask, segment_rows, positions, mapping, fully_masked)
 
     def _find_positions(self, words: Tensor, past: int) -> Tensor:
         """(P, 1, d_model), or (P, 2, d_model) for forward and reversed text."""
@@ -286,7 +286,7 @@ class XLNetRelativeAttention(modeling_xlnet.XLNetRelativeAttention, TwoStreamAtt
         return super()._heads(x, weight.to(x.dtype))
 
     def _attention(self, query, key, value, rel_key, *, mask, need_weights, **options):
-        """Where rows are blind, their average is added to the zeros that the operator gives."""
+        """Where rows are fully masked, their average is added to the zeros that the operator gives."""
         for name in ("content_bias", "position_bias"):
             options[name] = options[name].to(query.dtype)
         segments = options["segments"]
@@ -296,9 +296,9 @@ class XLNetRelativeAttention(modeling_xlnet.XLNetRelativeAttention, TwoStreamAtt
         out, weights = super()._attention(
             query, key, value, rel_key, mask=mask.mask, need_weights=need_weights, **options
         )
-        if mask.blind is None:
+        if mask.fully_masked is None:
             return out, weights
-        index, counts = mask.blind
+        index, counts = mask.fully_masked
         if options["memory"] is not None:
             key, value = (torch.cat(both, 2) for both in zip(options["memory"], (key, value), strict=True))
         average = average_weights(query, key, rel_key, index, **options) * counts[:, None, :, None]

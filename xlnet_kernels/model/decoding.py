@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..masks import RankMask
 from ..prepared import Prepared
-from ..streams import RowPositions, stack_segments
+from ..two_streams import RowPositions, stack_segments
 from .outputs import HeadOutput
 from .work import Step
 

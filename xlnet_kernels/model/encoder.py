@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .._unused import with_unused
 from ..attention import TwoStreamAttention
+from ..ddp_unused import with_unused
 from ..dropout import Dropout
 from ..linear import Linear
 from ..masks import RankMask
 from ..positions import kept_positions
 from ..prepared import Prepared, Projected, pick_rows
-from ..streams import mask_of_targets
+from ..two_streams import mask_of_targets
 from .calls import model_call
 from .checkpoint import PretrainedModel
 from .config import ACTIVATIONS, XLNetConfig

@@ -9,7 +9,7 @@ from torch import Tensor
 from .._checks import INTEGERS, check_range, is_integer, readable
 from ..functional import autocasts
 from ..masks import HIGHEST, LOWEST, RankMask
-from ..streams import RowPositions, check_rank_mask, stack_mask, stack_segments
+from ..two_streams import RowPositions, check_rank_mask, stack_mask, stack_segments
 from .config import XLNetConfig
 from .memory import ProjectedMemory
 

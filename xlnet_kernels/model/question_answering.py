@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import check_range
-from .._unused import with_unused
+from ..ddp_unused import with_unused
 from .calls import model_call
 from .config import XLNetConfig
 from .encoder import XLNetModel

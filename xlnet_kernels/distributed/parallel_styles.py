@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from .attention import TwoStreamAttention
+from ..attention import TwoStreamAttention
 
 __all__ = ["ColwiseParallel", "HeadParallel", "RowwiseParallel"]
 

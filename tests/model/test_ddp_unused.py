@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from xlnet_kernels._unused import with_unused
+from xlnet_kernels.ddp_unused import with_unused
 
 
 @pytest.fixture(params=[1, 2])

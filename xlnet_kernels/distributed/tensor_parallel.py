@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .attention import TwoStreamAttention
-from .model.encoder import XLNetFeedForward
+from ..attention import TwoStreamAttention
+from ..model.encoder import XLNetFeedForward
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -43,7 +43,7 @@ def tensor_parallel_plan(model: nn.Module) -> ParallelStyle | dict[str, Parallel
     ['layer.0.rel_attn', 'layer.0.ff.layer_1', 'layer.0.ff.layer_2']
     """
     try:
-        from ._parallel_styles import ColwiseParallel, HeadParallel, RowwiseParallel
+        from .parallel_styles import ColwiseParallel, HeadParallel, RowwiseParallel
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
             f"tensor_parallel_plan needs torch.distributed.tensor, which this torch lacks: {error}"

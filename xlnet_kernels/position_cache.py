@@ -25,7 +25,7 @@ class _Kept(NamedTuple):
     table: Tensor
 
 
-class KeptTable:
+class PositionCache:
     """The rel_key table of a layer, kept at inference on a CPU, where it is up to a third of a layer's products.
 
     It serves the same positions again, and any that are the middle rows of them: a Conformer's for a shorter audio.
@@ -38,7 +38,7 @@ class KeptTable:
         self._kept: _Kept | None = None
 
     def __reduce__(self) -> tuple:
-        return KeptTable, ()
+        return PositionCache, ()
 
     def __call__(self, positions: Tensor, weights: list[Tensor], project: Callable[[Tensor], Tensor]) -> Tensor:
         """project(positions): positions (..., P, d_model) times `weights`, to (..., H, P, D)."""

@@ -13,12 +13,12 @@ from ..backends import reference
 from ..functional import autocasts
 from ..masks import RankMask
 from ..segments import Segments
-from ..streams import RowPositions
+from ..two_streams import RowPositions
 
 _SLOPE = 2.0**-20
 
 
-def find_blind_rows(
+def find_fully_masked_rows(
     mask: RankMask | Tensor, position: Tensor, empty: Tensor | None, length: int, mem_len: int, unidirectional: bool
 ) -> tuple[Tensor, Tensor] | None:
     """Fully masked query rows, those of empty targets aside.
@@ -35,15 +35,15 @@ def find_blind_rows(
         visible = mask[:, 0, length:]
     if unidirectional:
         visible = visible & (torch.arange(keys, device=device) <= position[:, length:, None] + mem_len)
-    blind = ~visible.any(-1)
+    fully_masked = ~visible.any(-1)
     if empty is not None:
-        blind = blind & ~empty
-    blind = blind.expand(batch, -1)
+        fully_masked = fully_masked & ~empty
+    fully_masked = fully_masked.expand(batch, -1)
     # One synchronisation; where it cannot be had, in a compiler above all, all query rows.
-    most = max(blind.sum(-1).tolist(), default=0) if readable(blind) else count
+    most = max(fully_masked.sum(-1).tolist(), default=0) if readable(fully_masked) else count
     if most == 0:
         return None
-    counts, index = blind.int().topk(most, -1)
+    counts, index = fully_masked.int().topk(most, -1)
     return index + length, counts.bool()
 
 

@@ -15,7 +15,7 @@ from .backends import choose, cpu, cuda
 from .masks import RankMask
 from .ops import rank_vectors
 from .segments import Segments
-from .streams import RowPositions, split_positions
+from .two_streams import RowPositions, split_positions
 
 _plain_call = getattr(_extension.module, "plain_call", None)
 # By the type of device: its backend's name and module

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import xlnet_kernels as xk
 from tests.cases import COMPILED, MASKS, MODULES, assert_close, make
-from xlnet_kernels import _extension, _plain, functional
+from xlnet_kernels import _extension, fast_path, functional
 from xlnet_kernels.backends import self_check
 
 BACKENDS = import_module("xlnet_kernels.backends")._BACKENDS
@@ -177,7 +177,7 @@ def cuda_serves_the_cpu(monkeypatch):
     monkeypatch.setattr(BACKENDS["cpu"], "DEVICE", "none")
     for name, value in (("DEVICE", "cpu"), ("unavailable", lambda: None), ("max_head_dim", lambda dtype: 128)):
         monkeypatch.setattr(BACKENDS["cuda"], name, value)
-    monkeypatch.setattr(_plain, "_OF_DEVICE", {"cpu": ("cuda", BACKENDS["cuda"])})
+    monkeypatch.setattr(fast_path, "_OF_DEVICE", {"cpu": ("cuda", BACKENDS["cuda"])})
 
 
 @pytest.mark.parametrize("backend", [None, "cuda"])
@@ -197,7 +197,7 @@ def test_a_backend_that_is_not_the_best_takes_the_long_way(cuda_serves_the_cpu):
 
 def test_a_named_backend_of_other_devices_asks_for_no_best_one(monkeypatch):
     """Which would check that one first, where it has never run."""
-    monkeypatch.setattr(_plain, "choose", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(fast_path, "choose", mock.Mock(side_effect=AssertionError))
     with ways() as went, pytest.raises(RuntimeError, match='backend="cuda"'):
         xk.rel_attention(**plain(backend="cuda"))
     assert went == [False]

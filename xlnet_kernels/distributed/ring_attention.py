@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .functional import autocasts, rel_attention
-from .masks import RankMask
-from .merging import merge, part_of
-from .segments import Segments
-from .streams import RowPositions
+from ..functional import autocasts, rel_attention
+from ..masks import RankMask
+from ..merging import merge, part_of
+from ..segments import Segments
+from ..two_streams import RowPositions
 
 
 def ring_attention(

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from .._checks import readable
 from .._content import row_hashes
-from .._kept import KeptTable
 from ..backends import reference
 from ..functional import rel_attention
 from ..masks import RankMask
+from ..position_cache import PositionCache
 from ._masks import known
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def project_positions(module: Original, positions: Tensor, projection: nn.Module
 
     if not readable(positions):
         return project(positions)
-    kept = vars(module).setdefault("kept", KeptTable())
+    kept = vars(module).setdefault("kept", PositionCache())
     return kept.of_module(positions, projection, project)
 
 

@@ -12,11 +12,12 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from . import dropout
-from ._checks import check_dense_mask, check_rank
-from .masks import RankMask
-from .segments import Segments
-from .streams import RowPositions, position_of_rows
+from .. import dropout
+from .._checks import check_dense_mask, check_rank
+from ..masks import RankMask
+from ..segments import Segments
+from ..two_streams import RowPositions, position_of_rows
+from .tensors import replicated
 
 _SHARED = ("sequences", "heads")  # dimensions 0 and 1 of query
 
@@ -126,19 +127,6 @@ def attend_on_shards(
     if isinstance(found, tuple):
         return tuple(DTensor.from_local(x, mesh, placements, run_check=False) for x in found)
     return DTensor.from_local(found, mesh, placements, run_check=False)
-
-
-def replicated(x: Tensor, like: DTensor, name: str = "input") -> DTensor:
-    """x as a DTensor on the mesh of `like`; a plain tensor is the same in all processes, and so is its gradient.
-
-    Raises:
-        ValueError: x, which is called `name`, is a DTensor on another mesh.
-    """
-    if isinstance(x, DTensor):
-        if x.device_mesh != like.device_mesh:
-            raise ValueError(f"{name} is a DTensor on {x.device_mesh}, and must be on {like.device_mesh}")
-        return x
-    return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
 
 
 def _check_placements(query: DTensor) -> None:

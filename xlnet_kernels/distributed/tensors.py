@@ -20,11 +20,24 @@ def alike(x: Tensor, other: Tensor) -> Tensor:
     """x, as a DTensor where `other` is one: its gradient is summed over the shards."""
     if not is_distributed(other):
         return x
-    from .sharding import replicated
-
     return replicated(x, other)
 
 
 def whole(x: Tensor) -> Tensor:
     """The tensor of which a DTensor is a part."""
     return x.full_tensor() if is_distributed(x) else x
+
+
+def replicated(x: Tensor, like: DTensor, name: str = "input") -> DTensor:
+    """x as a DTensor on the mesh of `like`; a plain tensor is the same in all processes, and so is its gradient.
+
+    Raises:
+        ValueError: x, which is called `name`, is a DTensor on another mesh.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if isinstance(x, DTensor):
+        if x.device_mesh != like.device_mesh:
+            raise ValueError(f"{name} is a DTensor on {x.device_mesh}, and must be on {like.device_mesh}")
+        return x
+    return DTensor.from_local(x, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)

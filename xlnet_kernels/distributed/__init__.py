@@ -1,0 +1,1 @@
+"""Attention over several processes: sharding of DTensors, ring attention and tensor parallelism."""

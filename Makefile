@@ -3,7 +3,8 @@
 # `make test` and `make bench` do everything on a fresh machine: environment, dependencies, build, run.
 # Both pick up what has changed since the last time and cost nothing when nothing has. Each installs its own tools alone.
 #
-#   make bench ARGS="--device cpu --plot"     arguments for benchmarks/attn.py
+#   make bench ARGS="--device cpu --plot"     arguments for benchmarks/attn.py, such as --budget: 240 seconds by default,
+#                                             plus at most the one measurement that has begun
 #   make test ARGS="-m 'not slow'"            arguments for pytest
 #   make test TORCH="torch==2.8.0"            another torch
 #   make test PYTHON=python3.12               another interpreter

@@ -1,6 +1,7 @@
 """Relative attention, measured: this package against every public way to compute the same, on real text.
 
-    python benchmarks/attn.py                       everything, in less than five minutes on two cores
+    python benchmarks/attn.py                       in --budget seconds (240) and one measurement more at most: this
+                                                    package, plain SDPA and transformers first, others if there is time
     python benchmarks/attn.py --full --plot         everything at every length, for the committed results
     python benchmarks/attn.py --lengths 1024 --sections core --direction forward
     python benchmarks/attn.py --lengths 512 --sections terms        what mask, segments, memory, query stream cost
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -21,12 +23,13 @@ import torch
 import xlnet_kernels as xk
 from lib import sections, session
 from lib.compare import changes
-from lib.implementations import BASELINE, Implementation, registry
+from lib.implementations import BASELINE, TRANSFORMERS, Implementation, registry
 from lib.measure import DIRECTIONS, Bench
 from lib.problem import Case
 from lib.session import positive
 
 SECTIONS = ("core", "streams", "module", "precision", "long", "terms")
+FIRST = ("xlnet_kernels ", BASELINE, TRANSFORMERS)  # measured before everything else
 # seconds of the budget that core leaves them
 RESERVED = {"streams": 12, "module": 15, "precision": 12, "long": 25, "terms": 60}
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -53,7 +56,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--compiled-lengths", type=positive, nargs="+", help="where compiled peers run; default wherever they fit")
     add("--sections", nargs="+", choices=SECTIONS, default=SECTIONS[:-1], help="default: all but terms")
     add("--seconds", type=float, help="of samples per implementation and direction; default 1, with --full 4")
-    add("--budget", type=float, default=240, help="seconds in all; what does not fit is left out")
+    add("--budget", type=float, default=240, help="seconds in all; what does not fit is left out; default 240")
     add("--full", action="store_true", help="no budget, more samples")
     add("--compare", type=Path, metavar="EARLIER.json", help="results of an earlier run on this machine")
     options = parser.parse_args(arguments)
@@ -88,26 +91,36 @@ def case(options: argparse.Namespace, length: int) -> Case:
 
 
 def measure(options: argparse.Namespace, bench: Bench) -> None:
-    """The chosen sections, one after the other."""
+    """The chosen sections. Within a budget: core with FIRST, the other sections, then core with what is left."""
     implementations = chosen(options.implementations, options.device)
+    first = {name: one for name, one in implementations.items() if name.startswith(FIRST)}
     cases = [case(options, length) for length in options.lengths]
+    within_budget = math.isfinite(bench.budget)
+    if "core" in options.sections:
+        reserved = min(sum(RESERVED.get(section, 0) for section in options.sections), 0.4 * options.budget)
+        # Without a budget all are timed in turn.
+        sections.core(bench, first if within_budget else implementations, cases, options.compiled_lengths, reserved)
+    _other_sections(options, bench, implementations, cases)
+    if "core" in options.sections and within_budget:
+        for compiled in (False, True):  # because compiling may take all that is left
+            others = {name: one for name, one in implementations.items() if one.compiled == compiled}
+            others = {name: one for name, one in others.items() if name not in first}
+            sections.peers(bench, others, cases, options.compiled_lengths)
+
+
+def _other_sections(options: argparse.Namespace, bench: Bench, implementations: dict, cases: list[Case]) -> None:
+    """The chosen sections but core, each where there is time for it."""
     ready = _own_backends(implementations, options.device)
     own = ready[0] if ready else None
-    # The extra sections are about two lengths: one that is batched and the longest.
+    # These sections are about two lengths: one that is batched and the longest.
     extra = [one for one in cases if one.length in (512, 2048)] or cases[-1:]
     if own == "reference":
         extra = [one for one in extra if one.length <= sections.CHECKED_LENGTH]
-
-    if "core" in options.sections:
-        wanted = sum(RESERVED.get(section, 0) for section in options.sections)
-        reserved = min(wanted, 0.4 * bench.budget)
-        bench.budget -= reserved
-        sections.core(bench, implementations, cases, options.compiled_lengths)
-        bench.budget += reserved
     if own is None:
         return
     absent = {f"xlnet_kernels {name}" for name, state in xk.backends().items() if not state.available}
     present = {name: one for name, one in implementations.items() if name not in absent}
+    present = dict(sorted(present.items(), key=lambda item: not item[0].startswith(FIRST)))
     layer = case(options, 512 if options.device == "cpu" else 1024)
     long = case(options, sections.LONG_LENGTHS[options.device])
     fused = [f"xlnet_kernels {name}" for name in ready if name != "reference"] or ["xlnet_kernels reference"]
@@ -145,7 +158,9 @@ def main(arguments: list[str] | None = None) -> int:
     status = session.run(
         "attn",
         options,
-        settings | {"seconds": options.seconds, "full": options.full, "sections": list(options.sections)},
+        settings
+        | {"seconds": options.seconds, "full": options.full, "sections": list(options.sections)}
+        | ({} if options.full else {"budget": options.budget}),
         lambda bench: measure(options, bench),
         directions=DIRECTIONS if options.direction == "both" else (options.direction,),
         rounds=(5, 100) if options.full else (3, 50),

@@ -105,8 +105,9 @@ def highlights(run: dict) -> str:
     ways = ("forward", "backward")
     for length in sorted({row["length"] for row in core}, reverse=True):
         here = {(row["implementation"], row["direction"]): row for row in core if row["length"] == length}
-        names = {name for name, _ in here if all((name, way) in here for way in ways)}
-        own = next((name for name in sorted(names) if name.startswith(OWN) and "reference" not in name), None)
+        names = list(dict.fromkeys(name for name, _ in here if all((name, way) in here for way in ways)))
+        # The rows have the package's own order, the best backend first.
+        own = next((name for name in names if name.startswith(OWN) and "reference" not in name), None)
         plain = [name for name in names if name.startswith(BASELINE)]
         if own and plain and TRANSFORMERS in names:
             break

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,7 +57,7 @@ class Bench:
     rows: list[dict] = field(default_factory=list)
     save: Callable[[], None] = lambda: None
     on_step: Callable[[str, int, int], None] = lambda text, done, total: None
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=lambda: time.perf_counter())
 
     def remaining(self) -> float:
         return self.budget - (time.perf_counter() - self.started)
@@ -74,24 +75,29 @@ class Bench:
         base: str | None = None,
         memory_limit: int | None = None,
         single_pass: bool = False,
+        limit: float = math.inf,
+        beside: Sequence[dict] = (),
     ) -> list[dict]:
         """Measure `jobs` side by side; `baseline` and `base` name the jobs that ratio and speed-up refer to.
 
-        The baseline is the fastest of those jobs whose names begin with `baseline`, and rows say which it was. With
-        `single_pass`, each runs once, for its peak memory; nothing is checked. An interruption before all are ready
-        (compiling takes longest) comes through after a few samples of those that are.
+        The baseline is the fastest of those jobs whose names begin with `baseline`, and rows say which it was; rows
+        `beside` this group's, of the same problem, count among them. With `single_pass`, each runs once, for its peak
+        memory; nothing is checked. Samples take at most `limit` seconds, or one sample of each job where that is
+        longer. The budget is looked at before each job and direction: at most one of these begins too late. An
+        interruption before all are ready (compiling takes longest) comes through after a few samples of those that are.
         """
         rows: list[dict] = []
         ready: dict[str, dict[str, tuple[Run, dict]]] = {direction: {} for direction in self.directions}
         sample_seconds, interruption = self.seconds, None
+
+        def used_up() -> bool:
+            return self.used_up(0.0 if single_pass else sum(map(_one_sample_of_each, ready.values())))
+
         try:
             for done, job in enumerate(jobs):
-                # one sample of everything that is ready
-                owed = 0.0 if single_pass else sum(r["estimate_s"] for runs in ready.values() for _, r in runs.values())
-                if self.used_up(owed):
-                    rows += self.skip(section, job.name, labels | job.labels, USED_UP)
-                    continue
-                for direction, row, run in self._warm_up(job, section, labels, memory_limit, single_pass, done):
+                for direction, row, run in self._warm_up(
+                    job, section, labels, memory_limit, single_pass, done, used_up
+                ):
                     rows.append(row)
                     self.rows.append(row)  # at once, so that an interruption keeps it
                     if run is not None:
@@ -99,10 +105,15 @@ class Bench:
         except KeyboardInterrupt as error:
             sample_seconds, interruption = 0.0, error
         if not single_pass:
+            owed = sum(map(_one_sample_of_each, ready.values()))
             for direction, runs in ready.items():
-                self._time(direction, runs, labels, sample_seconds)
+                owed -= _one_sample_of_each(runs)
+                left = min(limit / len(ready), self.remaining() - owed)
+                self._time(direction, runs, labels, sample_seconds, left)
         for direction in self.directions:
-            _relate([row for row in rows if row["direction"] == direction], baseline, base)
+            _relate(
+                *([row for row in some if row["direction"] == direction] for some in (rows, beside)), baseline, base
+            )
         self.save()
         if interruption is not None:
             raise interruption
@@ -115,7 +126,16 @@ class Bench:
         self.rows.extend(rows)
         return rows
 
-    def _warm_up(self, job: Job, section: str, labels: dict, memory_limit: int | None, single_pass: bool, done: int):
+    def _warm_up(
+        self,
+        job: Job,
+        section: str,
+        labels: dict,
+        memory_limit: int | None,
+        single_pass: bool,
+        done: int,
+        used_up: Callable[[], bool],
+    ) -> Iterator[tuple[str, dict, Run | None]]:
         """Yields direction, row and, where it can be timed, the run that has been called twice (compiled, measured)."""
         run: Run | None = None
         failure: Exception | None = None
@@ -123,6 +143,8 @@ class Bench:
             self.on_step(f"{_title(section, labels)}: {job.name}", done, 0)
             row = _row(section, job.name, direction, labels | job.labels)
             try:
+                if used_up():
+                    raise CannotRun(USED_UP)
                 _check_memory(job.needs.get(direction, 0), memory_limit, self.device)
                 if run is None and failure is None:
                     try:
@@ -162,20 +184,23 @@ class Bench:
         if single_pass or self.once:
             row |= summary([elapsed])
 
-    def _time(self, direction: str, runs: dict[str, tuple[Run, dict]], labels: dict, sample_seconds: float) -> None:
+    def _time(
+        self, direction: str, runs: dict[str, tuple[Run, dict]], labels: dict, sample_seconds: float, left: float
+    ) -> None:
+        """Samples of `runs` in turn, in `left` seconds or one sample of each."""
         calls = {name: (lambda run=run: run.step(direction)) for name, (run, _) in runs.items()}
         if not calls:
             return
         estimates = {name: row["estimate_s"] for name, (_, row) in runs.items()}
-        left = max(0.0, self.remaining())
         least, most = self.rounds
         if least * sum(estimates.values()) > left:
             least = 1
+        spare = max(0.0, left - least * sum(estimates.values()))
         samples = time_interleaved(
             calls,
             estimates,
             self.device,
-            min(sample_seconds, left / len(calls)),
+            min(sample_seconds, spare / len(calls)),
             (least, most),
             lambda name, done, total: self.on_step(f"{_title('', labels)} {direction}: {name}", done, total),
         )
@@ -242,8 +267,14 @@ def _check_memory(need: int, limit: int | None, device: str) -> None:
         raise CannotRun(f"would need about {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
 
 
-def _relate(rows: list[dict], baseline: str | None, base: str | None) -> None:
-    medians = {row["implementation"]: row["median_ms"] for row in rows if "median_ms" in row}
+def _one_sample_of_each(runs: dict[str, tuple[Run, dict]]) -> float:
+    """Seconds, by the estimates of the warm-up."""
+    return sum(row["estimate_s"] for _, row in runs.values())
+
+
+def _relate(rows: list[dict], beside: Iterable[dict], baseline: str | None, base: str | None) -> None:
+    """Writes into `rows` their ratio to the baseline and their speed-up, which may be `beside` them."""
+    medians = {row["implementation"]: row["median_ms"] for row in (*beside, *rows) if "median_ms" in row}
     baselines = [name for name in medians if baseline is not None and name.startswith(baseline)]
     fastest = min(baselines, key=medians.get, default=None)
     for row in rows:

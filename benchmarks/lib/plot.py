@@ -21,6 +21,7 @@ OWN = {
     "xlnet_kernels cpu": "#d9480f",
     "xlnet_kernels cuda": "#d9480f",
     "xlnet_kernels triton": "#e8890c",
+    "xlnet_kernels torch": "#f2b35e",
     "memory, segments": "#d9480f",
     "memory, single tokens": "#e8890c",
 }

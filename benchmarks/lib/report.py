@@ -232,7 +232,8 @@ def notes(results: dict) -> list[str]:
     for row in rows:
         if row["status"] != "ok":
             place = f"{row.get('case') or 'L ' + str(row['length'])} {_direction(row)}"
-            reasons.setdefault((row["implementation"], row["reason"]), []).append(place)
+            name = row["implementation"] if row["implementation"] != "all" else f"all of {row['section']}"
+            reasons.setdefault((name, row["reason"]), []).append(place)
     for (name, reason), places in reasons.items():
         shown = ", ".join(dict.fromkeys(places)) if len(set(places)) < 4 else f"{len(places)} rows"
         lines.append(f"{name} ({shown}): {reason}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ TERMS = {
     "everything": (True, True, True, True),
 }
 LONG_LENGTHS = {"cpu": 8192, "cuda": 65536}
+LEFT_OUT = "left out to stay within the time budget (--budget, --full)"
 COMPILING = 20  # seconds that compiling a peer is thought to take before one has been compiled
 LONG_LIMIT = 4_000_000_000  # bytes; what needs more at that length is left out with that as its reason
 
@@ -39,48 +41,80 @@ def core(
     implementations: dict[str, Implementation],
     cases: list[Case],
     compiled_lengths: list[int] | None = None,
+    reserved: float = 0.0,
 ) -> None:
-    """Every implementation at every length, each checked at one of them; compiled peers where they are asked for."""
-    lengths = compiled_lengths or [case.length for case in cases]
-    # A length at which everything is to run: what does not run at the first is dropped.
-    short = [case for case in cases if case.length <= CHECKED_LENGTH and case.length in lengths]
-    if short:
-        checked = max(short, key=lambda case: case.length)
-    else:
-        checked = replace(min(cases, key=lambda case: case.length), length=CHECKED_LENGTH // 2, batch=1)
-    reserve = bench.remaining() / 2
-    compiled = [name for name, one in implementations.items() if one.compiled]
-    first = implementations | {name: _within(bench, reserve, implementations[name], compiled) for name in compiled}
-    estimates = _core_group(bench, first, checked, check=True)
-    # What did not run at all will not run at other lengths either: one row says so.
-    implementations = {name: one for name, one in implementations.items() if name in estimates}
-    rest = sorted((case for case in cases if case != checked), key=lambda case: -case.length)
-    costs = {
-        (name, case.length): _cost(bench, implementations[name], rows, checked, case)
-        for case in rest
-        for name, rows in estimates.items()
-    }
-    optional = [name for name, implementation in implementations.items() if implementation.compiled]
-    not_asked = {pair for pair in costs if pair[0] in optional and pair[1] not in lengths}
-    left_out = plan({pair: cost for pair, cost in costs.items() if pair not in not_asked}, optional, bench.remaining())
-    for case in rest:
-        if bench.remaining() < 0:
+    """Every implementation at every length, each checked at one of them; compiled ones where they are asked for.
+
+    Samples become fewer, down to one, so that `reserved` seconds are left and all lengths have as much time.
+    """
+    if not implementations:
+        return
+    checked = _checked(cases, compiled_lengths)
+    rest = sorted((case for case in cases if case != checked), key=lambda case: case.length)
+    for done, case in enumerate([checked, *rest]):
+        if bench.used_up(0.0):
             bench.skip("core", "all", labels(case), USED_UP)
             continue
-        dropped = not_asked | left_out
-        chosen = {name: one for name, one in implementations.items() if (name, case.length) not in dropped}
-        for name in implementations:
-            if (name, case.length) in left_out:
-                bench.skip("core", name, labels(case), "left out to stay within the time budget (--budget, --full)")
-        _core_group(bench, chosen, case, check=False)
+        limit = max(0.0, bench.remaining() - reserved) / (1 + len(rest) - done)
+        if case == checked:
+            here = implementations
+        else:
+            here = {name: one for name, one in implementations.items() if _asked(one, case, compiled_lengths)}
+        measured = _core_group(bench, here, case, check=case == checked, limit=limit)
+        if case == checked:  # what does not run there at all does not run at other lengths either: one row says so
+            implementations = {name: one for name, one in implementations.items() if name in measured}
 
 
-def _within(bench: Bench, reserve: float, one: Implementation, compiled: list[str]) -> Implementation:
-    """`one`, given up where compiling it would leave less than `reserve` seconds."""
+def peers(
+    bench: Bench,
+    implementations: dict[str, Implementation],
+    cases: list[Case],
+    compiled_lengths: list[int] | None = None,
+) -> None:
+    """Others beside what `core` has measured, at as many lengths as the time that is left allows.
+
+    Each of them is checked at one length first; then come long lengths before short ones.
+    """
+    if not implementations:
+        return
+    checked = _checked(cases, compiled_lengths)
+    compiled = [name for name, one in implementations.items() if one.compiled]
+    first = {name: _if_it_fits(bench, one, compiled) for name, one in implementations.items()}
+    estimates = _core_group(bench, first, checked, check=True)
+    for case in sorted((case for case in cases if case != checked), key=lambda case: -case.length):
+        costs = {
+            name: _cost(bench, implementations[name], rows, checked, case)
+            for name, rows in estimates.items()
+            if _asked(implementations[name], case, compiled_lengths)
+        }
+        left_out = plan(costs, bench.remaining())
+        for name in left_out:
+            bench.skip("core", name, labels(case), LEFT_OUT)
+        chosen = {name: implementations[name] for name in costs if name not in left_out}
+        if chosen:
+            _core_group(bench, chosen, case, check=False)
+
+
+def _checked(cases: list[Case], compiled_lengths: list[int] | None) -> Case:
+    """The case at which everything is to run and is checked: what does not run there is dropped."""
+    lengths = compiled_lengths or [case.length for case in cases]
+    short = [case for case in cases if case.length <= CHECKED_LENGTH and case.length in lengths]
+    if short:
+        return max(short, key=lambda case: case.length)
+    return replace(min(cases, key=lambda case: case.length), length=CHECKED_LENGTH // 2, batch=1)
+
+
+def _asked(one: Implementation, case: Case, compiled_lengths: list[int] | None) -> bool:
+    """Whether `one` is to run at this length."""
+    return not one.compiled or not compiled_lengths or case.length in compiled_lengths
+
+
+def _if_it_fits(bench: Bench, one: Implementation, compiled: list[str]) -> Implementation:
+    """`one`, given up where compiling it would take longer than there is time."""
 
     def prepare(problem: Problem) -> Run:
         spent = _compiling(bench.rows, compiled)
-        if bench.remaining() - max(spent, default=COMPILING) < reserve:
+        if one.compiled and bench.remaining() < max(spent, default=COMPILING):
             why = f"compiling others has taken {sum(spent):.0f} s" if spent else f"compiling takes about {COMPILING} s"
             raise CannotRun(f"left out to stay within the time budget: {why} (--budget, --full)")
         return one.prepare(problem)
@@ -98,19 +132,18 @@ def _compiling(rows: list[dict], compiled: list[str]) -> list[float]:
     return list(spent.values())
 
 
-def plan(costs: dict[tuple[str, int], float], optional: list[str], budget: float) -> set[tuple[str, int]]:
-    """Which (implementation, length) to leave out: of the `optional` ones, long lengths first, those that don't fit.
+def plan(costs: dict[str, float], budget: float) -> list[str]:
+    """Those of `costs`, in seconds, that do not fit into `budget`, the first ones first.
 
-    >>> plan({("own", 8): 3.0, ("peer", 8): 3.0, ("peer", 4): 1.0, ("other", 8): 2.0}, ["peer", "other"], 7.0)
-    {('other', 8)}
+    >>> plan({"peer": 3.0, "slow": 5.0, "other": 2.0}, 6.0)
+    ['slow']
     """
-    budget -= sum(cost for (name, _), cost in costs.items() if name not in optional)
-    left_out = set()
-    for pair in sorted((pair for pair in costs if pair[0] in optional), key=lambda pair: -pair[1]):
-        if costs[pair] <= budget:
-            budget -= costs[pair]
+    left_out = []
+    for name, cost in costs.items():
+        if cost <= budget:
+            budget -= cost
         else:
-            left_out.add(pair)
+            left_out.append(name)
     return left_out
 
 
@@ -168,14 +201,18 @@ def long(bench: Bench, implementations: dict[str, Implementation], case: Case) -
     bench.group("long", jobs, labels(case), baseline=BASELINE, memory_limit=LONG_LIMIT, single_pass=True)
 
 
-def _core_group(bench: Bench, implementations: dict[str, Implementation], case: Case, check: bool) -> dict[str, dict]:
-    """Returns each measured implementation's rows by direction."""
+def _core_group(
+    bench: Bench, implementations: dict[str, Implementation], case: Case, check: bool, limit: float = math.inf
+) -> dict[str, dict]:
+    """Returns each measured implementation's rows by direction; earlier ones at the same length stand beside them."""
+    here = labels(case).items()
+    beside = [row for row in bench.rows if row["section"] == "core" and here <= row.items()]
     problem = build_problem(case)
     reference = _reference(problem, case) if check else None
     jobs = [_implementation_job(one, case, problem, reference) for one in implementations.values()]
     products = Products(case)
     products.sample()
-    rows = bench.group("core", jobs, labels(case), baseline=BASELINE, base=TRANSFORMERS)
+    rows = bench.group("core", jobs, labels(case), baseline=BASELINE, base=TRANSFORMERS, limit=limit, beside=beside)
     products.sample()
     add_shares(rows, case, products)
     bench.save()

@@ -1,8 +1,11 @@
 """What is made of results files: pictures, and the share of the limit."""
 
 import json
+import re
 
 import pytest
+
+from tests import ROOT
 
 pytestmark = pytest.mark.usefixtures("scripts")
 
@@ -23,6 +26,30 @@ def test_picture(tmp_path, environment):
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
     source.write_text(json.dumps({"rows": [], "settings": settings, "environment": environment}))
     assert main(["--plot", str(source)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    {
+        "speech-xeon-2-cores": ["length (frames, audio)", "125", "10 s", "10 min", "10,000"],
+        "model-xeon-2-cores": ["85 targets", "512 tokens", "384 of memory"],
+        "recurrence-xeon-2-cores": ["numbers at the points: speed over that of a sliding window", "930x", "7.9x"],
+        "objectives-xeon-amx-2-cores": ["Intel(R) Xeon(R) Processor, 1 thread, torch 2.13.0+cpu"],
+        "precision-permutation-epyc-2-cores": ["0.5 %"],
+        "epyc-avx512-2-cores": ["forward and backward", "0.1", "1,000", "100 %"],
+    }.items(),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_labels_of_committed_pictures(tmp_path, name, labels):
+    """A reader needs neither this package's abbreviations nor powers of ten."""
+    pytest.importorskip("matplotlib")
+    from report import main
+
+    picture = tmp_path / "picture.svg"  # has its texts in comments
+    assert main(["--plot", str(ROOT / f"benchmarks/results/{name}.json"), str(picture)]) == 0
+    found = re.findall(r"<!-- (.*?) -->", picture.read_text())
+    assert not set(labels) - set(found)
+    assert not [text for text in found if re.search(r"\b1 threads|mathdefault|fwd|\d x \d", text)]
 
 
 def test_share_of_the_limit(tmp_path, environment):

@@ -39,12 +39,7 @@ def _forward(*inputs):
     with torch.autocast(query.device.type, enabled=False):
         for block in call.blocks(maps=4):
             here = block.index
-            score = block.scores()
-            largest = score.amax(-1) if block.keys else score.new_zeros(score.shape[:-1])
-            if block.masked_rows is not None:
-                largest.masked_fill_(block.masked_rows, 0)
-            probability = score.sub_(largest[..., None]).exp_()
-            total = probability.sum(-1)
+            probability, largest, total = _exponentials(block)
             found = block.drop(probability) @ block.value
             out[here] = block.zero_masked_rows(found.mul_(_inverse(total)[..., None])).to(out.dtype)
             row_max[here], row_sum[here] = largest, total
@@ -61,9 +56,10 @@ def _backward(grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *i
     with torch.autocast(out.device.type, enabled=False):
         for block in call.blocks(maps=6):
             here = block.index
-            total = row_sum[here]
-            block.leave_out_rows(total == 0)
-            probability = block.scores().sub_(row_max[here][..., None]).exp_().mul_(_inverse(total)[..., None])
+            block.leave_out_rows(row_sum[here] == 0)
+            # Not by forward's row_max, because products in blocks of another size round very large scores elsewhere.
+            probability, _, total = _exponentials(block)
+            probability.mul_(_inverse(total)[..., None])
             grad = grad_out[here].to(call.dtype)
             grad_of_lse = torch.zeros_like(total) if grad_lse is None else grad_lse[here].to(call.dtype)
             grad_of_lse = torch.where(total == 0, 0, grad_of_lse)
@@ -78,6 +74,16 @@ def _backward(grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *i
                 grad_score.masked_fill_(block.hidden, 0)
             sums.add(block, block.drop(probability), grad, grad_score, grad_of_lse)
     return sums.gradients(needs)
+
+
+def _exponentials(block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """Exponentials of the block's scores minus the largest of their row, that one, and their sum; 0 where masked."""
+    score = block.scores()
+    largest = score.amax(-1) if block.keys else score.new_zeros(score.shape[:-1])
+    if block.masked_rows is not None:
+        largest.masked_fill_(block.masked_rows, 0)
+    exponentials = score.sub_(largest[..., None]).exp_()
+    return exponentials, largest, exponentials.sum(-1)
 
 
 def _inverse(total: Tensor) -> Tensor:

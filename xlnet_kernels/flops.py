@@ -12,16 +12,16 @@ there are so many.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.abc
 import math
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 _COUNTER = "torch.utils.flop_counter"
-_formulas: dict[Any, Callable[..., int]] = {}  # of operators, until the counter is imported
+_formulas: dict[Any, Callable[..., int]] = {}  # of operators
 
 
 def add(operator: Any, formula: Callable[..., int]) -> None:
@@ -31,40 +31,53 @@ def add(operator: Any, formula: Callable[..., int]) -> None:
     """
     _formulas[operator] = formula
     if _COUNTER in sys.modules:
-        _register()
+        from torch.utils import flop_counter  # waits for another thread that is importing it
+
+        _register(flop_counter)
 
 
-def _register() -> None:
-    from torch.utils.flop_counter import register_flop_formula
-
-    while _formulas:
-        operator, formula = _formulas.popitem()
-        register_flop_formula(operator)(formula)
+def _register(counter: ModuleType) -> None:
+    for operator, formula in _formulas.items():
+        if operator not in counter.flop_registry:
+            counter.register_flop_formula(operator)(formula)
 
 
-class _AfterImport(MetaPathFinder):
-    """Registers the formulas when the counter has been imported."""
+class _WithFormulas(importlib.abc.Loader):
+    """The loader of the counter, which registers the formulas when the module has been executed."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        # Its own loader, because that reads sources and resources, and may be asked for them.
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        _register(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the counter as the other finders do, and adds the formulas to what its loader does.
+
+    It stays for good: a finder that leaves the list hides the next one from another thread's import, and the counter
+    may be looked for without being imported, fail to import, or be reloaded.
+    """
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != _COUNTER or self not in sys.meta_path:
+        if fullname != _COUNTER:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        loader: Any = spec.loader
-        execute = loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            execute(module)
-            _register()
-
-        loader.exec_module = exec_module
-        return spec
+        for finder in [*sys.meta_path]:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _WithFormulas(spec.loader)
+                return spec
+        return None
 
 
-if _COUNTER not in sys.modules:
-    sys.meta_path.insert(0, _AfterImport())
+sys.meta_path.insert(0, _Finder())
 
 
 def attention_formulas(names: Sequence[str]) -> tuple[Callable[..., int], Callable[..., int]]:

@@ -58,6 +58,7 @@ CASES = {
         mask=xk.RankMask.packed(torch.arange(rows).expand(2, -1) * 3 // rows, padding=padding(rows)), dropout_p=0.3
     ),
     "window": lambda rows: make(length=rows, keys=rows + 20, rel_batch=True, window=(3, 6)),
+    "window-before-all-rows": lambda rows: make(length=rows, window=(32, 6)),
     "ahead-of-all-rows": lambda rows: make(length=rows, keys=rows + 20, rel_rows="uni", segments=False),
     "positions": lambda rows: make(length=rows, keys=rows + 30, positions=True, window=(5, 9), mask="causal"),
 }

@@ -165,7 +165,7 @@ class Block:
         self.table = slice(max(0, self.window.start), max(0, min(self.call.rel_len, self.window.stop)))
         self.table = slice(min(self.table.start, self.table.stop), self.table.stop)
         self.rel_key = part.rel_key[..., self.table, :]  # (h, rows, D) or (b, h, rows, D): those that the table has
-        if not part.is_finite and self.hidden is not None:
+        if self.keys and not part.is_finite and self.hidden is not None:
             self._leave_out_unread(self.hidden)
 
     @functools.cached_property

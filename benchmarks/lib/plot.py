@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from .claims import picture as claims
 from .precision import delta_name
-from .report import DIRECTION_NAMES
+from .report import DIRECTIONS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 BASELINE = "plain SDPA"  # without positions
+TITLES = {"forward": "forward", "backward": "forward and backward"}
 INK = "#7a7a7a"  # text and axes: readable on white and on GitHub's dark page alike, as are the colours below
 OWN = {
     "xlnet_kernels cpu": "#d9480f",
@@ -90,11 +91,11 @@ def plot(results: dict, path: Path) -> None:
 
 def _over_length(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
     """One column per direction: time, peak memory and, where plain SDPA was measured, the share of its rate."""
-    directions = [name for name in DIRECTION_NAMES if any(row["direction"] == name for row in rows)]
+    directions = [name for name in DIRECTIONS if any(row["direction"] == name for row in rows)]
     rows = [row | limit_share(row) for row in rows]
     panels = [("median_ms", 1, "milliseconds per call"), ("peak_bytes", 1e6, "peak MB above inputs\nand outputs")]
     if any("limit_share" in row for row in rows):
-        panels.append(("limit_share", 0.01, "arithmetic per second,\n% of plain SDPA's"))
+        panels.append(("limit_share", 0.01, "arithmetic per second,\nrelative to plain SDPA's"))
     size = (5.2 * len(directions), 1 + 3 * len(panels))
     figure, grid = plt.subplots(len(panels), len(directions), figsize=size, squeeze=False, sharex=True, sharey="row")
     for column, direction in enumerate(directions):
@@ -105,13 +106,14 @@ def _over_length(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
             _log_axes(axes, rows)
             if key == "limit_share":
                 axes.set_yscale("linear")
+                axes.yaxis.set_major_formatter("{x:g} %")
                 axes.set_ylim(bottom=0)
                 axes.axhline(100, color=INK, linestyle=":", linewidth=1.5)
-        grid[0][column].set_title(DIRECTION_NAMES[direction], color=INK)
+        grid[0][column].set_title(TITLES[direction], color=INK)
     for axes, (_, _, label) in zip(grid[:, 0], panels, strict=True):
         axes.set_ylabel(label)
     for axes in grid[-1]:
-        axes.set_xlabel("length (tokens; batch x length constant)" if _constant_tokens(rows) else "length (tokens)")
+        axes.set_xlabel(_length_label(rows))
     return figure, grid[0][0]
 
 
@@ -127,7 +129,7 @@ def limit_share(row: dict) -> dict[str, float]:
 
 
 def _tokens_per_second(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
-    """Evaluation speed over attention length, and how many times the sliding window's it is."""
+    """Evaluation speed over attention length; the numbers at the points are factors over the sliding window."""
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for name in _names(rows):
         points = [row for row in rows if row["implementation"] == name]
@@ -135,9 +137,10 @@ def _tokens_per_second(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]
         for row in points:
             if row.get("speedup", 1) != 1:
                 place = (row["length"], row["tokens_per_s"])
-                text = f"{row['speedup']:,.0f}x"
+                text = _two_digits(row["speedup"])
                 axes.annotate(text, place, (0, 7), textcoords="offset points", ha="center", fontsize=8, color=INK)
     _log_axes(axes, rows)
+    axes.set_title("numbers at the points: speed over that of a sliding window", color=INK, fontsize=9)
     axes.set_ylabel("tokens evaluated per second")
     axes.set_xlabel("attention length (tokens)")
     return figure, axes
@@ -145,8 +148,8 @@ def _tokens_per_second(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]
 
 def _bars(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
     """One group of bars per model and input: time above, peak memory below, one column per direction."""
-    directions = [name for name in DIRECTION_NAMES if any(row["direction"] == name for row in rows)]
-    names, cases = _names(rows), list(dict.fromkeys(row["case"] for row in rows))
+    directions = [name for name in DIRECTIONS if any(row["direction"] == name for row in rows)]
+    names, cases = _names(rows), {row["case"]: _case_name(row) for row in rows}
     width = 0.8 / len(names)
     size = (2 + 1.6 * len(cases) * len(directions), 7)
     figure, grid = plt.subplots(2, len(directions), figsize=size, squeeze=False, sharex=True)
@@ -156,10 +159,10 @@ def _bars(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
                 found = {
                     row["case"]: row for row in rows if (row["implementation"], row["direction"]) == (name, direction)
                 }
-                places = [cases.index(case) + width * (index - (len(names) - 1) / 2) for case in found]
+                places = [list(cases).index(case) + width * (index - (len(names) - 1) / 2) for case in found]
                 heights = [(row.get(key) or 0) / unit for row in found.values()]
                 axes.bar(places, heights, width, label=name, color=BARS.get(name, INK))
-            axes.set_xticks(range(len(cases)), [case.replace(", ", "\n") for case in cases])
+            axes.set_xticks(range(len(cases)), list(cases.values()))
             axes.grid(True, axis="y", color=INK, alpha=0.25, linewidth=0.6)
             axes.set_axisbelow(True)
         title = "forward (inference)" if direction == "forward" else "training step"
@@ -171,6 +174,8 @@ def _bars(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
 
 def _training(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
     """Held-out losses of training runs, their distance from float32's, and errors of the position bias's gradient."""
+    from matplotlib.ticker import LogLocator
+
     figure, (losses, differences, errors) = plt.subplots(1, 3, figsize=(14, 5))
     base = dict(rows[0]["held_out"])
     for row in rows:
@@ -182,8 +187,11 @@ def _training(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
             found = [(probe["step"], statistics.fmean(probe["attention"][delta])) for probe in row["errors"]]
             errors.plot(*zip(*found, strict=True), marker="o", **line)
     errors.set_yscale("log")
+    errors.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    errors.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+    errors.minorticks_off()
     losses.set_title("held-out loss, nats per token", color=INK)
-    differences.set_title("the same, less float32's", color=INK)
+    differences.set_title("held-out loss minus float32's", color=INK)
     errors.set_title("relative error of the position bias's gradient,\nattention alone, mean of the layers", color=INK)
     for axes in (losses, differences, errors):
         axes.set_xlabel("step")
@@ -194,7 +202,7 @@ def _training(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
 # per benchmark: how to draw, which section (None: all), and the inches that the legend takes (0: panels have their own)
 PICTURES = {
     "attn": (_over_length, "core", 0.77),
-    "model": (_bars, "model", 0.7),
+    "model": (_bars, "model", 0.5),
     "recurrence": (_tokens_per_second, "recurrence", 0.32),
     "speech": (_over_length, "speech", 0.5),
     "precision": (_training, "training", 0.5),
@@ -216,7 +224,9 @@ def _log_axes(axes: Axes, rows: list[dict]) -> None:
     lengths = sorted({row["length"] for row in rows})
     axes.set_yscale("log")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [str(length) for length in lengths])
+    audio = {row["length"]: row["case"].partition(":")[0] for row in rows if row["section"] == "speech"}
+    axes.set_xticks(lengths, [f"{length}\n{audio[length]}" if audio else str(length) for length in lengths])
+    axes.yaxis.set_major_formatter("{x:,g}")
     axes.minorticks_off()
     axes.grid(True, color=INK, alpha=0.25, linewidth=0.6)
 
@@ -228,17 +238,31 @@ def _line(name: str) -> dict:
     return {"color": colour, "linestyle": dashes, "linewidth": 1.5, "marker": "o", "markersize": 3.5}
 
 
-def _constant_tokens(rows: list[dict]) -> bool:
-    return len({row["length"] * row["batch"] for row in rows}) == 1
+def _length_label(rows: list[dict]) -> str:
+    if rows[0]["section"] == "speech":
+        return "length (frames, audio)"
+    constant = len({row["length"] * row["batch"] for row in rows}) == 1
+    return "length (tokens; batch x length constant)" if constant else "length (tokens)"
+
+
+def _case_name(row: dict) -> str:
+    """An input of model.py on lines of its own: what is computed, its size, its memory."""
+    batch = f", batch {row['batch']}" if row["batch"] > 1 else ""
+    memory = f"\n{row['mem_len']} of memory" if row["mem_len"] else ""
+    return f"{row['case'].partition(', ')[0]}\n{row['length']} tokens{batch}{memory}"
+
+
+def _two_digits(factor: float) -> str:
+    return f"{float(f'{factor:.2g}'):g}x"
 
 
 def _title(results: dict) -> str:
     facts, settings = results["environment"], results["settings"]
-    where = facts.get("gpu") or f"{facts['cpu']}, {facts['threads']} threads"
+    where = facts.get("gpu") or f"{facts['cpu']}, {facts['threads']} thread{'s' * (facts['threads'] != 1)}"
     about = {
         "model": "Whole XLNet, {layers} layers, {d_model} wide, {heads} heads, {dtype}",
         "recurrence": "Transformer-XL evaluation, {layers} layers, {d_model} wide, {heads} heads, {dtype}",
-        "precision": "Training of an XLNet, {objective}, {layers} layers, {d_model} wide, {seq_len} tokens + {mem_len}",
+        "precision": "XLNet trained, {objective}, {layers} layers, {d_model} wide, {seq_len} tokens, memory {mem_len}",
         "objectives": "Objectives, streams and memory, {layers} layers, {d_model} wide, {vocab} ids",
         "speech": "Attention of Parakeet, {d_model} wide, {heads} heads, {dtype}",
     }.get(results.get("benchmark"), "Transformer-XL attention, {heads} heads of {head_dim}, {dtype}")

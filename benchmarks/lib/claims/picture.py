@@ -22,6 +22,7 @@ COLOURS = {
     "permutation, the same time": "#f2b35e",
     "two streams": "#d9480f",
     "single stream": "#a463c9",
+    "majority": "#b8b8b8",
 }
 OTHER = "#7a7a7a"  # transformers and baselines
 MEMORIES = ("#7a7a7a", "#f2b35e", "#e8890c", "#d9480f", "#8f2f0a")
@@ -30,9 +31,9 @@ MEMORIES = ("#7a7a7a", "#f2b35e", "#e8890c", "#d9480f", "#8f2f0a")
 def draw(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
     """The panels of the experiments that were run."""
     panels = [(section, panel) for section, panel in PANELS if any(row["section"] == section for row in rows)]
-    across = min(3, len(panels))
+    across = min(2, len(panels))  # three would be too small on a page
     down = -(-len(panels) // across)
-    figure, grid = plt.subplots(down, across, figsize=(5.2 * across, 0.8 + 4 * down), squeeze=False)
+    figure, grid = plt.subplots(down, across, figsize=(5.6 * across, 0.8 + 4 * down), squeeze=False)
     for axes, (section, panel) in zip(grid.flat, panels, strict=False):
         panel(axes, [row for row in rows if row["section"] == section])
         axes.title.set_color(plt.rcParams["text.color"])
@@ -49,7 +50,7 @@ def _pairs(axes: Axes, rows: list[dict]) -> None:
         _band(axes, curves, name, COLOURS[name], marker="o")
     axes.set_xticks(range(len(BINS)), BINS)
     axes.set_xlabel("mutual information of two words (nats)")
-    axes.set_title("log p(A, B) less log p(A) + log p(B), nats")
+    axes.set_title("gain: log p(A, B) - log p(A) - log p(B), nats")
     _legend(axes)
 
 
@@ -64,28 +65,33 @@ def _context(axes: Axes, rows: list[dict]) -> None:
             if values:
                 _bar(axes, place + offset, values, width, COLOURS.get(name, OTHER), label)
                 label = ""
-    axes.set_xticks(range(len(tasks)), [f"{task}\n{metric}" for task, metric in tasks])
-    axes.set_title("fine-tuned (grey: majority, bag of words)")
-    _legend(axes)
+    axes.set_xticks(range(len(tasks)), [f"{task}\n{metric.replace('f1', 'F1')}" for task, metric in tasks])
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.set_ylim(top=1.3)  # room for the legend
+    axes.set_title("fine-tuned models and baselines (grey)")
+    _legend(axes, ncols=2)
 
 
 def _positions(axes: Axes, rows: list[dict]) -> None:
+    sizes = names(rows)
+    shown = {*sizes[:2], sizes[-1]}  # because the curves of all sizes lie on each other
+    rows = [row for row in rows if row["implementation"] in shown]
     _memories(axes, rows, lambda row: list(enumerate(row["by_position"])))
     axes.set_xlabel("position in the segment (tokens)")
-    axes.set_title("memory: held-out loss by position, nats")
+    axes.set_title("memory: held-out loss by position, nats per token")
 
 
 def _contexts(axes: Axes, rows: list[dict]) -> None:
     _memories(axes, rows, lambda row: [(int(c), loss) for c, loss in row["by_context"].items()])
     axes.set_xlabel("context (tokens, at least)")
-    axes.set_title("held-out loss by length of context, nats")
+    axes.set_title("memory: held-out loss by context, nats per token")
 
 
 def _memories(axes: Axes, rows: list[dict], curve: Callable[[dict], list[tuple[float, float]]]) -> None:
-    for index, name in enumerate(names(rows)):
-        curves = [curve(row) for row in of(rows, name)]
+    for name in names(rows):
+        found = of(rows, name)
         label = f"{name} segment" if name.endswith(" 1") else f"{name} segments"
-        _band(axes, curves, label, MEMORIES[index % len(MEMORIES)])
+        _band(axes, [curve(row) for row in found], label, MEMORIES[found[0]["segments"] % len(MEMORIES)])
     _legend(axes)
 
 
@@ -97,7 +103,7 @@ def _streams(axes: Axes, rows: list[dict]) -> None:
         variation = statistics.fmean(row["other_position"] for row in of(rows, name))
         labels.append(f"{name}\npredictions of two positions\ndiffer by {variation:.2g}")
     axes.set_xticks(range(len(labels)), labels)
-    axes.set_title("held-out loss, nats per target")
+    axes.set_title("streams: held-out loss, nats per target")
 
 
 def _trainer(axes: Axes, rows: list[dict]) -> None:
@@ -107,7 +113,7 @@ def _trainer(axes: Axes, rows: list[dict]) -> None:
             style = {"color": COLOURS.get(name, OTHER), "linewidth": 2.5 if name == THEIRS else 1.5}
             axes.plot(*zip(*points, strict=True), label="" if number else name, alpha=0.8, **style)
     axes.set_xlabel("processor seconds of training, one thread")
-    axes.set_title("held-out loss, each target from its context alone, nats")
+    axes.set_title("training speed: held-out loss,\neach target from its context alone, nats")
     _legend(axes)
 
 
@@ -125,15 +131,15 @@ def _bar(axes: Axes, place: float, values: list[float], width: float, colour: st
         axes.plot([place] * len(values), values, "o", color=OTHER, markersize=3)
 
 
-def _legend(axes: Axes) -> None:
-    axes.legend(frameon=False, labelcolor=OTHER, fontsize=8)
+def _legend(axes: Axes, ncols: int = 1) -> None:
+    axes.legend(frameon=False, labelcolor=OTHER, fontsize=8, ncols=ncols)
 
 
 PANELS: tuple[tuple[str, Callable[[Axes, list[dict]], None]], ...] = (
     ("pairs", _pairs),
     ("context", _context),
-    ("streams", _streams),
     ("memory", _positions),
     ("memory", _contexts),
+    ("streams", _streams),
     ("trainer", _trainer),
 )

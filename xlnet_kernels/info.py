@@ -6,12 +6,14 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import logging
 import os
 import platform
 import re
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -134,8 +136,55 @@ def render(facts: dict) -> str:
     return "\n".join(f"{label:<15} {text}".rstrip() for label, text in rows)
 
 
+class Progress(logging.Handler):
+    """A line on a terminal that says what is being computed; what the package logs, as lines of their own.
+
+    Elsewhere than on a terminal there are the lines alone.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(logging.INFO)
+        self.stream, self.on_terminal, self.text = stream, stream.isatty(), ""
+
+    def __enter__(self) -> Progress:
+        logger = logging.getLogger("xlnet_kernels")
+        self.before = logger.level, logger.propagate
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False  # because the caller's handlers would write into the line
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logger = logging.getLogger("xlnet_kernels")
+        logger.removeHandler(self)
+        logger.level, logger.propagate = self.before
+        self.clear()
+
+    def show(self, text: str) -> None:
+        self.text = text
+        if self.on_terminal:
+            print(f"\r\x1b[K{text}", end="", file=self.stream, flush=True)
+
+    def clear(self) -> None:
+        if self.text and self.on_terminal:
+            print("\r\x1b[K", end="", file=self.stream, flush=True)
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.text
+        self.clear()
+        print(record.getMessage(), file=self.stream, flush=True)
+        if text:
+            self.show(text)
+
+
 def check() -> bool:
     """Compares every ready backend with the reference, prints a table, returns whether all is right."""
+    with Progress(sys.stderr) as progress:
+        return _check(progress)
+
+
+def _check(progress: Progress) -> bool:
     ready = [name for name, state in xlnet_kernels.backends().items() if state.available and name != "reference"]
     if not ready:
         print("no backend but the reference is ready: nothing to compare")
@@ -146,7 +195,7 @@ def check() -> bool:
     print((f"{'':<30}" + "".join(f"{sets.get(name, ''):>15}" for name in ready)).rstrip())
     ticks, crosses = ("\u2713", "\u2717") if _can_print("\u2713\u2717") else ("ok", "wrong")
     failures = []
-    for problem in self_check.problems():
+    for number, problem in enumerate(problems := self_check.problems(), 1):
         dtype = str(problem.dtype).removeprefix("torch.")
         row = f"{problem.name}, {dtype}"
         marks = []
@@ -155,12 +204,14 @@ def check() -> bool:
             if problem.dtype not in backend.DTYPES:
                 marks.append("-")
                 continue
+            progress.show(f"{number} of {len(problems)}: {row}, {name}")
             try:
                 wrong = self_check.compare(backend, problem, backend.DEVICE)
             except Exception as failure:  # whatever a compiler or a driver raises: the table goes on
                 wrong = [f"{type(failure).__name__}: {failure}"]
             marks.append(crosses if wrong else ticks)
             failures += [f"{name}, {row}: {line}" for line in wrong]
+        progress.clear()
         print(f"{row:<30}" + "".join(f"{mark:>15}" for mark in marks), flush=True)
     print("\n" + ("\n".join(failures) or "All right."))
     return not failures

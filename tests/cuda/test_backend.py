@@ -14,27 +14,28 @@ ARCHITECTURES = "8.0;9.0a;10.0+PTX"
 
 
 @pytest.mark.parametrize(
-    "architectures, device, runs",
+    "architectures, device, code",
     [
-        (ARCHITECTURES, (7, 5), False),
-        (ARCHITECTURES, (8, 0), True),
-        (ARCHITECTURES, (8, 9), True),  # code for sm_80 runs on any 8.x
-        (ARCHITECTURES, (9, 0), True),
-        (ARCHITECTURES, (10, 3), True),
-        (ARCHITECTURES, (12, 0), True),  # by PTX
-        ("9.0a", (10, 0), False),
-        ("9.0", (8, 0), False),
-        ("8.6", (8, 0), False),
-        ("10.0f", (10, 3), True),
-        ("10.0a", (10, 3), False),
-        ("8.0+PTX", (9, 0), True),
-        ("Hopper", (9, 0), False),  # words of other build systems are no error
-        ("Ampere;8.0;", (8, 6), True),
-        ("", (8, 6), False),
+        (ARCHITECTURES, (7, 5), None),
+        (ARCHITECTURES, (8, 0), "code"),
+        (ARCHITECTURES, (8, 9), "code"),  # code for sm_80 runs on any 8.x
+        (ARCHITECTURES, (9, 0), "code"),
+        (ARCHITECTURES, (10, 3), "code"),
+        (ARCHITECTURES, (12, 0), "PTX"),
+        ("9.0a", (10, 0), None),
+        ("9.0", (8, 0), None),
+        ("8.6", (8, 0), None),
+        ("10.0f", (10, 3), "code"),
+        ("10.0a", (10, 3), None),
+        ("8.0+PTX", (9, 0), "PTX"),
+        ("8.0+PTX;9.0", (9, 0), "code"),
+        ("Hopper", (9, 0), None),  # words of other build systems are no error
+        ("Ampere;8.0;", (8, 6), "code"),
+        ("", (8, 6), None),
     ],
 )
-def test_which_gpus_the_compiled_code_runs_on(architectures, device, runs):
-    assert cuda._runs_on(architectures, device) is runs
+def test_which_gpus_the_compiled_code_runs_on(architectures, device, code):
+    assert cuda._code_for(architectures, device) == code
 
 
 @pytest.mark.parametrize(
@@ -73,9 +74,10 @@ def test_wide_heads_need_much_shared_memory(monkeypatch, kilobytes, widths):
     if _extension.module is None:
         pytest.skip(f"the kernels' sizes are the extension's: {_extension.reason}")
     limits = {0: 0, 1: kilobytes * 1024}
-    module = SimpleNamespace(cuda_kernels=_extension.module.cuda_kernels, cuda_shared_memory=limits.get)
+    kernels = _extension.module.cuda_kernels
+    module = SimpleNamespace(cuda_kernels=kernels, cuda_shared_memory=limits.get, cuda_architectures=ARCHITECTURES)
     monkeypatch.setattr(_extension, "module", module)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(major=9, minor=0))
     cuda._max_head_dim.cache_clear()
     try:
         for device, wanted in ((0, (0, 0)), (1, widths)):

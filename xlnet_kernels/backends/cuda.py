@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .. import _extension
+from .. import _extension, _first_use
 from .._torch import constant_for_compilers
 from ..ops import rel_attention
 
@@ -27,12 +27,21 @@ def max_head_dim(dtype: torch.dtype) -> int:
 @functools.cache
 def _max_head_dim(dtype: torch.dtype, device: int) -> int:
     module: Any = _extension.module
+    _say_where_the_driver_compiles(device)
     needed: dict[int, int] = {}  # bytes of shared memory, by head_dim
     for kernel in module.cuda_kernels():
         if kernel["dtype"] == str(dtype).removeprefix("torch."):
             needed[kernel["head_dim"]] = max(needed.get(kernel["head_dim"], 0), kernel["shared_bytes"])
     limit = module.cuda_shared_memory(device)
     return max((width for width, shared_bytes in needed.items() if shared_bytes <= limit), default=0)
+
+
+@functools.cache
+def _say_where_the_driver_compiles(device: int) -> None:
+    module: Any = _extension.module
+    major, minor = torch.cuda.get_device_capability(device)
+    if _code_for(module.cuda_architectures, (major, minor)) == "PTX":
+        _first_use.say(f"the CUDA kernels, each at its first call, for sm_{major}{minor} from PTX by CUDA's driver")
 
 
 @constant_for_compilers
@@ -52,7 +61,7 @@ def _unavailable() -> str | None:
     if not torch.cuda.is_available():
         return f"compiled for {_names(module.cuda_architectures)}, no CUDA device"
     major, minor = torch.cuda.get_device_capability()
-    if not _runs_on(module.cuda_architectures, (major, minor)):
+    if _code_for(module.cuda_architectures, (major, minor)) is None:
         return f"compiled for {_names(module.cuda_architectures)}, this GPU has sm_{major}{minor}"
     return None
 
@@ -64,18 +73,19 @@ def _names(architectures: str) -> str:
     return f"{names} and PTX" if "+PTX" in architectures else names
 
 
-def _runs_on(architectures: str, device: tuple[int, int]) -> bool:
-    """Whether code for one of `architectures` runs on `device`: the same major version, or PTX of an older one.
+def _code_for(architectures: str, device: tuple[int, int]) -> str | None:
+    """What of code for `architectures` runs on `device`: "code" of the same major version, or "PTX" of an older one.
 
     A word that is no number ("Hopper") counts as none: setup.py writes numbers, other build systems may not.
     """
+    has_ptx = False
     for found in re.finditer(r"(?:^|;)(\d+)\.(\d)([af]?)(\+PTX)?(?=;|$)", architectures):
         built, suffix = (int(found[1]), int(found[2])), found[3]
         if suffix == "a":  # for this very architecture
             runs = built == device
         else:  # "f": for its family
             runs = built[0] == device[0] and built <= device
-            runs = runs or (not suffix and found[4] is not None and built <= device)
+            has_ptx |= not suffix and found[4] is not None and built <= device
         if runs:
-            return True
-    return False
+            return "code"
+    return "PTX" if has_ptx else None

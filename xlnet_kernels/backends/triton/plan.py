@@ -8,6 +8,7 @@ clears `plans`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import triton
 from torch import Tensor
 
 from ..._checks import allows_tf32
+from ..._first_use import compiling
 from ...dropout import threshold
 from ...ops import INPUT_NAMES
 from . import INTERPRETED, tuning
@@ -87,6 +89,12 @@ class Plan:
     def takes_quads(self, config: tuning.Config) -> bool:
         """See shift.py's `rotate`."""
         return _KEEPS_FRAGMENTS and tuning.in_quads(config, self.kind, self.capability)
+
+    def title(self, kernel: str) -> str:
+        """A kernel of this plan, for a reader."""
+        number = "".join(map(str, self.capability or ()))
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"the Triton kernel {kernel} for sm_{number} ({dtype}, head_dim {self.head_dim})"
 
     @functools.cached_property
     def takes_one_pass(self) -> bool:
@@ -170,7 +178,8 @@ def run(plan: Plan, kernel, aligned: int, count: int, given: dict[str, Any], des
     kept = plan.kernels.get(key)
     if kept is None or kernel.pre_run_hooks:
         named = {name: given[name] for name in kernel.arg_names if name != "META"} | describe()
-        compiled = kernel[(count,)](**named)
+        with contextlib.nullcontext() if INTERPRETED else compiling(plan.title(kernel.__name__)):
+            compiled = kernel[(count,)](**named)
         if _can_be_launched(compiled):
             plan.kernels[key] = compiled, named["META"]
     else:

@@ -1,0 +1,130 @@
+"""What a user hears while a first call compiles: one line, and none where nothing is compiled."""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from xlnet_kernels import _extension, _first_use, info
+from xlnet_kernels.backends import cuda
+
+
+@pytest.fixture
+def lines(caplog, monkeypatch):
+    """What is logged, and an event that the first line sets."""
+    caplog.set_level(logging.INFO, logger="xlnet_kernels")
+    said = threading.Event()
+    say = _first_use.say
+
+    def tell(what: str) -> None:
+        say(what)
+        said.set()
+
+    monkeypatch.setattr(_first_use, "say", tell)
+    return SimpleNamespace(text=lambda: [record.getMessage() for record in caplog.records], said=said)
+
+
+def test_a_triton_kernel_that_compiles_says_so_once(lines, monkeypatch):
+    plan = pytest.importorskip("xlnet_kernels.backends.triton.plan")
+    monkeypatch.setattr(plan, "INTERPRETED", False)
+    monkeypatch.setattr(_first_use, "SECONDS", 0.0)
+    launches = []
+
+    class Kernel:
+        """It "compiles" until that is said; its second launch is from the plan."""
+
+        __name__, arg_names, pre_run_hooks = "forward_kernel", ["META"], []
+
+        def __getitem__(self, grid):
+            def launch(**named):
+                assert lines.said.wait(30)
+                launches.append(grid)
+                return lambda *arguments: launches.append("kept")
+
+            return launch
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *arguments: launches.append("kept")
+
+    kernel = Kernel()
+    known = SimpleNamespace(kernels={}, title=lambda name: f"the Triton kernel {name}")
+    plan.run(known, kernel, 1, 2, {}, lambda: {"META": None})
+    assert lines.text() == ["compiling the Triton kernel forward_kernel once; a cache on disk keeps the result"]
+    known.kernels["forward_kernel", 1] = Compiled(), None
+    plan.run(known, kernel, 1, 2, {}, lambda: {"META": None})
+    assert launches == [(2,), "kept"] and len(lines.text()) == 1
+
+
+def test_a_kernel_from_a_cache_or_of_the_interpreter_says_nothing(lines, monkeypatch):
+    plan = pytest.importorskip("xlnet_kernels.backends.triton.plan")
+
+    class Kernel:
+        __name__, arg_names, pre_run_hooks = "forward_kernel", ["META"], []
+
+        def __getitem__(self, grid):
+            return lambda **named: None
+
+    known = SimpleNamespace(kernels={}, title=lambda name: name)
+    for interpreted, seconds in ((False, 3600.0), (True, 0.0)):
+        monkeypatch.setattr(plan, "INTERPRETED", interpreted)
+        monkeypatch.setattr(_first_use, "SECONDS", seconds)
+        plan.run(known, Kernel(), 1, 2, {}, lambda: {"META": None})
+    waiting = [thread for thread in threading.enumerate() if getattr(thread, "function", None) is _first_use.say]
+    for thread in waiting:
+        thread.join(30)
+    assert lines.text() == [] and not any(thread.is_alive() for thread in waiting)
+
+
+def test_a_title_names_the_kernel_the_gpu_and_the_problem(monkeypatch):
+    plan = pytest.importorskip("xlnet_kernels.backends.triton.plan")
+    known = SimpleNamespace(capability=(9, 0), dtype=torch.bfloat16, head_dim=64)
+    assert plan.Plan.title(known, "keys_kernel") == "the Triton kernel keys_kernel for sm_90 (bfloat16, head_dim 64)"
+
+
+@pytest.mark.parametrize(("capability", "count"), [((9, 0), 0), ((12, 0), 1)])
+def test_what_the_driver_compiles_from_ptx_is_said_once(lines, monkeypatch, capability, count):
+    monkeypatch.setattr(_extension, "module", SimpleNamespace(cuda_architectures="8.0;9.0a;10.0+PTX"))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    cuda._say_where_the_driver_compiles.cache_clear()
+    try:
+        for _ in range(2):
+            cuda._say_where_the_driver_compiles(0)
+    finally:
+        cuda._say_where_the_driver_compiles.cache_clear()
+    assert len(lines.text()) == count and all("for sm_120 from PTX" in text for text in lines.text())
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_check_shows_progress_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys, stream):
+    written = stream()
+    monkeypatch.setattr("sys.stderr", written)
+
+    def compare(*arguments):
+        _first_use.say("a kernel")
+        return []
+
+    problem = info.self_check.problems()[0]
+    monkeypatch.setattr(info.self_check, "problems", lambda: (problem,))
+    monkeypatch.setattr(info.self_check, "compare", compare)
+    monkeypatch.setattr(info.xlnet_kernels, "backends", lambda: {"torch": SimpleNamespace(available=True)})
+    logger = logging.getLogger("xlnet_kernels")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    assert info.check() and "All right." in capsys.readouterr().out
+    said, line = "compiling a kernel once; a cache on disk keeps the result\n", "1 of 1: plain, float32, torch"
+    if stream is Terminal:
+        clear = "\r\x1b[K"
+        assert written.getvalue() == clear + line + clear + said + clear + line + clear
+    else:
+        assert written.getvalue() == said
+    assert (logger.level, logger.propagate, list(logger.handlers)) == before

@@ -86,7 +86,7 @@ def make_extension():
         )
     except ValueError as error:
         raise SystemExit(f"{PACKAGE}: {error}") from None
-    bfloat16 = decide.bfloat16_decision(ROOT / "csrc/cpu/bfloat16/native.cpp")
+    bfloat16 = decide.bfloat16_decision(ROOT / "csrc/cpu/bfloat16/x86.cpp")
     flags = ["-O3", "-g0", "-Wno-psabi"]  # psabi: vectors are only passed within one object, to inlined functions
     if torch.backends.openmp.is_available():
         flags += decide.openmp_flags()

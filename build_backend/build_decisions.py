@@ -26,7 +26,7 @@ TORCH_REQUIREMENT = f"torch>={MIN_TORCH[0]}.{MIN_TORCH[1]}"
 BYTES_PER_JOB = 2 * 2**30
 # Programs that call the compiler that follows them
 LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")
-# Compiles csrc/cpu/bfloat16/native.cpp with its instructions
+# Compiles csrc/cpu/bfloat16/x86.cpp with its instructions
 BFLOAT16_MACRO = "XLNET_KERNELS_BFLOAT16_INSTRUCTIONS"
 
 

@@ -4,8 +4,8 @@
 #include <tuple>
 #include <utility>
 
-// Whether values of positions are looked at; elsewhere that would wait for the device. A build of a GPU's kernels for the
-// host has none of it, as there.
+// Whether values of positions are looked at; elsewhere that would wait for the device. A build of a GPU's kernels for
+// the host has none of it, as there.
 #ifndef XLNET_KERNELS_LOOKS_AT_VALUES
 #define XLNET_KERNELS_LOOKS_AT_VALUES in.query.is_cpu()
 #endif
@@ -71,8 +71,8 @@ void check_inputs(const Inputs& in) {
   const int64_t B = in.query.size(0), H = in.query.size(1), L = in.query.size(2), D = in.query.size(3);
   const int64_t K = in.key.size(2), M = in.memory_key && in.memory_key->dim() == 4 ? in.memory_key->size(2) : 0;
   const auto dtype = in.query.scalar_type();
-  const auto check = [&](const char* name, const OptionalTensor& t, at::IntArrayRef shape, at::ScalarType of) {
-    xlnet_kernels::check(name, t, shape, of, in.query);
+  const auto check = [&](const char* name, const OptionalTensor& t, at::IntArrayRef shape, at::ScalarType wanted) {
+    xlnet_kernels::check(name, t, shape, wanted, in.query);
   };
   check("key", in.key, {B, H, K, D}, dtype);
   check("value", in.value, {B, H, K, D}, dtype);

@@ -20,7 +20,7 @@ struct Rows {
   const int32_t* position;  // (B, L), position of order's rows
 };
 
-// Of the current segment (K) or of the memory before it (M)
+// Keys and values of the current segment (K) or of the memory before it (M)
 struct Keys {
   Tensor4 key, value;
 };
@@ -69,7 +69,7 @@ struct RelAttention {
   Tensor4 mask;  // bool, (B, H, L, M + K); data null: none
   Dropout dropout;
 
-  Tensor4 out, out_residual;      // storage; the latter is what rounding took from `out`, data null: not wanted
+  Tensor4 out, out_residual;      // storage; the latter is the rounding error of `out`, data null: not wanted
   void *lse, *row_max, *row_sum;  // work, (B, H, L) contiguous; forward alone writes lse
 };
 

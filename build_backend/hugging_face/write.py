@@ -39,7 +39,7 @@ LEFT_OUT = ("model", "pretraining", "integrations", "info.py", "tensor_parallel.
 LEFT_OUT += ("__main__.py", "_sources.py", "py.typed", "_build_info.json")
 NAMESPACE = "#define XLNET_KERNELS_NAMESPACE "
 CXX_FLAGS = ("-O3", "-fopenmp", "-Wno-psabi")
-# kernel-builder's GCC knows the instructions, elsewhere than on x86-64 native.cpp is empty; --build asks the compiler
+# kernel-builder's GCC knows the instructions, elsewhere than on x86-64 x86.cpp is empty; --build asks the compiler
 BFLOAT16_FLAG = f"-D{decide.BFLOAT16_MACRO}=1"
 OPS = """import torch
 
@@ -99,7 +99,7 @@ def build(folder: Path) -> Path:
     unique = hashlib.sha256((digest(folder / "csrc") + digest(folder / "torch-ext")).encode()).hexdigest()[:7]
     name = f"_{NAME}_cpu_{unique}"
     files = ["torch-ext/torch_binding.cpp", *sources(folder, "csrc/*.cpp", "csrc/cpu/**/*.cpp")]
-    bfloat16 = [BFLOAT16_FLAG] if decide.bfloat16_decision(folder / "csrc/cpu/bfloat16/native.cpp").build else []
+    bfloat16 = [BFLOAT16_FLAG] if decide.bfloat16_decision(folder / "csrc/cpu/bfloat16/x86.cpp").build else []
     objects = folder / "build-objects"
     objects.mkdir(exist_ok=True)
     cpp_extension.load(

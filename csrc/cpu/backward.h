@@ -1,4 +1,20 @@
 // Backward: probabilities again from row_max and row_sum; the scores of a tile become dS and, unshifted, its band.
+#pragma once
+
+#include "dropout.h"
+#include "gemm.h"
+#include "ordered_accumulation.h"
+#include "pack.h"
+#include "rows.h"
+#include "scores.h"
+#include "shift.h"
+#include "softmax.h"
+#include "sums.h"
+#include "tile_scheduler.h"
+#include "unread.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 template <typename T>
 struct BackwardScratch {
@@ -15,11 +31,11 @@ struct BackwardScratch {
   static constexpr int64_t STRIDE = BACKWARD_BLOCK_N + PANEL_WIDTH<T> + BAND_MARGIN;
 
   BackwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t head_dim)
-      : terms(carver, sizes), keys(carver, sizes), unread(carver, sizes.max_keys, sizes.max_window) {
+      : terms(carver, sizes), keys(carver, sizes), unread(carver, sizes.max_keys, sizes.max_window_rows) {
     carver.take(sizes.max_keys * sizes.padded_dim, key_rows);
     carver.take(sizes.max_keys * head_dim, key_panels, value_panels);
-    carver.take(sizes.max_window * sizes.padded_dim, rel_rows);
-    carver.take(sizes.max_window * head_dim, rel_panels);
+    carver.take(sizes.max_window_rows * sizes.padded_dim, rel_rows);
+    carver.take(sizes.max_window_rows * head_dim, rel_panels);
     carver.take(LANES<T> * sizes.padded_dim, spare);
     carver.take(sizes.padded_dim, out);
     carver.take(RowBlock<T>::elements(sizes), dO, dO_panels);
@@ -39,9 +55,9 @@ struct BackwardScratch {
       with_unread_as_zeros(
           window_of(p, chunk.rel_first),
           [&](const RowSequence& sequence) {
-            return pack(p, sequence, b, h, chunk.window, dim, rel_rows, spare, rel_panels);
+            return pack(p, sequence, b, h, chunk.window_rows, dim, rel_rows, spare, rel_panels);
           },
-          [&] { return unread.find_rel_rows<T>(p, chunk, sizes.run, chunk.window); });
+          [&] { return unread.find_rel_rows<T>(p, chunk, sizes.run, chunk.window_rows); });
       sums.start_shared(sizes, chunk);
     }
     keys.load(p, chunk);
@@ -151,7 +167,7 @@ static void add_query_gradients(const BackwardTask<T>& task, const RowBlock<T>& 
     const int64_t low = tile.shift[r + ROW_ROWS - 1], high = tile.shift[r] + tile.count;
     T* band[ROW_ROWS];
     for (int64_t m = 0; m < ROW_ROWS; ++m) band[m] = tile.band[r + m] + low;
-    row_product<T, A::rows>(band, 0, scratch.rel_rows + (tile.window + low) * dim, dim, high - low,
+    row_product<T, A::rows>(band, 0, scratch.rel_rows + (tile.window_start + low) * dim, dim, high - low,
                             RowPointers<T>(scratch.dQ_position + r * dim, dim).row);
   }
 }
@@ -181,7 +197,7 @@ static void add_rel_key_gradients(const BackwardTask<T>& task, const RowBlock<T>
     while (begin > 0 && tile.shift[begin - 1] < t + ROW_ROWS) --begin;
     while (end > begin && tile.shift[end - 1] + tile.count <= t) --end;
     row_product<T, A::columns>(tile.band + begin, t, block.position_query + begin * dim, dim, end - begin,
-                               RowPointers<T>(task.scratch.sums.dR + (tile.window + t) * dim, dim).row);
+                               RowPointers<T>(task.scratch.sums.dR + (tile.window_start + t) * dim, dim).row);
   }
 }
 
@@ -199,10 +215,10 @@ static void store_rows(const BackwardTask<T, Scratch>& task, const BlockRows<T>&
     if (statistics.softmax[r].is_fully_masked()) clear(sizes.padded_dim, content, position);  // keys may be NaN
     const T total = statistics.softmax[r].grad_lse, different = statistics.segments.different(r, total);
     for (int64_t d = 0; d < sizes.padded_dim; d += LANES<T>) {
-      const Vec<T> of_content = load(content + d), of_position = load(position + d);
-      add(sums.grad_content_bias + d, scale * of_content);
-      add(sums.grad_position_bias + d, scale * of_position);
-      Vec<T> all = of_content + of_position;
+      const Vec<T> content_part = load(content + d), position_part = load(position + d);
+      add(sums.grad_content_bias + d, scale * content_part);
+      add(sums.grad_position_bias + d, scale * position_part);
+      Vec<T> all = content_part + position_part;
       if (p.segments.embed != nullptr && range.is_last) {
         const Vec<T> segment = different * load(terms.different + d) + total * load(terms.same + d);
         const Vec<T> q = unscale * load(segment_query + d);
@@ -226,7 +242,7 @@ static void store_rows(const BackwardTask<T, Scratch>& task, const BlockRows<T>&
 }
 
 template <typename T>
-static void backward_rows(const BackwardTask<T>& task, const RowBlock<T>& block) {
+static void backward_block(const BackwardTask<T>& task, const RowBlock<T>& block) {
   const auto& [p, g, wanted, sizes, chunk, scratch, range, row] = task;
   const int64_t rows = block.padded(PANEL_ROWS);
   RowStatistics<T> statistics;
@@ -268,8 +284,9 @@ static bool for_each_backward_task(const RelAttention& p, const RelAttentionGrad
   Carver measure{nullptr, 0};
   Scratch(measure, sizes, p.head_dim);
   RowBlock<T>(measure, sizes);
-  const Turns turns{static_cast<int64_t*>(calloc(static_cast<size_t>(larger(p.heads, 1)), sizeof(int64_t)))};
-  if (turns.turn == nullptr) return false;
+  const OrderedAccumulation order{
+      static_cast<int64_t*>(calloc(static_cast<size_t>(larger(p.heads, 1)), sizeof(int64_t)))};
+  if (order.next_ticket == nullptr) return false;
   const auto run = [&](const Chunk& chunk, char* memory) {
     Carver carver{memory, 0};
     const Scratch scratch(carver, sizes, p.head_dim);
@@ -283,13 +300,13 @@ static bool for_each_backward_task(const RelAttention& p, const RelAttentionGrad
     if (sizes.chunks == 1) scratch.sums.add_keys(g, wanted, p, sizes, chunk);  // no other task has them
     if (!sizes.ends_run(chunk.b, p.batch)) return;
     const int64_t ticket = chunk.index * p.batch + chunk.b;
-    turns.wait(chunk.h, ticket - chunk.b % sizes.run);
+    order.wait(chunk.h, ticket - chunk.b % sizes.run);
     if (sizes.chunks > 1) scratch.sums.add_keys(g, wanted, p, sizes, chunk);
     scratch.sums.add_shared(g, wanted, p, sizes, chunk);
-    turns.pass(chunk.h, ticket);
+    order.pass(chunk.h, ticket);
   };
   const bool ran = for_each_chunk(p, sizes, threads, measure.used, parallel, run);
-  free(turns.turn);
+  free(order.next_ticket);
   return ran;
 }
 
@@ -305,7 +322,7 @@ static void backward_chunk(const BackwardTask<T>& task, RowBlock<T>& block) {
     const KeyRange some{groups * i / ranges, groups * (i + 1) / ranges, i == 0, i == ranges - 1};
     for (int64_t begin = chunk.begin; begin < chunk.end; begin += block.count) {
       load_rows(p, sizes, scratch.terms, chunk, begin, block);
-      backward_rows({p, g, wanted, sizes, chunk, scratch, some, begin - chunk.begin}, block);
+      backward_block({p, g, wanted, sizes, chunk, scratch, some, begin - chunk.begin}, block);
     }
   }
 }
@@ -315,3 +332,6 @@ static bool backward_as(const RelAttention& p, const RelAttentionGradients& g, i
   return for_each_backward_task<T, BackwardScratch<T>>(
       p, g, threads, parallel, [](const BackwardTask<T>& task, RowBlock<T>& block) { backward_chunk(task, block); });
 }
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

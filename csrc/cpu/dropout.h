@@ -1,4 +1,13 @@
 // Dropout: Philox-4x32-10 as xlnet_kernels/dropout.py defines it; 64 columns, a group, take the words of four counters.
+#pragma once
+
+#include "arithmetic.h"
+#include "kernels.h"
+#include "pack.h"
+#include "vector.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 constexpr int64_t DROPOUT_GROUP = 64, DROPOUT_BLOCK = 4 * DROPOUT_GROUP;  // columns that are drawn at a time
 
@@ -12,15 +21,16 @@ static int byte_threshold(const Dropout& dropout, uint32_t group, uint32_t row, 
   return static_cast<int>((uint64_t(dropout.threshold) + (phase >> 8)) >> 24);
 }
 
-// Of four counters one word each: its bytes as columns lie. Counter t has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+// Stores the bytes of one word of each of four counters in the order of their columns. Counter t has columns 2 t, 2 t +
+// 1, 2 t + 8 and 2 t + 9.
 INLINE void store_columns(uint8_t* to, const uint32_t* words) {
   typedef uint8_t bytes __attribute__((vector_size(16), aligned(1), may_alias));
   const bytes x = *reinterpret_cast<const bytes*>(words);
   *reinterpret_cast<bytes*>(to) = shuffle(x, x, Indices<0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15>());
 }
 
-// For each column of four groups `kept` where its byte is not below the threshold, else 0. Words are the lower halves of
-// 64-bit lanes; what stands above them is not read.
+// For each column of four groups `kept` where its byte is not below the threshold, else 0. Words are the lower halves
+// of 64-bit lanes; what stands above them is not read.
 template <typename T>
 static void block_factors(const Dropout& dropout, uint64_t group, uint32_t row, uint32_t head, T kept, T* factors) {
   constexpr int64_t WIDTH = VECTOR_BYTES / sizeof(uint64_t), VECTORS = 16 / WIDTH;
@@ -104,3 +114,6 @@ static void drop_out(const Elements& elements, const Dropout& dropout, int64_t b
   if (elements.dtype == DType::bfloat16) return drop_out_as<BFloat16>(elements, dropout, begin, end);
   drop_out_as<float>(elements, dropout, begin, end);
 }
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

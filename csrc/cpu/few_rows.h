@@ -1,5 +1,18 @@
 // Forward of few query rows, as in generation: packing a key would cost more than its products with so few rows.
 // Keys, values and rows of rel_key are read once, from where they lie. Terms, mask and softmax are forward.h's.
+#pragma once
+
+#include "dropout.h"
+#include "forward.h"
+#include "pack.h"
+#include "rows.h"
+#include "scores.h"
+#include "softmax.h"
+#include "tile_scheduler.h"
+#include "unread.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 constexpr int64_t FEW_ROWS = 4;   // query rows that go through the keys together
 constexpr int64_t FEW_SPAN = 48;  // largest difference of their positions
@@ -88,7 +101,7 @@ struct FewRowsWindow {
     for (int64_t r = 0; r < ROWS; ++r) shift[r] = block.position[ROWS - 1] - block.position[r];
   }
 
-  // Those for the chunk's keys j .. j + count - 1
+  // Rows of rel_key for the chunk's keys j .. j + count - 1
   WorkRows<T> rows(int64_t j, int64_t count, int64_t padded, T* copies) const {
     return rows_of(p, sequence, chunk.b, chunk.h, low + j, count + span, padded, copies);
   }
@@ -209,3 +222,6 @@ static bool few_rows_forward_as(const RelAttention& p, int64_t threads, Parallel
     }
   });
 }
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

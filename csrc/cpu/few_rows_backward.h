@@ -1,4 +1,11 @@
 // Backward of few query rows: as backward.h, with products that read keys, values and rows of rel_key where they lie.
+#pragma once
+
+#include "backward.h"
+#include "few_rows.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 template <typename T>
 struct FewRowsBackwardScratch {
@@ -10,7 +17,7 @@ struct FewRowsBackwardScratch {
   ChunkSums<T> sums;
 
   FewRowsBackwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t /*head_dim*/)
-      : terms(carver, sizes), keys(carver, sizes), unread(carver, sizes.max_keys, sizes.max_window) {
+      : terms(carver, sizes), keys(carver, sizes), unread(carver, sizes.max_keys, sizes.max_window_rows) {
     carver.take(FEW_KEYS * sizes.padded_dim, key_copies);
     carver.take((FEW_KEYS + FEW_SPAN) * sizes.padded_dim, rel_copies);
     carver.take(sizes.padded_dim, spare, out);
@@ -83,7 +90,7 @@ static void few_rows_backward(const BackwardTask<T, FewRowsBackwardScratch<T>>& 
     add_query_gradients();
     if (!are_finite(scratch.dQ_content, ROWS * dim) || !are_finite(scratch.dQ_position, ROWS * dim)) {
       keys.unread = scratch.unread.template find_keys<T>(p, chunk, keys, chunk.keys);
-      window.sequence.unread = scratch.unread.template find_rel_rows<T>(p, chunk, 1, chunk.window);
+      window.sequence.unread = scratch.unread.template find_rel_rows<T>(p, chunk, 1, chunk.window_rows);
       clear(ROWS * dim, scratch.dQ_content, scratch.dQ_position);  // of this tile alone: there is no other
       add_query_gradients();
     }
@@ -123,3 +130,6 @@ static bool few_rows_backward_as(const RelAttention& p, const RelAttentionGradie
       p, g, threads, parallel,
       [](const BackwardTask<T, Scratch>& task, RowBlock<T>& block) { few_rows_backward_chunk(task, block); });
 }
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

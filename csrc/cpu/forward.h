@@ -1,4 +1,18 @@
 // Forward: scores of a tile in place of the shifted band, online softmax, the output in the work type until the end.
+#pragma once
+
+#include "dropout.h"
+#include "gemm.h"
+#include "pack.h"
+#include "rows.h"
+#include "scores.h"
+#include "shift.h"
+#include "softmax.h"
+#include "tile_scheduler.h"
+#include "unread.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 template <typename T>
 struct ForwardScratch {
@@ -11,7 +25,7 @@ struct ForwardScratch {
   ForwardScratch(Carver& carver, const Sizes<T>& sizes, int64_t head_dim)
       : terms(carver, sizes), keys(carver, sizes), unread(carver, sizes.max_keys, 0) {
     carver.take(sizes.max_keys * head_dim, key_panels);
-    carver.take(sizes.max_window * head_dim, rel_panels);
+    carver.take(sizes.max_window_rows * head_dim, rel_panels);
     carver.take(sizes.max_keys * sizes.padded_dim, value_rows);
     carver.take(LANES<T> * sizes.padded_dim, spare);
     carver.take(BLOCK_M * sizes.padded_dim, out);
@@ -24,7 +38,7 @@ struct ForwardScratch {
     T* const none = nullptr;
     if (sizes.starts_run(b)) {
       terms.load(p, h, dim);
-      pack(p, window_of(p, chunk.rel_first), b, h, chunk.window, dim, none, spare, rel_panels);
+      pack(p, window_of(p, chunk.rel_first), b, h, chunk.window_rows, dim, none, spare, rel_panels);
     }
     keys.load(p, chunk);
     pack(p, keys_of(p, p.memory.key, p.keys.key, chunk), b, h, chunk.padded_keys, dim, none, spare, key_panels);
@@ -64,7 +78,7 @@ static void store_rows(const RelAttention& p, const Sizes<T>& sizes, const Chunk
     // Where all scores that a row sees are -inf it is NaN, as softmax has it.
     if (softmax.row_sum[r] == 0 && sees_any_key<T>(p, chunk, ranks, row_index, block.position[r]))
       softmax.row_sum[r] = NAN;
-    softmax.finish(r, out, sizes.padded_dim);
+    softmax.normalize(r, out, sizes.padded_dim);
     write_rounded(p, block.b, block.h, row_index, out);
     static_cast<T*>(p.row_max)[index] = softmax.row_max[r];
     static_cast<T*>(p.row_sum)[index] = softmax.row_sum[r];
@@ -72,8 +86,8 @@ static void store_rows(const RelAttention& p, const Sizes<T>& sizes, const Chunk
 }
 
 template <typename T>
-static void forward_rows(const RelAttention& p, const Sizes<T>& sizes, const RowBlock<T>& block, const Chunk& chunk,
-                         const ForwardScratch<T>& scratch) {
+static void forward_block(const RelAttention& p, const Sizes<T>& sizes, const RowBlock<T>& block, const Chunk& chunk,
+                          const ForwardScratch<T>& scratch) {
   const int64_t rows = block.padded(ROW_ROWS), dim = sizes.padded_dim;
   OnlineSoftmax<T> softmax;
   clear(rows * dim, scratch.out);
@@ -109,7 +123,10 @@ static bool forward_as(const RelAttention& p, int64_t threads, Parallel parallel
     if (!sizes.ends_run(chunk.b, p.batch)) prefetch_inputs(p, chunk.b + 1, chunk.h);
     for (int64_t row = chunk.begin; row < chunk.end; row += block.count) {
       load_rows(p, sizes, scratch.terms, chunk, row, block);
-      forward_rows(p, sizes, block, chunk, scratch);
+      forward_block(p, sizes, block, chunk, scratch);
     }
   });
 }
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

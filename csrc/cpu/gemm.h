@@ -4,6 +4,15 @@
 // (docs/math.md): the relative shift costs nothing but the address. Two layouts of B:
 //   panels: [n / LANES][k][LANES], for products over head_dim (K^T, R^T, V^T);
 //   rows:   [k][n], for products over keys or query rows (V, K, R, Q, dO).
+#pragma once
+
+#include "vector.h"
+#ifdef MULTIPLIES_BY_LANE
+#include "tile_neon.h"
+#endif
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 // Where A(m, k) is: a[m][k], a[k][offset + m], or a[0][k * ROWS + m]
 enum class A { rows, columns, panel };
@@ -37,10 +46,6 @@ INLINE void multiply_step_by_lane(const T* left, const T* b, int64_t column_stri
       for (int v = 0; v < COLUMNS; ++v) sum[m + lane][v] += numbers[lane] * right[v];
   }
 }
-
-#ifdef MULTIPLIES_BY_LANE
-#include "tile_neon.h"
-#endif
 
 // One register tile of ROWS x COLUMNS vectors, stored in C or, unless FIRST, added to it: a sum that started from C
 // would be rounded as C is at each step.
@@ -81,8 +86,8 @@ static __attribute__((noinline)) void panel_product(const T* row_panel, const T*
                                                         column);
 }
 
-// The same of those of PANEL_WIDTH columns that hold something of columns begin .. end - 1, by whole vectors. `panels`
-// starts at `column`.
+// The product for those vectors of PANEL_WIDTH columns that overlap columns begin .. end - 1. `panels` starts at
+// `column`.
 template <typename T, bool FIRST>
 INLINE void panel_product(const T* row_panel, const T* panels, int64_t depth, T* const* c, int64_t column,
                           int64_t begin, int64_t end) {
@@ -161,3 +166,6 @@ struct RowPointers {
     for (int64_t m = 0; m < static_cast<int64_t>(sizeof(row) / sizeof(row[0])); ++m) row[m] = first + m * stride;
   }
 };
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

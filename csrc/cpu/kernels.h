@@ -1,4 +1,4 @@
-// The face of the CPU kernels: one table of functions per instruction set, chosen once at run time.
+// Interface of the CPU kernels: one table of functions per instruction set, chosen once at run time.
 #pragma once
 
 #include "../rel_attention.h"
@@ -6,7 +6,7 @@
 namespace xlnet_kernels::cpu {
 
 // Runs task(context, slot) for slots 0 .. slots-1, in parallel where it can; any order and any grouping is fine, since
-// slots draw their work from one ascending counter (schedule.h).
+// slots draw their work from one ascending counter (chunks.h).
 using Parallel = void (*)(int64_t slots, void (*task)(void* context, int64_t slot), void* context);
 
 struct Products;  // bfloat16/products.h

@@ -1,18 +1,5 @@
 #if defined(__x86_64__)
 
-#include <math.h>
-#include <sched.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC target("avx2,fma")
-#endif
-
 #define NAMESPACE avx2
 #define INSTANCE_NAME "avx2"
 #define KERNELS avx2_kernels
@@ -22,6 +9,14 @@
 #define PANEL_TILE_COLUMNS 2
 #define ROW_TILE_ROWS 6
 #define ROW_TILE_COLUMNS 2
+#include "instruction_set.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma")
+#endif
+
 #include "instance.h"
 
 #if defined(__clang__)

@@ -1,19 +1,5 @@
 #if defined(__x86_64__)
 
-#include <math.h>
-#include <sched.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"))), \
-                             apply_to = function)
-#else
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
-#endif
-
 #define NAMESPACE avx512
 #define INSTANCE_NAME "avx512"
 #define KERNELS avx512_kernels
@@ -23,6 +9,15 @@
 #define PANEL_TILE_COLUMNS 2
 #define ROW_TILE_ROWS 6
 #define ROW_TILE_COLUMNS 4
+#include "instruction_set.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"))), \
+                             apply_to = function)
+#else
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
+#endif
+
 #include "instance.h"
 
 #if defined(__clang__)

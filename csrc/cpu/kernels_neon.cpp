@@ -1,13 +1,5 @@
 #if defined(__aarch64__)
 
-#include <arm_neon.h>
-#include <math.h>
-#include <sched.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-
 #define NAMESPACE neon
 #define INSTANCE_NAME "neon"
 #define KERNELS neon_kernels

@@ -1,4 +1,12 @@
 // Storage -> work: rows converted, padded with zeros, transposed where a product runs over head_dim.
+#pragma once
+
+#include "chunks.h"
+#include "scratch.h"
+#include "vector.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 INLINE float as_work(uint32_t bits) {
   float x;
@@ -110,10 +118,10 @@ static void read_row(const RelAttention& p, const Tensor4& t, int64_t b, int64_t
 
 INLINE int64_t bytes_of(DType dtype) { return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2; }
 
-constexpr int64_t ROWS_AHEAD = 16;  // rows that are asked for before they are read
+constexpr int64_t ROWS_AHEAD = 16;  // rows between the one that is read and the one that is prefetched
 
-// Asks for a row that is read or written soon. Those of one head lie far apart where heads share rows: the processor
-// does not see them coming. `size`: bytes of a number.
+// Prefetches a row that is read or written soon, because the hardware does not predict rows of one head that lie far
+// apart. `size`: bytes of a number.
 INLINE void prefetch_row(const RelAttention& p, const Tensor4& t, int64_t b, int64_t h, int64_t row, int64_t size) {
   if (t.data == nullptr || t.stride[3] != 1) return;
   const char* data = static_cast<const char*>(t.data) + row_start(t, b, h, row) * size;
@@ -123,7 +131,7 @@ INLINE void prefetch_rows(const RelAttention& p, const Tensor4& t, int64_t b, in
   for (int64_t row = 0; row < rows; ++row) prefetch_row(p, t, b, h, row, bytes_of(p.dtype));
 }
 
-// Those of a run's next sequence, which lie where no hardware expects them
+// Prefetches the rows of a run's next sequence, because the hardware does not predict where they lie.
 INLINE void prefetch_inputs(const RelAttention& p, int64_t b, int64_t h) {
   prefetch_rows(p, p.rows.query, b, h, p.length);
   prefetch_rows(p, p.keys.key, b, h, p.key_len);
@@ -131,11 +139,11 @@ INLINE void prefetch_inputs(const RelAttention& p, int64_t b, int64_t h) {
   prefetch_rows(p, p.out, b, h, p.length);
 }
 
-// The largest finite number of a 16-bit dtype: where rounding gives infinity, the residual is counted from here.
+// The largest finite number of a 16-bit dtype: the residual is relative to it where rounding gives infinity.
 INLINE float largest_of(DType dtype) { return dtype == DType::float16 ? 65504.f : as_work(0x7f7f0000u); }
 INLINE float clamped(float x, float largest) { return x > largest ? largest : x < -largest ? -largest : x; }
 
-// Row `row` of the output, which is rounded, and what rounding took from it where that is wanted. `from` is changed.
+// Writes row `row` of the output, rounded, and where it is wanted the rounding error. `from` is changed.
 INLINE void write_rounded(const RelAttention& p, int64_t b, int64_t h, int64_t row, float* from) {
   const int64_t start = row_start(p.out, b, h, row), stride = p.out.stride[3];
   write(p.dtype, from, p.head_dim, p.out.data, start, stride);
@@ -286,3 +294,6 @@ static bool pack(const RelAttention& p, const RowSequence& sequence, int64_t b, 
   }
   return finite;
 }
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

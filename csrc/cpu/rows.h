@@ -1,4 +1,15 @@
 // Load: a block of query rows in the order of their positions, with the biases of each term.
+#pragma once
+
+#include "chunks.h"
+#include "mask.h"
+#include "pack.h"
+#include "segments.h"
+#include "softmax.h"
+#include "tile_sizes.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 // Biases of one head in the work type
 template <typename T>
@@ -107,3 +118,6 @@ static void load_rows(const RelAttention& p, const Sizes<T>& sizes, const HeadTe
   transpose_row_panels(block.content_query, block.count, dim, p.head_dim, block.content_panels);
   transpose_row_panels(block.position_query, block.count, dim, p.head_dim, block.position_panels);
 }
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

@@ -1,11 +1,21 @@
 // The score of a tile, term by term: position, content, then segments and mask in one pass over each row.
+#pragma once
+
+#include "gemm.h"
+#include "mask.h"
+#include "rows.h"
+#include "segments.h"
+#include "shift.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 // (q + v).r, into the band: each panel of rows needs just its own part of the window.
 template <typename T>
 static void position_scores(const RelAttention& p, const RowBlock<T>& block, const T* rel_panels, const Tile<T>& tile) {
   const int64_t rows = block.padded(PANEL_ROWS), end = tile.shift[0] + tile.count;
   for (int64_t column = 0; column < end; column += PANEL_WIDTH<T>) {
-    const T* panels = rel_panels + (tile.window + column) * p.head_dim;
+    const T* panels = rel_panels + (tile.window_start + column) * p.head_dim;
     for (int64_t r = 0; r < rows; r += PANEL_ROWS)
       panel_product<T, true>(block.position_panels + r * p.head_dim, panels, p.head_dim, tile.band + r, column,
                              tile.shift[r + PANEL_ROWS - 1], tile.shift[r] + tile.count);
@@ -146,3 +156,6 @@ static VisibleKeys<T> segments_and_mask(const RelAttention& p, const KeyTerms& k
   }
   return visible;
 }
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

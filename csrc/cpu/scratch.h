@@ -1,8 +1,10 @@
 // The memory that threads work in.
+#pragma once
 
-INLINE int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+#include "arithmetic.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 // `count` zeros each
 template <typename... T>
@@ -61,3 +63,6 @@ struct Scratch {
  private:
   static inline void* kept = nullptr;
 };
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

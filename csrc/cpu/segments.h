@@ -1,7 +1,17 @@
 // The segment term, (q_i + b).s[different?(i, j)]. Softmax does not see what all keys of a row share: scores get
 // (q + b).(s1 - s0) where segments differ, and (q + b).s0 is left to the log-sum-exp.
+#pragma once
 
-// Of one head, in the work type
+#include "chunks.h"
+#include "pack.h"
+#include "scratch.h"
+#include "tile_sizes.h"
+#include "vector.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
+
+// Biases and embeddings of one head, in the work type
 template <typename T>
 struct SegmentTerms {
   T *bias, *same, *different;  // b, s0, s1 - s0; zeros where there are none
@@ -16,13 +26,13 @@ struct SegmentTerms {
   }
 };
 
-// Of a block of rows
+// The term's part of a block of rows
 template <typename T>
 struct SegmentRows {
   T* query;                               // q + b, scaled as all queries are
   T same[MAX_ROWS], different[MAX_ROWS];  // (q + b).s0, (q + b).(s1 - s0)
 
-  // Row r of `query` holds q before. Where there are no segments nobody asks for q + b.
+  // Replaces q in row r of `query` by q + b, scaled. Leaves it alone without segments, because nothing reads it then.
   void load_row(const RelAttention& p, const SegmentTerms<T>& terms, int64_t r, T scale, int64_t padded_dim) {
     same[r] = different[r] = 0;
     if (p.segments.embed == nullptr) return;
@@ -39,7 +49,7 @@ struct SegmentRows {
   }
 };
 
-// Segments of a chunk's keys, padded to whole vectors; nothing is read where there are no segments
+// Segments of a chunk's keys, padded to whole vectors; not loaded for calls without segments
 struct KeySegments {
   int32_t* id;
 
@@ -86,7 +96,7 @@ struct SegmentSums {
   }
 };
 
-// The same of a block of rows
+// SegmentSums of each row of a block, added up over lanes
 template <typename T>
 struct SegmentRowSums {
   T dS[MAX_ROWS], dS_different[MAX_ROWS], P_different[MAX_ROWS];
@@ -102,7 +112,10 @@ struct SegmentRowSums {
     P_different[r] += sum<T>(sums.P_different);
   }
 
-  // Sum of dS over keys of another segment. All of a row's dS adds up to grad_lse. What it adds up to instead is the
-  // rounding of delta, which dS holds in proportion to P: a bias that the sums over rows would not average out.
+  // Sum of dS over keys of another segment, without delta's rounding error: a row's dS adds up to grad_lse but for that
+  // error, which is spread in proportion to P. It is subtracted because sums over rows would not average it out.
   T different(int64_t r, T grad_lse) const { return dS_different[r] - (dS[r] - grad_lse) * P_different[r]; }
 };
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

@@ -1,6 +1,15 @@
-// The relative shift, by aliasing: row r of the band holds (q_r + v).R[t] for t = window, window + 1, ...; the same
+// The relative shift, by aliasing: row r of the band holds (q_r + v).R[t] for t = window_start, ...; the same
 // memory, read from shift[r] on, is the row's scores, key by key. Backward goes the same way back: dS, stored through
 // the shifted rows, is the band of dS once the corners around it are zero.
+#pragma once
+
+#include "chunks.h"
+#include "gemm.h"
+#include "rows.h"
+#include "tile_sizes.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 constexpr int64_t BAND_MARGIN = 16;  // zeros on both sides of a row of dS
 static_assert(BAND_MARGIN >= ROW_ROWS && BAND_MARGIN >= PANEL_ROWS, "a margin is at least a register tile high");
@@ -9,7 +18,7 @@ template <typename T>
 struct Tile {
   int64_t first, count;    // of the chunk's keys
   int64_t first_key;       // the same among all keys
-  int64_t window;          // packed row of rel_key at band column 0
+  int64_t window_start;    // packed row of rel_key at band column 0
   int64_t shift[BLOCK_M];  // descending
   T* band[BLOCK_M];
   T* score[BLOCK_M];  // band[r] + shift[r]
@@ -25,11 +34,11 @@ struct Tile {
     const int64_t last_position = chunk.last_position;
     const int64_t low = last_position - block.position[block.count - 1] + first;
     const int64_t span = block.position[block.count - 1] - block.position[0];
-    window = low / LANES<T> * LANES<T>;
+    window_start = low / LANES<T> * LANES<T>;
     int64_t stride = round_up(2 * BAND_MARGIN + span + count + 3 * PANEL_WIDTH<T>, LANES<T>);
     if (stride * sizeof(T) % 1024 == 0) stride += LANES<T>;  // rows a power of two apart would fight for cache sets
     for (int64_t r = 0; r < rows; ++r) {
-      shift[r] = last_position - block.position[smaller(r, block.count - 1)] + first - window;
+      shift[r] = last_position - block.position[smaller(r, block.count - 1)] + first - window_start;
       band[r] = buffer + r * stride + BAND_MARGIN;
       score[r] = band[r] + shift[r];
     }
@@ -55,3 +64,6 @@ struct Tile {
     }
   }
 };
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

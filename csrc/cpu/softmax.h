@@ -1,4 +1,12 @@
 // Softmax, in powers of 2: queries are scaled by log2(e), so that exp2 is all it takes.
+#pragma once
+
+#include "scratch.h"
+#include "tile_sizes.h"
+#include "vector.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 constexpr double LOG2E = 1.44269504088896340736, LN2 = 0.69314718055994530942;
 
@@ -14,8 +22,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Takes in the largest of the first `visible` scores of row r. What `out` and the row's sum hold so far is multiplied
-  // by `factor`. Returns how many of the scores count: all or none.
+  // Updates row_max by the largest of the first `visible` scores of row r, and multiplies `out` and row_sum by
+  // `factor`. Returns the number of scores that count: all or none.
   int64_t take_max(int64_t r, int64_t visible, T tile_max, const T* score, T* out, int64_t padded_dim, T& factor) {
     factor = 1;
     if (tile_max == -static_cast<T>(INFINITY)) {  // nothing visible, or NaN throughout, which must not vanish
@@ -35,7 +43,7 @@ struct OnlineSoftmax {
   }
 
   // `count` scores of row r, of which the first `visible` may be seen and `tile_max` is the largest, become
-  // probabilities, to be divided by row_sum in the end. What `out` holds so far is rescaled.
+  // probabilities, to be divided by row_sum in the end. `out` is rescaled.
   ROW_LOOP void step(int64_t r, int64_t visible, int64_t count, T tile_max, T* score, T* out, int64_t padded_dim) {
     T factor;
     visible = take_max(r, visible, tile_max, score, out, padded_dim, factor);
@@ -51,20 +59,20 @@ struct OnlineSoftmax {
   }
 
   // Normalizes the output; fully masked rows are zero, even where it is NaN.
-  void finish(int64_t r, T* out, int64_t padded_dim) const {
+  void normalize(int64_t r, T* out, int64_t padded_dim) const {
     if (row_sum[r] == 0) return clear(padded_dim, out);
     const T inverse = 1 / row_sum[r];
     for (int64_t d = 0; d < padded_dim; d += LANES<T>) store(out + d, load(out + d) * inverse);
   }
 
-  // `shared`: what all scores of the row have in addition
+  // `shared`: a term of all scores of the row, which they do not contain
   T lse(int64_t r, T shared) const {
     if (row_sum[r] == 0) return -static_cast<T>(INFINITY);  // whatever `shared` is
     return (row_max[r] + shared) * static_cast<T>(LN2) + static_cast<T>(log(row_sum[r]));
   }
 };
 
-// What turns the scores of a row back into probabilities, and dP into dS
+// Statistics of a row: from its scores come the probabilities again, from dP comes dS.
 template <typename T>
 struct SoftmaxRow {
   T row_max, inverse;  // as OnlineSoftmax left them; 1 / row_sum, 0 for fully masked rows
@@ -95,3 +103,6 @@ struct SoftmaxRow {
     return select<T>(hidden(score), Vec<T>{}, P * (dP - delta));
   }
 };
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

@@ -1,4 +1,14 @@
-// Gradients of what rows share: summed over the rows of a chunk, then added to the results.
+// Gradients that are sums over query rows: added up over a chunk, then added to the results.
+#pragma once
+
+#include "chunks.h"
+#include "pack.h"
+#include "scratch.h"
+#include "softmax.h"
+#include "vector.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 // Which products the wanted gradients need
 struct Wanted {
@@ -21,7 +31,7 @@ INLINE void add_row(const Tensor4& to, int64_t b, int64_t h, int64_t row, const 
   for (; d < head_dim; ++d) start[d * to.stride[3]] += factor * from[d];
 }
 
-// Of the biases and the segment embeddings of one head
+// Gradients of the biases and the segment embeddings of one head
 template <typename T>
 struct ParameterSums {
   T *grad_content_bias, *grad_position_bias, *grad_segment_bias, *grad_same, *grad_different;
@@ -51,7 +61,7 @@ struct ChunkSums : ParameterSums<T> {
 
   void carve(Carver& carver, const Sizes<T>& sizes) {
     carver.take((sizes.max_keys + ROW_ROWS) * sizes.padded_dim, dK, dV);  // the last register tile is a whole one
-    carver.take(sizes.max_window * sizes.padded_dim, dR);
+    carver.take(sizes.max_window_rows * sizes.padded_dim, dR);
     this->carve_parameters(carver, sizes.padded_dim);
   }
 
@@ -60,7 +70,7 @@ struct ChunkSums : ParameterSums<T> {
   }
 
   void start_shared(const Sizes<T>& sizes, const Chunk& chunk) const {
-    clear(chunk.window * sizes.padded_dim, dR);
+    clear(chunk.window_rows * sizes.padded_dim, dR);
     this->start_parameters(sizes.padded_dim);
   }
 
@@ -69,21 +79,24 @@ struct ChunkSums : ParameterSums<T> {
     const T unscale = static_cast<T>(LN2);
     const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim;
     for (int64_t j = 0; j < chunk.keys; ++j) {
-      const int64_t of_all = chunk.first_key + j, row = of_all < p.mem_len ? of_all : of_all - p.mem_len;
-      const Keys& to = of_all < p.mem_len ? g.memory : g.keys;
+      const int64_t key = chunk.first_key + j, row = key < p.mem_len ? key : key - p.mem_len;
+      const Keys& to = key < p.mem_len ? g.memory : g.keys;
       if (wanted.key) add_row(to.key, b, h, row, dK + j * dim, unscale, p.head_dim);
       if (wanted.value) add_row(to.value, b, h, row, dV + j * dim, T(1), p.head_dim);
     }
   }
 
-  // What a run of sequences shares: rel_key and the parameters
+  // Gradients that a run of sequences shares: rel_key and the parameters
   void add_shared(const RelAttentionGradients& g, const Wanted& wanted, const RelAttention& p, const Sizes<T>& sizes,
                   const Chunk& chunk) const {
     const T unscale = static_cast<T>(LN2);
     const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim;
     if (wanted.rel_key)
-      for (int64_t t = larger(0, -chunk.rel_first); t < chunk.window && chunk.rel_first + t < p.rel_len; ++t)
+      for (int64_t t = larger(0, -chunk.rel_first); t < chunk.window_rows && chunk.rel_first + t < p.rel_len; ++t)
         add_row(g.rel_key, b, h, chunk.rel_first + t, dR + t * dim, unscale, p.head_dim);
     this->add_parameters(g, p, h);
   }
 };
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

@@ -3,6 +3,12 @@
 //
 // v8 to v31: sums, two a row. v0 to v3: 12 numbers of A for each step of the depth, two vectors at a time. v4 and v6: a
 // row of B; v5 and v7: the next one.
+#pragma once
+
+#include "vector.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 // clang-format off
 
@@ -45,7 +51,7 @@
   "ldr q2, [%[a]], #16\n\t"          \
   TWELVE_ROWS(0, 1, 2, 4, 6)
 
-// Of each row of C, where its pointer is and its sums
+// DO(offset of a row's pointer, registers of its two sums) for each row of C
 #define EACH_ROW(DO)                                          \
   DO(0, 8, 9) DO(8, 10, 11) DO(16, 12, 13) DO(24, 14, 15)     \
   DO(32, 16, 17) DO(40, 18, 19) DO(48, 20, 21) DO(56, 22, 23) \
@@ -116,3 +122,6 @@ INLINE void multiply_tile(const float* a, const float* b, int64_t row_stride, in
 #undef STORE
 #undef ADD
 #undef MULTIPLY
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

@@ -1,5 +1,15 @@
-// Rows of keys, values and rel_key that hold NaN or infinity and that no query row of a chunk reads, as those of padding
-// may: they count as zeros, because zero times NaN would be NaN. Nothing is looked at where all numbers are finite.
+// Rows of keys, values and rel_key that hold NaN or infinity and that no query row of a chunk reads, as those of
+// padding may: they count as zeros, because zero times NaN would be NaN. Nothing is looked at where all numbers are
+// finite.
+#pragma once
+
+#include "chunks.h"
+#include "mask.h"
+#include "pack.h"
+#include "scratch.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 template <typename T>
 static bool is_finite_row(const RelAttention& p, const Tensor4& t, int64_t b, int64_t h, int64_t row) {
@@ -31,22 +41,21 @@ static void with_unread_as_zeros(RowSequence sequence, Use use, Find find) {
   if (sequence.unread != nullptr) use(sequence);
 }
 
-// Of a chunk
+// Flags of a chunk's unread rows
 struct Unread {
   bool *keys, *rel_rows;  // by packed row
 
-  Unread(Carver& carver, int64_t max_keys, int64_t max_window)
-      : keys(carver.take<bool>(max_keys)), rel_rows(carver.take<bool>(max_window)) {}
+  Unread(Carver& carver, int64_t max_keys, int64_t max_window_rows)
+      : keys(carver.take<bool>(max_keys)), rel_rows(carver.take<bool>(max_window_rows)) {}
 
   // Finds them among the first `count` keys, or values, of a sequence: null if there are none.
   template <typename T>
   const bool* find_keys(const RelAttention& p, const Chunk& chunk, const RowSequence& sequence, int64_t count) const {
-    return find<T>(p, chunk, sequence, count, keys, [&](int64_t j) {
-      return is_seen(p, chunk, chunk.b, [&](int64_t) { return chunk.first_key + j; });
-    });
+    return find<T>(p, chunk, sequence, count, keys,
+                   [&](int64_t j) { return is_seen(p, chunk, chunk.b, [&](int64_t) { return chunk.first_key + j; }); });
   }
 
-  // The same of the window of rel_key, which the chunks of `sequences` sequences share
+  // Finds them in the window of rel_key, which the chunks of `sequences` sequences share.
   template <typename T>
   const bool* find_rel_rows(const RelAttention& p, const Chunk& chunk, int64_t sequences, int64_t count) const {
     return find<T>(p, chunk, window_of(p, chunk.rel_first), count, rel_rows, [&](int64_t t) {
@@ -71,3 +80,6 @@ struct Unread {
     return any ? unread : nullptr;
   }
 };
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

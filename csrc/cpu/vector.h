@@ -1,5 +1,11 @@
-// Vectors of VECTOR_BYTES bytes through the compiler's vector extension: the same source for AVX-512, AVX2, NEON and
-// plain C++. Included once per instruction set, inside that set's namespace.
+// Vectors of VECTOR_BYTES bytes through the compiler's vector extension: one source for AVX-512, AVX2, NEON and plain
+// C++.
+#pragma once
+
+#include "instruction_set.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 template <typename T>
 struct VectorOf;
@@ -128,7 +134,7 @@ INLINE V shuffle(V a, V b, Indices<LANE...>) {
 template <int64_t STEP, int64_t... LANE>
 Indices<(LANE ^ STEP)...> partners(Indices<LANE...>);
 
-// Of two vectors, interleaved: their first halves, or from OFFSET = N / 2 on their second ones
+// Lanes that interleave two vectors: their first halves, or with OFFSET = N / 2 their second ones
 template <int64_t OFFSET, int64_t... LANE>
 Indices<(LANE / 2 + LANE % 2 * int64_t(sizeof...(LANE)) + OFFSET)...> interleaved(Indices<LANE...>);
 
@@ -221,3 +227,6 @@ template <typename T>
 INLINE bool is_finite(T x) {
   return x - x == 0;
 }
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

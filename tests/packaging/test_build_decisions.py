@@ -246,10 +246,10 @@ def test_cuda_home_is_that_of_a_compiler_behind_a_script(tmp_path):
 def test_bfloat16_instructions_are_compiled_where_the_compiler_takes_them(tmp_path, code, build):
     if sys.platform != "linux" or platform.machine() != "x86_64":
         pytest.skip("they are of x86-64 Linux")
-    source = tmp_path / "native.cpp"
+    source = tmp_path / "x86.cpp"
     source.write_text(code)
     decision = decide.bfloat16_decision(source)
-    assert decision.build == build and "native.cpp" in decision.reason
+    assert decision.build == build and "x86.cpp" in decision.reason
 
 
 @pytest.mark.parametrize(
@@ -257,11 +257,11 @@ def test_bfloat16_instructions_are_compiled_where_the_compiler_takes_them(tmp_pa
     [("Linux", "aarch64", True), ("Darwin", "arm64", True), ("Darwin", "x86_64", False), ("Linux", "riscv64", False)],
 )
 def test_bfloat16_instructions_of_other_processors(tmp_path, system, machine, build):
-    source = tmp_path / "native.cpp"
+    source = tmp_path / "x86.cpp"
     source.write_text("x86-64 alone compiles this")
     assert decide.bfloat16_decision(source, system=system, machine=machine).build == build
 
 
 def test_bfloat16_instructions_need_a_compiler(tmp_path):
-    decision = decide.bfloat16_decision(tmp_path / "native.cpp", {"CXX": "no-such-compiler", "PATH": ""})
+    decision = decide.bfloat16_decision(tmp_path / "x86.cpp", {"CXX": "no-such-compiler", "PATH": ""})
     assert not decision.build and "no-such-compiler" in decision.reason

@@ -80,13 +80,13 @@ void pack_panel(const uint16_t* b, int64_t depth, uint16_t* to) {
 
 // clang-format on
 
-// The rows at `to` = those at `from` + A B; the depth is whole DEPTH_STEPs: a turn of the loop is half of one
+// The rows at `to` = those at `from` + A B; the depth is whole DEPTH_STEPs: an iteration takes half of one
 void multiply_tile(const uint16_t* a, const uint16_t* b, int64_t depth, const float* const* from, float* const* to) {
-  int64_t turns = depth / 16;
+  int64_t iterations = depth / 16;
   asm volatile(ALL_ROWS(LOAD, from) "1:\n\t" STEP STEP STEP STEP
-                                    "subs %[turns], %[turns], #1\n\t"
+                                    "subs %[iterations], %[iterations], #1\n\t"
                                     "b.ne 1b\n\t" ALL_ROWS(STORE, to)
-               : [a] "+r"(a), [b] "+r"(b), [turns] "+r"(turns)
+               : [a] "+r"(a), [b] "+r"(b), [iterations] "+r"(iterations)
                : [from] "r"(from), [to] "r"(to)
                : "x9", "x10", "cc", "memory", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v8", "v9", "v10", "v11", "v12",
                  "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26",

@@ -1,10 +1,25 @@
 // Backward in bfloat16: as backward.h, but for the products. P and dS are rounded once, for theirs. Gradients that sum
 // over rows are kept transposed, [panel of 16 keys][D][16]: rows of dS are then pairs without being transposed.
+#pragma once
 
-// Of the rows of a tile, in 16 bits: A of products over keys, and what products over rows are made of
+#include "../backward.h"
+#include "../dropout.h"
+#include "../ordered_accumulation.h"
+#include "../softmax.h"
+#include "../sums.h"
+#include "../tile_scheduler.h"
+#include "../unread.h"
+#include "operands.h"
+#include "products.h"
+#include "scores.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
+
+// P, dS and its band for a tile, in 16 bits: A of products over keys, and the source of products over rows
 struct BFloat16Gradients {
   uint16_t *P, *dS, *band;  // rows STRIDE apart, the band's as the tile has them
-  uint16_t* pairs;          // of one of them, across rows
+  uint16_t* pairs;          // one of these three, as pairs across rows
 };
 
 // dK, dV and dR of a chunk, and the column sums of dS and of its band, times which the biases are part of dK and dR
@@ -13,17 +28,17 @@ struct BFloat16Sums : ParameterSums<float> {
 
   void carve(Carver& carver, const BFloat16Sizes& sizes) {
     carver.take(sizes.max_keys * sizes.columns, dK, dV);
-    carver.take(sizes.max_window * sizes.columns, dR);
+    carver.take(sizes.max_window_rows * sizes.columns, dR);
     carver.take(sizes.max_keys, dS_sums);
-    carver.take(sizes.max_window, band_sums);
+    carver.take(sizes.max_window_rows, band_sums);
     carve_parameters(carver, sizes.padded_dim);
   }
 
-  void start(const BFloat16Sizes& sizes, int64_t window) const {
+  void start(const BFloat16Sizes& sizes, int64_t window_rows) const {
     clear(sizes.max_keys * sizes.columns, dK, dV);
-    clear(window * sizes.columns, dR);
+    clear(window_rows * sizes.columns, dR);
     clear(sizes.max_keys, dS_sums);
-    clear(window, band_sums);
+    clear(window_rows, band_sums);
     start_parameters(sizes.padded_dim);
   }
 
@@ -53,7 +68,7 @@ struct BFloat16Sums : ParameterSums<float> {
   }
 
   void add_to(const RelAttentionGradients& g, const Wanted& wanted, const RelAttention& p, const BFloat16Sizes& sizes,
-              const Chunk& chunk, int64_t window, const HeadTerms<float>& terms, float* spare) const {
+              const Chunk& chunk, int64_t window_rows, const HeadTerms<float>& terms, float* spare) const {
     const int64_t b = chunk.b, h = chunk.h;
     const float scale = static_cast<float>(p.scale);
     const auto add_key = [&](const Tensor4& memory, const Tensor4& current, int64_t j, const float* row, float factor) {
@@ -69,7 +84,7 @@ struct BFloat16Sums : ParameterSums<float> {
       for_each_row(dV, chunk.keys, sizes.columns, nullptr, nullptr, spare,
                    [&](int64_t j, const float* row) { add_key(g.memory.value, g.keys.value, j, row, 1.f); });
     if (wanted.rel_key) {
-      const int64_t count = smaller(window, p.rel_len - chunk.rel_first);
+      const int64_t count = smaller(window_rows, p.rel_len - chunk.rel_first);
       for_each_row(dR, count, sizes.columns, band_sums, position_bias, spare, [&](int64_t t, const float* row) {
         if (chunk.rel_first + t >= 0) add_row(g.rel_key, b, h, chunk.rel_first + t, row, scale, p.head_dim);
       });
@@ -91,7 +106,7 @@ struct BFloat16BackwardScratch {
   BFloat16Sums sums;
 
   BFloat16BackwardScratch(Carver& carver, const BFloat16Sizes& sizes)
-      : terms(carver, sizes), keys(carver, sizes), unread(carver, sizes.max_keys, sizes.max_window) {
+      : terms(carver, sizes), keys(carver, sizes), unread(carver, sizes.max_keys, sizes.max_window_rows) {
     const int64_t dim = sizes.padded_dim, band_size = BFloat16Tile::band_elements(BACKWARD_BLOCK_N);
     const auto operand = [&](int64_t rows, bool across) {
       return Operand{carver.take<uint16_t>(rows * dim), across ? carver.take<uint16_t>(rows * dim) : nullptr,
@@ -99,7 +114,7 @@ struct BFloat16BackwardScratch {
     };
     key = operand(sizes.max_keys, true);
     value = operand(sizes.max_keys, false);
-    rel_key = operand(sizes.max_window, true);
+    rel_key = operand(sizes.max_window_rows, true);
     carver.take(PAIR_COLUMNS * dim, spare);
     carver.take(BFLOAT16_ROWS * dim, dO, dO_columns, query_columns);
     carver.take(dim, row, out);
@@ -126,14 +141,14 @@ struct BFloat16BackwardScratch {
         },
         [&] { return unread.find_keys<float>(p, chunk, rows, count); });
     value.load(p, keys_of(p, p.memory.value, p.keys.value, chunk), b, h, count, sizes.max_keys, dim, nullptr, spare);
-    const int64_t window = sizes.window(p, chunk);
+    const int64_t window_rows = sizes.window_rows(p, chunk);
     with_unread_as_zeros(
         window_of(p, chunk.rel_first),
         [&](const RowSequence& sequence) {
-          return rel_key.load(p, sequence, b, h, window, sizes.max_window, dim,
+          return rel_key.load(p, sequence, b, h, window_rows, sizes.max_window_rows, dim,
                               p.position_bias == nullptr ? nullptr : terms.position_bias, spare);
         },
-        [&] { return unread.find_rel_rows<float>(p, chunk, 1, window); });
+        [&] { return unread.find_rel_rows<float>(p, chunk, 1, window_rows); });
   }
 };
 
@@ -224,8 +239,8 @@ static void bfloat16_query_gradients(const BFloat16Task& task, const BFloat16Row
     const int64_t low = tile.shift[r + DEPTH_STEP - 1] / DEPTH_STEP * DEPTH_STEP;
     const int64_t high = round_up(tile.shift[r] + tile.count, DEPTH_STEP);
     task.products.multiply({scratch.rounded.band + r * tile.stride + low, tile.stride,
-                            scratch.rel_key.across + (tile.window + low) * PAIR_COLUMNS,
-                            sizes.max_window * PAIR_COLUMNS, scratch.dQ_position + r * dim, dim, PAIR_COLUMNS,
+                            scratch.rel_key.across + (tile.window_start + low) * PAIR_COLUMNS,
+                            sizes.max_window_rows * PAIR_COLUMNS, scratch.dQ_position + r * dim, dim, PAIR_COLUMNS,
                             DEPTH_STEP, sizes.columns, high - low, nullptr});
   }
 }
@@ -254,11 +269,11 @@ static void bfloat16_shared_gradients(const BFloat16Task& task, const BFloat16Ro
                            sums.dV + tile.first * dim, nullptr);
   if (task.wanted.rel_key)
     bfloat16_sum_over_rows(task, count, scratch.query_columns, scratch.rounded.band, tile.stride, tile.width,
-                           sums.dR + tile.window * dim,
-                           task.p.position_bias == nullptr ? nullptr : sums.band_sums + tile.window);
+                           sums.dR + tile.window_start * dim,
+                           task.p.position_bias == nullptr ? nullptr : sums.band_sums + tile.window_start);
 }
 
-static void bfloat16_backward_rows(const BFloat16Task& task, const BFloat16Rows& rows) {
+static void bfloat16_backward_block(const BFloat16Task& task, const BFloat16Rows& rows) {
   const RelAttention& p = task.p;
   const BFloat16Sizes& sizes = task.sizes;
   const BFloat16BackwardScratch& scratch = task.scratch;
@@ -296,28 +311,32 @@ static bool bfloat16_backward(const RelAttention& p, const RelAttentionGradients
   Carver measure{nullptr, 0};
   BFloat16BackwardScratch(measure, sizes);
   BFloat16Rows(measure, sizes);
-  const Turns turns{static_cast<int64_t*>(calloc(static_cast<size_t>(larger(p.heads, 1)), sizeof(int64_t)))};
-  if (turns.turn == nullptr) return false;
+  const OrderedAccumulation order{
+      static_cast<int64_t*>(calloc(static_cast<size_t>(larger(p.heads, 1)), sizeof(int64_t)))};
+  if (order.next_ticket == nullptr) return false;
   const auto run = [&](const Chunk& chunk, char* memory) {
     Carver carver{memory, 0};
     const BFloat16BackwardScratch scratch(carver, sizes);
     BFloat16Rows rows(carver, sizes);
-    const int64_t window = sizes.window(p, chunk);
+    const int64_t window_rows = sizes.window_rows(p, chunk);
     scratch.load(p, sizes, chunk);
-    scratch.sums.start(sizes, window);
+    scratch.sums.start(sizes, window_rows);
     TileState state;
     products.enter(&state);
     for (int64_t row = chunk.begin; row < chunk.end; row += rows.count) {
       rows.load(p, sizes, scratch.terms, chunk, row);
-      bfloat16_backward_rows({{p, g, wanted, base, chunk, scratch}, products, sizes}, rows);
+      bfloat16_backward_block({{p, g, wanted, base, chunk, scratch}, products, sizes}, rows);
     }
     products.leave(&state);
     const int64_t ticket = chunk.index * p.batch + chunk.b;
-    turns.wait(chunk.h, ticket);
-    scratch.sums.add_to(g, wanted, p, sizes, chunk, window, scratch.terms, scratch.gradient_rows);
-    turns.pass(chunk.h, ticket);
+    order.wait(chunk.h, ticket);
+    scratch.sums.add_to(g, wanted, p, sizes, chunk, window_rows, scratch.terms, scratch.gradient_rows);
+    order.pass(chunk.h, ticket);
   };
   const bool ran = for_each_chunk(p, base, threads, measure.used, parallel, run);
-  free(turns.turn);
+  free(order.next_ticket);
   return ran;
 }
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

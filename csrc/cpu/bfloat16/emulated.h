@@ -1,8 +1,12 @@
 // What AVX512-BF16 computes, in plain C++, so that every processor can run and test these kernels.
+#pragma once
 
-// Both numbers of each pair, as float32
-INLINE Vec<float> first_of(PairVec pairs) { return (Vec<float>)(pairs << 16); }
-INLINE Vec<float> second_of(PairVec pairs) { return (Vec<float>)(pairs & 0xffff0000u); }
+#include "../pack.h"
+#include "pairs.h"
+#include "products.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 template <int ROWS>
 static __attribute__((noinline)) void multiply_panel(const Product& x, int64_t m, int64_t n) {
@@ -35,3 +39,6 @@ static void multiply_emulated(const Product& x) {
 static void no_tiles(TileState*) {}
 
 static const Products emulated_products{"emulated_bf16", false, multiply_emulated, no_tiles, no_tiles};
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

@@ -1,5 +1,18 @@
 // Forward in bfloat16: as forward.h, but for the products, whose operands stay in 16 bits. Of what comes between them
 // only the probabilities are rounded; the output is divided by the sum of the rounded ones, since it is a mean.
+#pragma once
+
+#include "../dropout.h"
+#include "../forward.h"
+#include "../softmax.h"
+#include "../tile_scheduler.h"
+#include "../unread.h"
+#include "operands.h"
+#include "products.h"
+#include "scores.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 struct BFloat16Softmax : OnlineSoftmax<float> {
   float rounded_sum[MAX_ROWS] = {};
@@ -34,7 +47,7 @@ struct BFloat16Softmax : OnlineSoftmax<float> {
     clear(count - j, P + j);
   }
 
-  void finish(int64_t r, float* out, int64_t dim) const {
+  void normalize(int64_t r, float* out, int64_t dim) const {
     if (row_sum[r] == 0) return clear(dim, out);
     const float weights = row_sum[r] == row_sum[r] ? rounded_sum[r] : row_sum[r];
     const float factor = kept_scale / weights;
@@ -56,7 +69,7 @@ struct BFloat16ForwardScratch {
     const int64_t dim = sizes.padded_dim;
     key = {carver.take<uint16_t>(sizes.max_keys * dim), nullptr, carver.take<float>(sizes.max_keys)};
     value = {nullptr, carver.take<uint16_t>(sizes.max_keys * dim), nullptr};
-    rel_key = {carver.take<uint16_t>(sizes.max_window * dim), nullptr, carver.take<float>(sizes.max_window)};
+    rel_key = {carver.take<uint16_t>(sizes.max_window_rows * dim), nullptr, carver.take<float>(sizes.max_window_rows)};
     carver.take(PAIR_COLUMNS * dim, spare);
     carver.take(BFLOAT16_ROWS * STRIDE, P);
     carver.take(BFLOAT16_ROWS * dim, out);
@@ -78,13 +91,14 @@ struct BFloat16ForwardScratch {
           return value.load(p, sequence, b, h, count, sizes.max_keys, dim, nullptr, spare);
         },
         [&] { return unread.find_keys<float>(p, chunk, values, count); });
-    rel_key.load(p, window_of(p, chunk.rel_first), b, h, sizes.window(p, chunk), sizes.max_window, dim,
+    rel_key.load(p, window_of(p, chunk.rel_first), b, h, sizes.window_rows(p, chunk), sizes.max_window_rows, dim,
                  p.position_bias == nullptr ? nullptr : terms.position_bias, spare);
   }
 };
 
-static void bfloat16_forward_rows(const RelAttention& p, const Products& products, const BFloat16Sizes& sizes,
-                                  const BFloat16Rows& rows, const Chunk& chunk, const BFloat16ForwardScratch& scratch) {
+static void bfloat16_forward_block(const RelAttention& p, const Products& products, const BFloat16Sizes& sizes,
+                                   const BFloat16Rows& rows, const Chunk& chunk,
+                                   const BFloat16ForwardScratch& scratch) {
   constexpr int64_t STRIDE = BFloat16ForwardScratch::STRIDE;
   const int64_t dim = sizes.padded_dim;
   BFloat16Softmax softmax(p);
@@ -127,8 +141,11 @@ static bool bfloat16_forward(const RelAttention& p, const Products& products, in
     products.enter(&state);
     for (int64_t row = chunk.begin; row < chunk.end; row += rows.count) {
       rows.load(p, sizes, scratch.terms, chunk, row);
-      bfloat16_forward_rows(p, products, sizes, rows, chunk, scratch);
+      bfloat16_forward_block(p, products, sizes, rows, chunk, scratch);
     }
     products.leave(&state);
   });
 }
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

@@ -1,67 +1,13 @@
 // Operands of 16-bit products: rows as they are stored, padded with zeros, and pairs of their numbers, side by side as
 // Product::b has them. Pairs lie along head_dim where a product sums over head_dim, along the rows where it sums over
 // rows. An operand is never rounded here: biases come in as a row that products start with.
+#pragma once
 
-constexpr int64_t PAIR_COLUMNS = 16;  // columns of a panel of pairs
-constexpr int64_t DEPTH_STEP = 32;    // products' depth is whole steps
+#include "../pack.h"
+#include "pairs.h"
 
-typedef uint32_t PairVec __attribute__((vector_size(VECTOR_BYTES)));
-typedef uint16_t HalfVec __attribute__((vector_size(VECTOR_BYTES / 2)));
-
-INLINE PairVec load_pairs(const uint16_t* p) {
-  typedef uint32_t loose __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
-  return *reinterpret_cast<const loose*>(p);
-}
-INLINE void store_pairs(uint16_t* p, PairVec x) {
-  typedef uint32_t loose __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
-  *reinterpret_cast<loose*>(p) = x;
-}
-
-typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES)));
-template <int64_t FIRST, int64_t... LANE>
-Indices<(2 * LANE + FIRST)...> every_second(Indices<LANE...>);
-using HalfLanes = UpTo<VECTOR_BYTES / 2>;
-
-// LANES numbers, one in the low half of each lane. Vectors of 8 bytes are widened and narrowed by shuffles: GCC takes
-// their conversion apart.
-INLINE PairVec load_halves(const uint16_t* p) {
-  if constexpr (VECTOR_BYTES == 16) {
-    uint64_t four;
-    memcpy(&four, p, 8);
-    typedef uint64_t Two __attribute__((vector_size(VECTOR_BYTES)));
-    return (PairVec)shuffle((Halves)Two{four, 0}, Halves{}, decltype(interleaved<0>(HalfLanes()))());
-  } else {
-    typedef uint16_t loose __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
-    return __builtin_convertvector(*reinterpret_cast<const loose*>(p), PairVec);
-  }
-}
-INLINE void store_halves(uint16_t* p, PairVec x) {
-  typedef uint16_t loose __attribute__((vector_size(VECTOR_BYTES / 2), aligned(2), may_alias));
-  if constexpr (VECTOR_BYTES == 16) {
-    const Halves low = shuffle((Halves)x, (Halves)x, decltype(every_second<0>(HalfLanes()))());
-    memcpy(p, &low, 8);
-  } else {
-    *reinterpret_cast<loose*>(p) = __builtin_convertvector(x, HalfVec);
-  }
-}
-
-// The upper halves of the lanes of two vectors, one after the other
-INLINE void store_upper_halves(uint16_t* p, PairVec first, PairVec second) {
-  typedef uint16_t loose __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
-  *reinterpret_cast<loose*>(p) = shuffle((Halves)first, (Halves)second, decltype(every_second<1>(HalfLanes()))());
-}
-
-// Makes what follows the `visible` scores -inf, as far as a second vector beside the last one reaches.
-INLINE void end_pairs(float* score, int64_t visible) {
-  const int64_t whole = round_up(visible, LANES<float>);
-  if (whole % (2 * LANES<float>) != 0) store(score + whole, broadcast(-static_cast<float>(INFINITY)));
-}
-
-// x rounded to bfloat16, to the nearest, in the upper half of each lane; the lower half is anything. Ties, one number
-// in 65536, go away from zero. NaN stays NaN unless its upper bits are all set, which no arithmetic makes.
-INLINE PairVec round_to_bfloat16(Vec<float> x) { return (PairVec)x + 0x8000u; }
-
-#include "emulated.h"
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 // Row j of a sequence, as stored and padded with zeros
 static void copy_row(const RelAttention& p, const RowSequence& sequence, int64_t b, int64_t h, int64_t j, int64_t dim,
@@ -165,3 +111,6 @@ struct Operand {
     return finite;
   }
 };
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

@@ -1,5 +1,15 @@
 // Rows and scores of the bfloat16 kernels. Band and scores are two float32 buffers here, since tiles in registers want
 // rows of equal distance; the shift is the address at which a row of the band is added to its scores.
+#pragma once
+
+#include "../chunks.h"
+#include "../rows.h"
+#include "../scores.h"
+#include "operands.h"
+#include "products.h"
+
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 constexpr int64_t BFLOAT16_ROWS = 64;  // query rows of a tile at most, whole DEPTH_STEPs: backward sums over them
 static_assert(BFLOAT16_ROWS <= MAX_ROWS && BFLOAT16_ROWS % DEPTH_STEP == 0, "rows are depth as well");
@@ -13,11 +23,11 @@ struct BFloat16Sizes : Sizes<float> {
     columns = round_up(p.head_dim, PAIR_COLUMNS);
     chunk_rows = round_up(chunk_rows, BFLOAT16_ROWS);
     chunks = (p.length + chunk_rows - 1) / chunk_rows;
-    max_keys = max_window = 0;
+    max_keys = max_window_rows = 0;
     for (int64_t task = 0; p.heads > 0 && task < chunks * p.batch; ++task) {
       const Chunk chunk(p, *this, task * p.heads);
       max_keys = larger(max_keys, larger(keys(chunk), chunk.padded_keys));
-      max_window = larger(max_window, window(p, chunk));
+      max_window_rows = larger(max_window_rows, window_rows(p, chunk));
     }
     max_keys = round_up(max_keys, KEY_GROUP);
   }
@@ -25,7 +35,7 @@ struct BFloat16Sizes : Sizes<float> {
   // Packed keys of a chunk: tiles begin at whole panels and end after whole steps.
   static int64_t keys(const Chunk& chunk) { return round_up(chunk.keys, PAIR_COLUMNS) + PAIR_COLUMNS; }
   // Packed rows of rel_key: tiles of the band begin and end at whole steps.
-  static int64_t window(const RelAttention& p, const Chunk& chunk) {
+  static int64_t window_rows(const RelAttention& p, const Chunk& chunk) {
     const int64_t span = chunk.last_position - position_at(p, chunk.b, chunk.begin);
     return round_up(keys(chunk) + span + 2 * DEPTH_STEP, DEPTH_STEP);
   }
@@ -56,10 +66,10 @@ struct BFloat16Rows : BlockRows<float> {
 
 // A block of rows against a run of keys. As Tile, but the window begins at a whole step of rel_key's packed rows.
 struct BFloat16Tile {
-  int64_t first, count, steps;    // of the chunk's keys; `count` rounded up to whole steps
-  int64_t first_key;              // `first` among all keys
-  int64_t window, width, stride;  // packed row of rel_key at band column 0, columns, from row to row
-  int64_t shift[MAX_ROWS];        // descending
+  int64_t first, count, steps;          // of the chunk's keys; `count` rounded up to whole steps
+  int64_t first_key;                    // `first` among all keys
+  int64_t window_start, width, stride;  // packed row of rel_key at band column 0, columns, from row to row
+  int64_t shift[MAX_ROWS];              // descending
 
   // Numbers in the band of `rows` rows against block_n keys
   static constexpr int64_t band_elements(int64_t block_n) {
@@ -68,11 +78,12 @@ struct BFloat16Tile {
 
   BFloat16Tile(const BFloat16Rows& rows, const Chunk& chunk, int64_t first, int64_t count)
       : first(first), count(count), steps(round_up(count, DEPTH_STEP)), first_key(chunk.first_key + first) {
-    const int64_t of_first_key = chunk.last_position + first;
-    window = (of_first_key - rows.position[rows.count - 1]) / DEPTH_STEP * DEPTH_STEP;
+    // Packed row of rel_key that position 0 would take for key `first`
+    const int64_t zero_row = chunk.last_position + first;
+    window_start = (zero_row - rows.position[rows.count - 1]) / DEPTH_STEP * DEPTH_STEP;
     for (int64_t r = 0; r < rows.padded(); ++r)
-      shift[r] = of_first_key - rows.position[smaller(r, rows.count - 1)] - window;
-    width = round_up(of_first_key - rows.position[0] - window + steps, DEPTH_STEP);
+      shift[r] = zero_row - rows.position[smaller(r, rows.count - 1)] - window_start;
+    width = round_up(zero_row - rows.position[0] - window_start + steps, DEPTH_STEP);
     stride = width + DEPTH_STEP / 2;  // an odd number of cache lines, so that rows do not fight for the same sets
   }
 };
@@ -84,7 +95,7 @@ static void bfloat16_scores(const Products& products, const BFloat16Sizes& sizes
   const int64_t dim = sizes.padded_dim, panel = PAIR_COLUMNS * dim;
   for (int64_t r = 0; r < rows.padded(); r += DEPTH_STEP) {
     const int64_t low = tile.shift[r + DEPTH_STEP - 1] / PAIR_COLUMNS * PAIR_COLUMNS;
-    const int64_t high = round_up(tile.shift[r] + tile.count, PAIR_COLUMNS), start = tile.window + low;
+    const int64_t high = round_up(tile.shift[r] + tile.count, PAIR_COLUMNS), start = tile.window_start + low;
     products.multiply({rows.operand + r * dim, dim, rel_key.along + start * dim, panel, band + r * tile.stride + low,
                        tile.stride, PAIR_COLUMNS, DEPTH_STEP, high - low, dim, rel_key.offsets + start});
   }
@@ -99,3 +110,6 @@ static VisibleKeys<float> bfloat16_segments_and_mask(const RelAttention& p, cons
   const SummedScores<float> scores{score, band + r * tile.stride + tile.shift[r], static_cast<float>(p.scale * LOG2E)};
   return segments_and_mask<float>(p, keys, rows, r, tile, scores);
 }
+
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "../tile.cuh"
 #include "primitives.cuh"
 
 namespace xlnet_kernels::cuda {

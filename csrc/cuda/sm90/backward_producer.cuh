@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../scheduler.cuh"
+#include "../shift.cuh"
 #include "backward_memory.cuh"
 #include "copies.cuh"
 

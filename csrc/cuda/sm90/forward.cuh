@@ -1,5 +1,5 @@
 // Forward on sm_90a: a block has 128 query rows, 64 of each of two consumer warpgroups, and a producer that brings what
-// they read. Compiled for other architectures it is an error, and `serves` (table.h) does not choose it.
+// they read. Compiled for other architectures it is an error, and `serves` (choose.h) does not choose it.
 #pragma once
 
 #include "../forward.cuh"

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "../scheduler.cuh"
+#include "../shift.cuh"
 #include "copies.cuh"
 
 namespace xlnet_kernels::cuda {

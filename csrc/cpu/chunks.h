@@ -1,20 +1,13 @@
-// How a call is cut into tasks, and tasks handed out in order, one at a time, to however many threads there are.
+// Chunks: tasks that a call is cut into, taken in ascending order by any number of threads.
+#pragma once
 
-constexpr int64_t BLOCK_M = 48;            // query rows of a tile at most; a multiple of every register tile's height
-constexpr int64_t MAX_ROWS = 64;           // the same of every kind of kernel: bfloat16/schedule.h has another
-constexpr int64_t FORWARD_BLOCK_N = 576;   // keys of a tile at most
-constexpr int64_t BACKWARD_BLOCK_N = 288;  // keys of a tile of backward at most
-constexpr int64_t KEY_GROUP = 96;          // keys that are skipped or taken together
-constexpr int64_t RANGE_GROUPS = 24;  // groups of keys that backward takes all rows of a chunk through, then the next
-constexpr int64_t MAX_SPAN = 512;     // largest difference of positions within a block of rows
+#include "arithmetic.h"
+#include "kernels.h"
+#include "scratch.h"
+#include "tile_sizes.h"
 
-// A tile begins at a multiple of this: whole vectors, and whole register tiles of keys.
-constexpr int64_t KEY_STEP = KEY_GROUP / 2;
-
-static_assert(BLOCK_M % PANEL_ROWS == 0 && BLOCK_M % ROW_ROWS == 0, "a block is whole register tiles");
-static_assert(KEY_STEP % ROW_ROWS == 0 && KEY_STEP % LANES<float> == 0, "a key step is whole register tiles");
-
-INLINE int64_t round_down(int64_t x, int64_t multiple) { return x / multiple * multiple; }
+namespace xlnet_kernels::cpu::NAMESPACE {
+namespace {
 
 // The reach of query rows whose own keys are first_own .. last_own: the keys for whose distance rel_key has a row
 struct Reach {
@@ -47,7 +40,7 @@ struct Chunk {
   int64_t key_groups;   // groups of KEY_GROUP keys
   int64_t padded_keys;  // rounded up to whole vectors
   int64_t rel_first;    // row of rel_key that is packed row 0
-  int64_t window;       // packed rows of rel_key, with room for a register tile
+  int64_t window_rows;  // packed rows of rel_key, with room for a register tile
 
   template <typename T>
   Chunk(const RelAttention& p, const Sizes<T>& sizes, int64_t task)
@@ -62,18 +55,18 @@ struct Chunk {
     key_groups = (keys + KEY_GROUP - 1) / KEY_GROUP;
     padded_keys = round_up(keys, LANES<T>);
     rel_first = p.rel_key.max_distance - p.mem_len - last_position + first_key;
-    window = round_up(keys + last_position - first_position + ROW_ROWS, LANES<T>);
+    window_rows = round_up(keys + last_position - first_position + ROW_ROWS, LANES<T>);
   }
 };
 
-// How large things are. Work is cut into chunks of query rows by shape, never by the number of threads: sums are then
-// grouped the same way whoever computes them.
+// Sizes of a call's chunks and buffers. Chunks depend on the shape alone, never on the number of threads, because sums
+// are then grouped in one way.
 template <typename T>
 struct Sizes {
   int64_t padded_dim;  // D rounded up to whole vectors
   int64_t chunk_rows, chunks;
-  int64_t max_keys = 0;    // of a chunk, whole vectors
-  int64_t max_window = 0;  // packed rows of rel_key that one chunk can need
+  int64_t max_keys = 0;         // of a chunk, whole vectors
+  int64_t max_window_rows = 0;  // packed rows of rel_key that one chunk can need
   int64_t run = 1;  // sequences whose chunks of a head a thread takes one after the other, loading what they share once
 
   // `shares_rel_key`: sequences of the batch have the same rows of rel_key, and one gradient of them
@@ -88,7 +81,7 @@ struct Sizes {
       for (int64_t b = 0; b < sequences; ++b) {
         const Chunk chunk(p, *this, (index * p.batch + b) * p.heads);
         max_keys = larger(max_keys, chunk.padded_keys);
-        max_window = larger(max_window, chunk.window);
+        max_window_rows = larger(max_window_rows, chunk.window_rows);
       }
     constexpr int64_t enough_runs = 64, enough_rows = 512;
     if (shares_rel_key && p.rows.order == nullptr && chunks == 1)
@@ -134,12 +127,5 @@ INLINE bool for_each_chunk(const RelAttention& p, const Sizes<T>& sizes, int64_t
   return true;
 }
 
-// Lets tasks add to shared sums in a fixed order. A task only ever waits for tasks that were started before it.
-struct Turns {
-  int64_t* turn;
-
-  void wait(int64_t queue, int64_t ticket) const {
-    while (__atomic_load_n(turn + queue, __ATOMIC_ACQUIRE) != ticket) sched_yield();
-  }
-  void pass(int64_t queue, int64_t ticket) const { __atomic_store_n(turn + queue, ticket + 1, __ATOMIC_RELEASE); }
-};
+}  // namespace
+}  // namespace xlnet_kernels::cpu::NAMESPACE

@@ -1,4 +1,4 @@
-"""The tutorial, run as a notebook in an empty folder; what its page says of the results holds."""
+"""The tutorial, run as a notebook in an empty folder: it prints the page's outputs, and the page's claims hold."""
 
 from __future__ import annotations
 
@@ -26,13 +26,16 @@ def tutorial(monkeypatch):
     return tutorial
 
 
-def test_the_notebook_is_the_page(tutorial):
+def test_the_notebook_is_made_of_the_page(tutorial, tmp_path):
     page = tutorial.PAGE.read_text()
-    assert json.loads(tutorial.NOTEBOOK.read_text()) == tutorial.notebook(page)
     kinds = [kind for kind, _ in tutorial.cells(page)]
     assert kinds.count("code") == 8 and kinds[0] == "markdown"
+    tutorial.main(tmp_path / "made.ipynb")
+    first, *cells = json.loads((tmp_path / "made.ipynb").read_text())["cells"]
+    assert first["source"] == ["%env FORCE_COLOR="] and [cell["cell_type"] for cell in cells] == kinds
     page = "a\n\n<!-- not in the notebook -->\n```bash\nb\n```\n\n<!-- not run: here -->\n```python\nc\n```\n"
-    assert tutorial.cells(page) == [("markdown", "a\n\n<!-- not in the notebook -->\n```bash\nb\n```"), ("code", "c")]
+    wanted = [("markdown", "a\n\n<!-- not in the notebook -->\n```bash\nb\n```"), ("code", "c")]
+    assert tutorial.cells(page) == tutorial.cells(page + "\n```text\noutput\n```\n") == wanted
 
 
 def execute(tutorial, folder: Path) -> list[str]:
@@ -42,10 +45,20 @@ def execute(tutorial, folder: Path) -> list[str]:
     book = nbformat.reads(json.dumps(tutorial.notebook(tutorial.PAGE.read_text())), as_version=4)
     nbclient.NotebookClient(book, timeout=900, resources={"metadata": {"path": str(folder)}}).execute()
     printed = []
-    for cell in book.cells:
+    for cell in book.cells[1:]:
         if cell.cell_type == "code":
             printed.append("".join(out.get("text", "") for out in cell.outputs if out.output_type == "stream"))
     return printed
+
+
+def check_outputs(tutorial, printed: list[str]) -> None:
+    """The lines that the page shows are printed by the cell before them, numbers aside."""
+    number = r"-?\d[\d.,]*(?:e-?\d+)?"
+    shown = [tutorial.OUTPUT.findall(part) for part in tutorial.BLOCK.split(tutorial.PAGE.read_text())[4::4]]
+    for outputs, cell in zip(shown[1:], printed, strict=True):  # the first block installs
+        for line in "".join(outputs).splitlines():
+            pattern = number.join(map(re.escape, re.split(r"(?<![\w.])" + number, line)))
+            assert re.search(pattern, cell), line
 
 
 @pytest.mark.slow
@@ -56,7 +69,10 @@ def test_the_tutorial_runs_and_says_the_truth(tutorial, tmp_path, monkeypatch):
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    data, tokens, pretrained, perplexity, written, scored, tuned, used = execute(tutorial, tmp_path)
+    printed = execute(tutorial, tmp_path)
+    check_outputs(tutorial, printed)
+    data, tokens, pretrained, perplexity, written, scored, tuned, used = printed
+    assert len("".join(printed).splitlines()) < 200  # no progress bars
     runs = tmp_path / "runs"
 
     rows = {name: list(csv.DictReader(open(runs / "data" / f"{name}.csv", newline=""))) for name in ("train", "test")}

@@ -6,12 +6,14 @@ import io
 import runpy
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 import xlnet_kernels as xk
 from tests import ROOT
 from xlnet_kernels import info
+from xlnet_kernels.backends import reference
 
 
 @pytest.mark.parametrize("module", ["xlnet_kernels", "xlnet_kernels.info"])
@@ -33,6 +35,16 @@ def test_check_prints_in_any_encoding(monkeypatch, encoding, mark):
     monkeypatch.setattr(sys, "argv", ["info", "--check"])
     assert info.run() == 0
     assert written.getvalue().decode(encoding).count(mark) >= len(ready)
+
+
+def test_check_takes_backends_that_serve_every_device_and_dtype(monkeypatch, capsys):
+    every = SimpleNamespace(DEVICE=None, DTYPES=None, rel_attention=reference.rel_attention)
+    monkeypatch.setitem(info._BACKENDS, "every", every)
+    monkeypatch.setattr(xk, "backends", lambda: {name: xk.Available("ready") for name in ("torch", "every")})
+    problems = [problem for problem in info.self_check.problems() if problem.name in ("plain", "order")]
+    assert {problem.dtype.itemsize for problem in problems} == {2, 4}
+    monkeypatch.setattr(info.self_check, "problems", lambda: problems)
+    assert info.check() and capsys.readouterr().out.endswith("All right.\n")
 
 
 def test_paths_print_in_any_encoding(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import reprlib
 from typing import Any, TypeGuard
 
 import torch
@@ -12,6 +13,15 @@ from ._torch import is_wrapped
 
 # torch's other unsigned integers have neither comparisons nor room in the kernels' int32.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 100
+
+
+def shortened(value: object) -> str:
+    """The value as messages quote it: arrays by type and shape, long or deeply nested values with dots."""
+    shape = getattr(value, "shape", None)
+    return f"{type(value).__name__} of shape {tuple(shape)}" if shape else _short.repr(value)
 
 
 def check_rank(name: str, tensor: Tensor, rank: int) -> torch.Size:
@@ -30,6 +40,8 @@ def check_not_nested(name: str, tensor: Tensor) -> None:
             f"{name} is a nested tensor: put its sequences one after the other in a row and give RankMask.packed, or "
             f"pad them (torch.nested.to_padded_tensor) and give RankMask.padding"
         )
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got {tensor.layout}: give {name}.to_dense()")
 
 
 def check_matrix(name: str, values: Tensor | None) -> Tensor:
@@ -57,6 +69,7 @@ def check_bool_mask(mask: object, like: Tensor, name: str) -> Tensor:
     if mask.dtype != torch.bool:
         convert = "mask == 0, of one that is added to scores" if mask.is_floating_point() else "mask.bool(), if 1 = see"
         raise ValueError(f"{wanted}, got {mask.dtype}: give {convert}")
+    check_not_nested("mask", mask)
     if mask.device != like.device:
         raise ValueError(f"mask must be on {name}'s device {like.device}, got {mask.device}")
     return mask

@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from ._checks import INTEGERS, check_matrix, is_integer, readable
+from ._checks import INTEGERS, check_matrix, is_integer, readable, shortened
 
 LOWEST = torch.iinfo(torch.int32).min  # rank of a key that every query sees
 HIGHEST = torch.iinfo(torch.int32).max  # rank of a key that no query sees
@@ -65,7 +65,7 @@ def check_flags(name: str, flags: Tensor | None, shape: tuple[int, ...] | None =
 
 def check_count(name: str, count: int, least: int = 0) -> None:
     if not is_integer(count) or count < least:
-        raise ValueError(f"RankMask: {name} must be an integer of at least {least}, got {count!r}")
+        raise ValueError(f"RankMask: {name} must be an integer of at least {least}, got {shortened(count)}")
 
 
 def check_sizes(batch: int, length: int, mem_len: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ._attention_map import attention_and_map
-from ._checks import as_python
+from ._checks import as_python, shortened
 from ._layer_arguments import check_hidden, check_integers, check_not_projected, find_positions, find_rel_pos
 from .backends import check_name
 from .ddp_unused import with_unused
@@ -78,15 +78,15 @@ class TwoStreamAttention(nn.Module):
         d_model, n_head, d_head, dropout = map(as_python, (d_model, n_head, d_head, dropout))
         for name, size in (("d_model", d_model), ("n_head", n_head), ("d_head", d_head)):
             if not (type(size) is int and size > 0) and not (name == "d_head" and size is None):
-                raise ValueError(f"{name} must be a positive integer, got {size!r}")
+                raise ValueError(f"{name} must be a positive integer, got {shortened(size)}")
         if d_head is None:
             if d_model % n_head:
                 raise ValueError(f"d_head must be given where d_model ({d_model}) is no multiple of n_head ({n_head})")
             d_head = d_model // n_head
         if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+            raise ValueError(f"dropout must be in [0, 1), got {shortened(dropout)}")
         if norm not in NORMS:
-            raise ValueError(f"norm must be one of {NORMS}, got {norm!r}")
+            raise ValueError(f"norm must be one of {NORMS}, got {shortened(norm)}")
         check_name(backend)
         self.d_model, self.n_head, self.d_head, self.backend, self.norm = d_model, n_head, d_head, backend, norm
 

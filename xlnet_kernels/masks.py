@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._checks import shortened
 from ._ranks import (
     HIGHEST,
     LOWEST,
@@ -386,5 +387,5 @@ class RankMask:
 
 def _sees_self(stream: str) -> bool:
     if stream not in ("content", "query"):
-        raise ValueError(f'RankMask: stream must be "content" or "query", got {stream!r}')
+        raise ValueError(f'RankMask: stream must be "content" or "query", got {shortened(stream)}')
     return stream == "content"

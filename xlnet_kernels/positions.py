@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ._checks import readable
+from ._checks import is_integer, readable, shortened
 from ._torch import in_dispatch_mode, transformed
 
 
@@ -37,13 +37,16 @@ def relative_positions(
         "bi" and key_len + 1 for "uni".
 
     Raises:
-        ValueError: unknown attn_type, negative lengths, odd d_model, or odd bi_data_batch.
+        ValueError: unknown attn_type, lengths that are negative or no integers, odd d_model, or odd bi_data_batch.
 
     >>> relative_positions(2, 2, 4)[:, 0].tolist() == torch.sin(torch.tensor([2.0, 1.0, 0.0, -1.0])).tolist()
     True
     """
     if attn_type not in ("bi", "uni"):
-        raise ValueError(f'attn_type must be "bi" or "uni", got {attn_type!r}')
+        raise ValueError(f'attn_type must be "bi" or "uni", got {shortened(attn_type)}')
+    for name, size in (("key_len", key_len), ("query_len", query_len), ("d_model", d_model)):
+        if not is_integer(size) and not torch.jit.is_tracing():  # sizes are tensors there
+            raise ValueError(f"{name} must be an integer, got {shortened(size)}")
     if d_model % 2:
         raise ValueError(f"d_model must be even for sinusoidal positions, got {d_model}")
     if key_len < 0 or query_len < 0:

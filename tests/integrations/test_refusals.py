@@ -88,6 +88,8 @@ def test_models_with_nothing_to_replace_say_what_they_have():
     capped = type("Gemma4AudioAttention", (nn.Module,), {"__module__": "transformers.models.gemma4.modeling_gemma4"})
     with pytest.raises(ValueError, match=r"got Gemma4AudioAttention \(its scores are capped before the softmax\)"):
         xk.accelerate(nn.Sequential(capped()))
+    with pytest.raises(ValueError, match=r"got TwoStreamAttention \(it calls rel_attention already\)"):
+        xk.accelerate(xk.TwoStreamAttention(8, 2))
     assert accelerated(layer) == {} and xk.restore(layer) is layer
 
 

@@ -14,8 +14,11 @@ from tests.model.twins import B, L, N, make_inputs, make_mems, ours
     [
         (dict(input_ids=None), "give either input_ids or inputs_embeds, got neither"),
         (dict(inputs_embeds=torch.zeros(B, L, 32)), "give either input_ids or inputs_embeds, got both"),
-        (dict(input_ids=torch.zeros(L).long()), r"input_ids must be a tensor of shape \(any, any\), got shape \(7,\)"),
-        (dict(input_ids=[[1, 2]]), r"input_ids must be a tensor of shape \(any, any\), got list"),
+        (
+            dict(input_ids=torch.zeros(L).long()),
+            r"input_ids must be a .* \(batch, length\), got shape \(7,\)",
+        ),
+        (dict(input_ids=[[1, 2]]), r"input_ids must be a tensor of shape \(batch, length\), got list"),
         (dict(input_ids=torch.zeros(B, L)), "input_ids must hold integers, got torch.float32"),
         (dict(input_ids=torch.full((B, L), 50)), r"input_ids must lie in \[0, 50\), got values from 50 to 50"),
         (dict(input_ids=torch.full((B, L), -1)), r"input_ids must lie in \[0, 50\), got values from -1 to -1"),
@@ -25,11 +28,11 @@ from tests.model.twins import B, L, N, make_inputs, make_mems, ours
         ),
         (
             dict(input_ids=None, inputs_embeds=torch.zeros(B, L)),
-            r"inputs_embeds must be a tensor of shape \(any, any, 32\), got shape \(2, 7\)",
+            r"inputs_embeds must be a tensor of shape \(batch, length, 32\), got shape \(2, 7\)",
         ),
         (
             dict(input_ids=None, inputs_embeds=torch.zeros(B, L, 8)),
-            r"inputs_embeds must be .* \(any, any, 32\), got .* 8\)",
+            r"inputs_embeds must be .* \(batch, length, 32\), got .* 8\)",
         ),
         (
             dict(input_ids=None, inputs_embeds=torch.zeros(B, L, 32).double()),
@@ -49,10 +52,10 @@ from tests.model.twins import B, L, N, make_inputs, make_mems, ours
             dict(perm_mask=None, mask=xk.RankMask.full(B, 3)),
             r"mask must have query_rank \(2, 7\) and key_rank \(2, 7\)",
         ),
-        (dict(target_mapping=torch.zeros(B, N, 3)), r"target_mapping must be a tensor of shape \(2, any, 7\), got"),
+        (dict(target_mapping=torch.zeros(B, N, 3)), r"target_mapping must be a tensor of shape \(2, targets, 7\), got"),
         (
             dict(target_mapping=torch.zeros(N)),
-            r"target_mapping must be a tensor of shape \(2, any, 7\), got shape \(3,\)",
+            r"target_mapping must be a tensor of shape \(2, targets, 7\), got shape \(3,\)",
         ),
         (dict(target_positions=torch.zeros(B, N).long()), "target_mapping and target_positions are one thing"),
         (
@@ -61,9 +64,9 @@ from tests.model.twins import B, L, N, make_inputs, make_mems, ours
         ),
         (dict(target_mapping=None, target_positions=torch.zeros(B, N)), "target_positions must hold integers"),
         (dict(target_mapping=None, target_positions=torch.zeros(3, N).long()), "target_positions must be a tensor of"),
-        (dict(output_rows=torch.zeros(3, 1).long()), r"output_rows must be .* \(2, any\), got .* \(3, 1\)"),
+        (dict(output_rows=torch.zeros(3, 1).long()), r"output_rows must be .* \(2, rows\), got .* \(3, 1\)"),
         (dict(output_rows=torch.zeros(B, 1)), "output_rows must hold integers, got torch.float32"),
-        (dict(output_rows=-1), r"output_rows must be a tensor of shape \(2, any\), got int"),
+        (dict(output_rows=-1), r"output_rows must be a tensor of shape \(2, rows\), got int"),
         (dict(output_rows=torch.tensor([[N]])), r"output_rows must lie in \[-3, 3\), got values from 3 to 3"),
         (dict(output_rows=torch.tensor([[-N - 1]])), r"output_rows must lie in \[-3, 3\), got values from -4 to -4"),
         (dict(mem_len=-1), "mem_len must be an integer of at least 0, or None for the configuration's, got -1"),
@@ -108,3 +111,13 @@ def test_without_mask_no_target_is_seen_by_its_query_row(options):
         for n in range(N):
             (gradient,) = torch.autograd.grad(out[b, n].square().sum(), embedded, retain_graph=True)
             assert (gradient[b, targets[b, n]] == 0).all() and gradient[b].abs().sum() > 0
+
+
+@pytest.mark.parametrize(("mems", "got"), [
+    (torch.zeros(B, 3, 32), r"Tensor of shape \(\d, 3, 32\)"),
+    ([torch.zeros(3, 32)], r"a list with Tensor of shape \(3, 32\)"),
+    ("memory", "'memory'"),
+])  # fmt: skip
+def test_memory_of_another_kind_is_named(mems, got):
+    with pytest.raises(ValueError, match=f"mems must be a list of tensors .*, got ({got})"):
+        ours()(make_inputs()["input_ids"], mems=mems)

@@ -78,3 +78,38 @@ def test_ids_that_would_collide_are_refused(dtype):
     model = xk.XLNetModel(xk.XLNetConfig(vocab_size=8, d_model=8, n_layer=1, n_head=2, d_inner=8))
     with pytest.raises(ValueError, match=f"token_type_ids must hold integers, got {dtype}"):
         model(ids, token_type_ids=ids.to(dtype))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("which", ["query", "key", "rel_key", "mask", "h"])
+def test_sparse_tensors_are_told_the_way_out(which, layout):
+    given = dict(zip(("query", "key", "value", "rel_key"), tensors(), strict=True)) | {"mask": torch.ones(L, L).bool()}
+    with pytest.raises(ValueError, match=f"{which} must be a dense tensor, got {layout}: give {which}.to_dense"):
+        if which == "h":
+            xk.TwoStreamAttention(8, 2)(torch.randn(B, L, 8).to_sparse(layout=layout))
+        given[which] = given[which].to_sparse(layout=layout)
+        xk.rel_attention(**given)
+
+
+def large(*shape):
+    return torch.zeros(shape or (50, 50))
+
+
+@pytest.mark.parametrize(("call", "text"), [
+    (lambda: xk.RankMask.causal(large(), 5), "batch must be an integer of at least 0, got Tensor of shape (50, 50)"),
+    (lambda: xk.RankMask.causal(2, 5).to_bool(large()), "got Tensor of shape (50, 50)"),
+    (lambda: xk.TwoStreamAttention(large().numpy(), 2), "d_model must be a positive integer, got ndarray of shape"),
+    (lambda: xk.TwoStreamAttention(8, 2, dropout=large()), "dropout must be in [0, 1), got Tensor of shape (50, 50)"),
+    (lambda: xk.relative_positions(large(), 5, 8), "key_len must be an integer, got Tensor of shape (50, 50)"),
+    (lambda: xk.relative_positions(5.0, 5, 8), "key_len must be an integer, got 5.0"),
+    (lambda: xk.relative_positions(5, 5, "8"), "d_model must be an integer, got '8'"),
+    (lambda: xk.relative_positions(5, 5, 8, attn_type="x" * 9999), 'attn_type must be "bi" or "uni", got \'xxx'),
+    (lambda: xk.integrations.conformer.conformer_positions(3.5, 8), "length must be an integer, got 3.5"),
+    (lambda: xk.integrations.conformer.RelPositionAttention(large(), 8), "n_head must be a positive integer, got Ten"),
+    (lambda: xk.pretraining.PermutationLM(num_predict=[0] * 9999), "num_predict must be a positive integer, got [0, "),
+])  # fmt: skip
+def test_values_are_quoted_in_a_line(call, text):
+    with pytest.raises(ValueError) as raised:
+        call()
+    assert text in str(raised.value) and len(str(raised.value)) < 250

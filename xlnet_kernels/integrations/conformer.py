@@ -7,6 +7,7 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
+from .._checks import is_integer, shortened
 from ..backends import check_name
 from ..functional import rel_attention
 from ..linear import Linear
@@ -24,11 +25,13 @@ def conformer_positions(
         (2 length - 1, d_model), what ESPnet and NeMo call pos_emb, without its first dimension.
 
     Raises:
-        ValueError: odd d_model, or a negative length.
+        ValueError: odd d_model, or a length that is negative or no integer.
 
     >>> conformer_positions(3, 2)[:, 0].tolist() == torch.sin(torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])).tolist()
     True
     """
+    if not is_integer(length) and not torch.jit.is_tracing():  # sizes are tensors there
+        raise ValueError(f"length must be an integer, got {shortened(length)}")
     # XLNet's rows begin one distance further away, and hold all sines, then all cosines.
     halves = relative_positions(length, length, d_model, dtype=dtype, device=device)[1:]
     return halves.unflatten(-1, (2, -1)).mT.flatten(-2)
@@ -62,11 +65,11 @@ class RelPositionAttention(nn.Module):
         super().__init__()
         for name, size in (("n_head", n_head), ("n_feat", n_feat)):
             if type(size) is not int or size < 1:
-                raise ValueError(f"{name} must be a positive integer, got {size!r}")
+                raise ValueError(f"{name} must be a positive integer, got {shortened(size)}")
         if n_feat % n_head:
             raise ValueError(f"n_feat must be a multiple of n_head ({n_head}), got {n_feat}")
         if not isinstance(dropout_rate, (int, float)) or not 0 <= dropout_rate < 1:
-            raise ValueError(f"dropout_rate must be in [0, 1), got {dropout_rate!r}")
+            raise ValueError(f"dropout_rate must be in [0, 1), got {shortened(dropout_rate)}")
         check_name(backend)
         self.n_head, self.backend = n_head, backend
         self.linear_q = Linear(n_feat, n_feat, bias=use_bias)

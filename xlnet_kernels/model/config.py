@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 import torch.nn.functional as F
 
-from .files import entry_of, read_json, shortened, write_whole
+from .._checks import shortened
+from .files import entry_of, read_json, write_whole
 
 ACTIVATIONS = {
     "gelu": F.gelu,  # exact, with erf

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import reprlib
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +18,6 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = _short.maxlong = 100
 _LARGEST_JSON = 1 << 28  # bytes: the index of 100,000 tensors takes 10 MB
 
 
@@ -103,8 +100,3 @@ def entry_of(path: Path, name: str) -> Path:
             )
         raise FileNotFoundError(f"there is no folder {str(path)!r} with a {name}{hint}")
     return path
-
-
-def shortened(value: object) -> str:
-    """How Python writes the value; long ones, and those that are nested deeply, with dots for the rest."""
-    return _short.repr(value)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from .._checks import shortened
 from ..masks import HIGHEST, RankMask
 from .config import XLNetConfig
 from .decoding import Decoder, flagged_positions, right_pad
@@ -69,14 +70,15 @@ class Generation(nn.Module):
         config, device = self.config, _device_of(self, prompt_ids)
         prompts = _read_prompts(prompt_ids, lengths, config.vocab_size, device)
         if type(max_new_tokens) is not int or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}")
+            raise ValueError(f"max_new_tokens must be an integer of at least 1, got {shortened(max_new_tokens)}")
         if stream not in (None, "query", "content"):
-            raise ValueError(f'stream must be "query", "content" or None, got {stream!r}')
+            raise ValueError(f'stream must be "query", "content" or None, got {shortened(stream)}')
         if not isinstance(causal_prompt, bool):
-            raise ValueError(f"causal_prompt must be a bool, got {causal_prompt!r}")
+            raise ValueError(f"causal_prompt must be a bool, got {shortened(causal_prompt)}")
         if do_sample not in (None, True, False) or (do_sample and temperature == 0):
             raise ValueError(
-                f"do_sample must be True (temperature above 0), False or None, got {do_sample!r} and {temperature!r}"
+                f"do_sample must be True (temperature above 0), False or None, got {shortened(do_sample)} and "
+                f"{shortened(temperature)}"
             )
         stop = _stop_tokens(eos_token_id, config, device)
         batch = len(prompts)
@@ -158,7 +160,7 @@ class Generation(nn.Module):
         [7, 9, 11]
         """
         like = torch.empty(0, device=_device_of(self, input_ids))
-        check_tensor("input_ids", input_ids, (None, None), like, integers=True)
+        check_tensor("input_ids", input_ids, ("batch", "length"), like, integers=True)
         shape = tuple(input_ids.shape)
         check_tensor("missing", missing, shape, like)
         if missing.dtype != torch.bool:
@@ -240,7 +242,8 @@ def _steps(order: str | Tensor, missing: Tensor, sampler: Sampler) -> Tensor | N
         return None
     else:
         raise ValueError(
-            f'order must be "left-to-right", "random", "confident" or integers {tuple(missing.shape)}, got {order!r}'
+            f'order must be "left-to-right", "random", "confident" or integers {tuple(missing.shape)}, got '
+            f"{shortened(order)}"
         )
     # Ranks without gaps: how many different values of the row's missing positions are lower.
     value, index = order.masked_fill(~missing, torch.iinfo(torch.int64).max).sort(1)
@@ -305,7 +308,8 @@ def _stop_tokens(given: int | Sequence[int] | None, config: XLNetConfig, device:
     stop = config.eos_token_id if given is None else given
     stop = [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
     if not all(type(token) is int and (given is None or 0 <= token < config.vocab_size) for token in stop):
-        raise ValueError(f"eos_token_id must be one or several integers in [0, {config.vocab_size}), got {given!r}")
+        got = shortened(given)
+        raise ValueError(f"eos_token_id must be one or several integers in [0, {config.vocab_size}), got {got}")
     return torch.tensor(stop, dtype=torch.int64, device=device)
 
 

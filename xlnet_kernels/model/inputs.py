@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._checks import INTEGERS, check_range, is_integer, readable
+from .._checks import INTEGERS, check_range, is_integer, readable, shortened
 from ..functional import autocasts
 from ..masks import HIGHEST, LOWEST, RankMask
 from ..two_streams import RowPositions, check_rank_mask, stack_mask, stack_segments
@@ -19,11 +19,14 @@ Targets = tuple[Tensor | None, Tensor | None, Tensor | None]  # what `find_targe
 def check_tensor(
     name: str, x: Tensor, shape: tuple, like: Tensor, integers: bool = False, floats: bool = False
 ) -> None:
-    """A tensor of that shape (None: any size) on like's device; of integers, or of like's dtype, if so asked."""
+    """A tensor of that shape on like's device; of integers, or of like's dtype, if so asked.
+
+    A size that may be any is given by its name.
+    """
     fits = isinstance(x, Tensor) and x.dim() == len(shape)
-    if not fits or any(want is not None and want != size for size, want in zip(x.shape, shape, strict=True)):
+    if not fits or any(not isinstance(want, str) and want != size for size, want in zip(x.shape, shape, strict=True)):
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        wanted = ", ".join(map(str, shape))
         raise ValueError(f"{name} must be a tensor of shape ({wanted}), got {got}")
     if x.device != like.device:
         raise ValueError(f"{name} must be on the model's device {like.device}, got {x.device}")
@@ -38,9 +41,9 @@ def check_words(input_ids: Tensor | None, inputs_embeds: Tensor | None, config: 
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError(f"give either input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}")
     if inputs_embeds is not None:
-        check_tensor("inputs_embeds", inputs_embeds, (None, None, config.d_model), like, floats=True)
+        check_tensor("inputs_embeds", inputs_embeds, ("batch", "length", config.d_model), like, floats=True)
     elif input_ids is not None:
-        check_tensor("input_ids", input_ids, (None, None), like, integers=True)
+        check_tensor("input_ids", input_ids, ("batch", "length"), like, integers=True)
         check_range("input_ids", input_ids, 0, config.vocab_size)
 
 
@@ -55,7 +58,8 @@ def check_length(name: str, value: int | None, default: int | None) -> int | Non
     if value is None:
         return default
     if not is_integer(value) or value < 0:
-        raise ValueError(f"{name} must be an integer of at least 0, or None for the configuration's, got {value!r}")
+        got = shortened(value)
+        raise ValueError(f"{name} must be an integer of at least 0, or None for the configuration's, got {got}")
     return value
 
 
@@ -69,13 +73,16 @@ def check_mems(
         if training:
             raise ValueError("mems must be those of a training call, since ProjectedMemory is for inference")
         tensors, layers = [*mems.keys, *mems.values], len(mems.keys)
-        shape: tuple[int | None, ...]
-        shape = (batch, config.n_head, mems.length, config.d_head)
+        shape: tuple
+        shape = ("batch" if batch is None else batch, config.n_head, mems.length, config.d_head)
     elif isinstance(mems, (list, tuple)) and all(isinstance(x, Tensor) and x.dim() == 3 for x in mems):
         tensors, layers = mems, len(mems)
-        shape = (mems[0].shape[0] if mems else None, batch, config.d_model)
+        shape = (mems[0].shape[0] if mems else "M", "batch" if batch is None else batch, config.d_model)
     else:
-        raise ValueError("mems must be a list of tensors (M, batch, d_model), one per layer, or ProjectedMemory")
+        got = f"a list with {shortened(mems[0])}" if isinstance(mems, (list, tuple)) else shortened(mems)
+        raise ValueError(
+            f"mems must be a list of tensors (M, batch, d_model), one per layer, or ProjectedMemory, got {got}"
+        )
     if layers != config.n_layer:
         raise ValueError(f"mems must hold one memory for each of the {config.n_layer} layers, got {layers}")
     for index, x in enumerate(tensors):
@@ -168,7 +175,7 @@ def find_targets(target_mapping: Tensor | None, target_positions: Tensor | None,
     batch, length = h.shape[:2]
     content = torch.arange(length, device=h.device).expand(batch, -1)
     if target_positions is not None:
-        check_tensor("target_positions", target_positions, (batch, None), h, integers=True)
+        check_tensor("target_positions", target_positions, (batch, "targets"), h, integers=True)
         check_range("target_positions", target_positions, 0, length)
         return torch.cat([content, target_positions.long()], 1), None, None
     if target_mapping is None:
@@ -182,7 +189,7 @@ def find_targets(target_mapping: Tensor | None, target_positions: Tensor | None,
                 f"tokens, and those in front of them, which stand for no token, must be zero"
             )
         target_mapping = target_mapping[:, :, -length:]
-    check_tensor("target_mapping", target_mapping, (batch, None, length), h)
+    check_tensor("target_mapping", target_mapping, (batch, "targets", length), h)
     found = None if as_given else _one_hot_positions(target_mapping)
     if found is None:
         return torch.cat([content, content], 1), target_mapping.to(h.dtype), None
@@ -207,7 +214,7 @@ def find_output_rows(output_rows: Tensor | None, rows: Tensor, first: int) -> Te
     if output_rows is None:
         return torch.arange(first, total, device=rows.device).expand(batch, -1) if first else None
     one_for_all = isinstance(output_rows, Tensor) and output_rows.shape[:1] == (1,)
-    check_tensor("output_rows", output_rows, (1 if one_for_all else batch, None), rows, integers=True)
+    check_tensor("output_rows", output_rows, (1 if one_for_all else batch, "rows"), rows, integers=True)
     check_range("output_rows", output_rows, first - total, total - first)
     output_rows = output_rows.long()
     return (output_rows + torch.where(output_rows < 0, total, first)).expand(batch, -1)

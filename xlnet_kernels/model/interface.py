@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .._checks import shortened
 from .config import XLNetConfig
 
 
@@ -88,7 +89,7 @@ class ModelInterface(nn.Module):
         size = embedding.weight.shape[0] if new_num_tokens is None else new_num_tokens
         for name, value in (("new_num_tokens", size), ("pad_to_multiple_of", pad_to_multiple_of)):
             if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} must be an integer of at least 1 or None, got {value!r}")
+                raise ValueError(f"{name} must be an integer of at least 1 or None, got {shortened(value)}")
         size += -size % (pad_to_multiple_of or 1)
         std = None if mean_resizing else self.config.initializer_range
         embedding.weight = _resized(embedding.weight, size, std)
@@ -141,7 +142,7 @@ class ModelInterface(nn.Module):
         if every_n_layers != 1 or offload:
             raise ValueError(
                 f"every layer is computed again and nothing offloaded: every_n_layers must be 1 and offload False, "
-                f"got {every_n_layers!r} and {offload!r}"
+                f"got {shortened(every_n_layers)} and {shortened(offload)}"
             )
         self.gradient_checkpointing_enable(True, activation_checkpointing_kwargs)
 

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from .._checks import shortened
+
 
 class Sampler:
     """Draws tokens from scores.
@@ -37,13 +39,13 @@ class Sampler:
         seed: int | None = None,
     ) -> None:
         if not _is_number(temperature) or not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature must be a finite number of at least 0, got {temperature!r}")
+            raise ValueError(f"temperature must be a finite number of at least 0, got {shortened(temperature)}")
         if top_k is not None and (type(top_k) is not int or top_k < 1):
-            raise ValueError(f"top_k must be an integer of at least 1 or None, got {top_k!r}")
+            raise ValueError(f"top_k must be an integer of at least 1 or None, got {shortened(top_k)}")
         if top_p is not None and (not _is_number(top_p) or not 0 < top_p <= 1):
-            raise ValueError(f"top_p must be in (0, 1] or None, got {top_p!r}")
+            raise ValueError(f"top_p must be in (0, 1] or None, got {shortened(top_p)}")
         if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
-            raise ValueError(f"seed must be an integer in [0, 2**63) or None, got {seed!r}")
+            raise ValueError(f"seed must be an integer in [0, 2**63) or None, got {shortened(seed)}")
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         first = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
         self.generators = [torch.Generator("cpu").manual_seed(first + row) for row in range(batch)]

@@ -11,7 +11,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from .files import open_regular, parse_json, read_json, shortened
+from .._checks import shortened
+from .files import open_regular, parse_json, read_json
 
 WEIGHTS, _OLD_WEIGHTS = "model.safetensors", "pytorch_model.bin"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, Dataset
 
+from .._checks import shortened
 from ..masks import HIGHEST, LOWEST, RankMask
 from .objective import Example, Objective
 from .tokens import TokenFile, Vocabulary
@@ -170,7 +171,7 @@ class PretrainingBatches(Dataset):
     ) -> None:
         for name, value, least in (("batch_size", batch_size, 1), ("seq_len", seq_len, 1), ("seed", seed, 0)):
             if type(value) is not int or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+                raise ValueError(f"{name} must be an integer of at least {least}, got {shortened(value)}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must lie in [0, world_size = {world_size}), got {rank}")
         if bi_data and batch_size % 2:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._checks import shortened
 from ..masks import HIGHEST, RankMask
 from .objective import IGNORED, AutoregressiveLM, Example, Objective, PermutationLM
 from .tokens import Vocabulary
@@ -138,7 +139,7 @@ class DataCollatorForPermutationLM:
         ids = np.asarray(feature)
         size = self.vocabulary.size
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size or not (0 <= ids.min() and ids.max() < size):
-            raise ValueError(f"features[{index}] must be at least one integer in [0, {size}), got {feature!r}")
+            raise ValueError(f"features[{index}] must be at least one integer in [0, {size}), got {shortened(feature)}")
         types = np.zeros_like(ids) if types is None else np.asarray(types)
         if types.shape != ids.shape:
             raise ValueError(f"features[{index}] must have a token type for each of {len(ids)} ids, got {types.shape}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .._checks import shortened
 from .token_contents import BLOCK, DTYPES, Contents
 
 _format = np.lib.format
@@ -102,7 +103,7 @@ def write_tokens(path: str | os.PathLike, documents: Iterable[np.ndarray], vocab
     """
     path = Path(path)
     if not isinstance(vocab_size, (int, np.integer)) or not 0 < vocab_size <= 2**32:
-        raise ValueError(f"vocab_size must be an integer in [1, 2^32], got {vocab_size!r}")
+        raise ValueError(f"vocab_size must be an integer in [1, 2^32], got {shortened(vocab_size)}")
     dtype = next(kind for kind in DTYPES.values() if vocab_size - 1 <= np.iinfo(kind).max)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

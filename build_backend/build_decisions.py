@@ -100,8 +100,10 @@ def openmp_flags(environ: Mapping[str, str] = os.environ, platform: str = sys.pl
 
 def extension_decision(environ: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Decision:
     """Whether to compile `xlnet_kernels._C`. What torch there is does not matter here: the backend asks for one."""
-    if environ.get("XLNET_KERNELS_SKIP_EXT", "0") not in ("", "0"):
-        return Decision(False, "XLNET_KERNELS_SKIP_EXT is set")
+    skip = environ.get("XLNET_KERNELS_SKIP_EXT", "")
+    if skip not in ("", "0"):
+        doubt = "" if skip == "1" else f" to {skip!r}, which is neither 0 nor 1 and counts as 1"
+        return Decision(False, f"XLNET_KERNELS_SKIP_EXT is set{doubt}")
     if platform == "win32":
         return Decision(False, "the kernels are written for GCC and Clang, torch on Windows is built for MSVC")
     name, compiler = find_compiler(environ)

@@ -10,6 +10,8 @@ import torch
 # Read when cuBLAS is first used; without it torch refuses matrix products in its deterministic mode.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 MACHINE = os.environ.get("XLNET_KERNELS_MACHINE")  # an architecture, such as 80: GPU kernels run on tests/machine
+if MACHINE and not MACHINE.isdecimal():
+    raise pytest.UsageError(f"XLNET_KERNELS_MACHINE must be an architecture in digits, such as 80, got {MACHINE!r}")
 if MACHINE:
     os.environ["TRITON_INTERPRET"] = "0"
 elif not torch.cuda.is_available():  # the Triton kernels run in Triton's interpreter; it reads this when it is imported

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import sys
 import warnings
@@ -20,10 +21,13 @@ from types import ModuleType
 
 import torch  # first: the extension links to torch's libraries
 
+from ._environment import leave_aside, warn_of_unknown_names
+from ._library_file import fault
 from ._sources import digest
 from ._version import __version__
 
 HERE = Path(__file__).parent
+AGAIN = "install xlnet_kernels again"
 
 
 def build_record(folder: Path | None = None) -> dict:
@@ -35,16 +39,19 @@ def build_record(folder: Path | None = None) -> dict:
         file = getattr(module, "__file__", None)
         folder = Path(file).parent if file else HERE
     try:
-        return json.loads((folder / "_build_info.json").read_text())
+        record = json.loads((folder / "_build_info.json").read_text())
     except (OSError, ValueError):
         return {}
+    if not isinstance(record, dict):
+        return {}
+    return {name: value for name, value in record.items() if isinstance(value, str) or value is None}
 
 
 def mismatch(built_for: str, have: str) -> str | None:
     """Why an extension built for one torch cannot run with another: the C++ ABI changes with each minor version."""
     if built_for.split(".")[:2] == have.split(".")[:2]:
         return None
-    return f"the compiled extension was built for torch {built_for}, you have {have}: install xlnet_kernels again"
+    return f"the compiled extension was built for torch {built_for}, you have {have}: {AGAIN}"
 
 
 def find_installed() -> ModuleSpec | None:
@@ -53,7 +60,7 @@ def find_installed() -> ModuleSpec | None:
         folder = Path(entry or ".").absolute() / HERE.name
         try:
             version = re.search(r'^__version__ = "(.+)"', (folder / "_version.py").read_text(), re.MULTILINE)
-        except OSError:
+        except (OSError, ValueError):
             continue
         files = [folder / f"_C{suffix}" for suffix in EXTENSION_SUFFIXES]
         if version and version[1] == __version__ and folder.resolve() != HERE.resolve():
@@ -70,17 +77,21 @@ def find(record: dict) -> tuple[ModuleSpec | None, str | None]:
     decision = record.get("extension")
     if decision is not None and decision.startswith("no"):
         return None, f"built without the compiled extension ({decision})"
-    if decision is None:
+    own = [f"_C{suffix}" for suffix in EXTENSION_SUFFIXES]
+    libraries = sorted(file for file in HERE.glob("_C.*") if file.suffix in (".so", ".pyd", ".dylib"))
+    if other := [file for file in libraries if file.name not in own]:
+        reason = f"{other[0]} is for another Python or platform, this one takes {own[0]}: {AGAIN}"
+    elif decision is None:
         reason = "the compiled extension is missing: this source tree was never built (pip install -e .)"
     else:
-        reason = "the compiled extension is missing, although it was built: install xlnet_kernels again"
+        reason = f"the compiled extension is missing, although it was built: {AGAIN}"
     spec = spec or find_installed()
     if spec is None or spec.origin is None:
         return None, reason
     folder = Path(spec.origin).parent
     sources = digest(HERE.parent / "csrc")
     if not sources or build_record(folder).get("sources") != sources:
-        return None, f"{reason}; the one in {folder} was built from other sources: install xlnet_kernels again"
+        return None, f"{reason}; the one in {folder} was built from other sources: {AGAIN}"
     return spec, None
 
 
@@ -89,24 +100,42 @@ def load() -> tuple[ModuleType | None, str | None]:
     spec, reason = find(build_record(HERE))
     if spec is None or spec.loader is None or spec.origin is None:
         return None, reason
-    # Asked before loading: code for another ABI may crash the process instead of raising.
-    have, built_for = torch.__version__, build_record(Path(spec.origin).parent).get("torch")
+    # Asked before loading: code for another ABI and a truncated file may crash the process instead of raising.
+    file = Path(spec.origin)
+    have, built_for = torch.__version__, build_record(file.parent).get("torch")
     if built_for and (reason := mismatch(built_for, have)):
-        return None, reason
+        return None, f"{file}: {reason}"
+    if wrong := fault(file):
+        return None, f"{file} {wrong}: {AGAIN}"
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except Exception as error:  # an undefined symbol, a missing library, a failed registration
+    except Exception as error:  # whatever the loader, Python or torch's registry raises
         built = f" (built for torch {built_for}, you have {have})" if built_for else ""
-        return None, f"the compiled extension does not load{built}: {error}"
+        return None, f"{file} does not load{built}: {_cure(error)}"
     reason = mismatch(module.torch_version, have)
     if reason is not None:
-        return None, reason
+        return None, f"{file}: {reason}"
     sys.modules[spec.name] = module
     return module, None
+
+
+def _cure(error: Exception) -> str:
+    """An error of the dynamic loader in one line, with what to do."""
+    text = next(iter(str(error).splitlines()), type(error).__name__)
+    if missing := re.match(r"(\S+): cannot open shared object file: No such file", text):
+        package = " (Debian, Ubuntu: apt-get install libgomp1)" if missing[1].startswith("libgomp") else ""
+        return f"it needs {missing[1]}, which this system has not got{package}"
+    if "undefined symbol" in text:
+        return f"it was built for another torch or Python ({text.split(': ', 1)[-1]}): {AGAIN}"
+    return f"{text}: {AGAIN}"
 
 
 module, reason = None, None
 module, reason = load()
 if reason is not None and not reason.startswith("built without"):
     warnings.warn(f"xlnet_kernels runs without its C++ and CUDA kernels: {reason}", RuntimeWarning, stacklevel=2)
+if module is not None and module.cpu_instruction_set is None:
+    name = "XLNET_KERNELS_CPU"
+    leave_aside(name, os.environ.get(name, ""), 'backend "torch" serves instead of "cpu"')
+warn_of_unknown_names()

@@ -21,10 +21,8 @@ import xlnet_kernels
 from xlnet_kernels import _extension, linear
 from xlnet_kernels._version import __version__
 from xlnet_kernels.backends import _BACKENDS, self_check
+from xlnet_kernels.backends.cpu import UNKNOWN_SET
 from xlnet_kernels.integrations._libraries import LIBRARIES
-
-# Said by the operator too, as an error.
-UNKNOWN_SET = "XLNET_KERNELS_CPU names no instruction set that this processor has"
 
 # Instruction sets that are for bfloat16 alone: what float32 takes beside them (csrc/cpu/dispatch.cpp)
 FLOAT32_BESIDE = {
@@ -56,11 +54,8 @@ def cuda_devices() -> list[str]:
 
 
 def linear_library() -> str:
-    """Which library multiplies in `xk.Linear`, and why; or what is wrong with the choice."""
-    try:
-        return "{} ({})".format(*linear.choice())
-    except ValueError as error:
-        return str(error)
+    """Which library multiplies in `xk.Linear`, and why."""
+    return "{} ({})".format(*linear.choice())
 
 
 def compiled() -> dict | None:
@@ -78,8 +73,6 @@ def compiled() -> dict | None:
 def collect() -> dict:
     record, built = _extension.build_record(), compiled()
     backends = {name: "ready" if state.available else state.reason for name, state in xlnet_kernels.backends().items()}
-    if built is not None and built["cpu_instruction_set"] is None:
-        backends["cpu"] = f"{UNKNOWN_SET}: {os.environ.get('XLNET_KERNELS_CPU')}"
     return {
         "xlnet_kernels": __version__,
         "folder": str(Path(xlnet_kernels.__file__).parent),

@@ -104,8 +104,15 @@ def test_16_bit_products_survive_a_fork():
     assert found.returncode == 0, found.stderr
 
 
-def test_unknown_name_is_refused():
-    assert REFUSED in run_with("avx1024", "-c", SMALL_CALL).stderr
+def test_unknown_name_is_refused_and_the_torch_backend_serves(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    ask = "import logging; logging.basicConfig(level='INFO')" + SMALL_CALL.replace(', backend="cpu"', "") + SMALL_CALL
+    found = run_with("avx1024", "-c", ask).stderr
+    warning, served, *_, refusal = [line for line in found.splitlines() if "XLNET_KERNELS_CPU" in line]
+    assert "RuntimeWarning: XLNET_KERNELS_CPU must be an instruction set that this processor has, of amx_" in warning
+    assert warning.endswith("""got 'avx1024': backend "torch" serves instead of "cpu\"""")
+    assert "the torch backend serves tensors on cpu" in served and REFUSED in served
+    assert refusal == f'RuntimeError: backend="cpu" is unavailable: {REFUSED}: avx1024'
 
 
 @pytest.mark.parametrize("name, expected", [("generic", "generic"), ("avx1024", None)])

@@ -104,6 +104,8 @@ def test_extension_decision(tmp_path):
     assert decide.extension_decision({**found, "XLNET_KERNELS_SKIP_EXT": "0"}).build
     skipped = decide.extension_decision({**found, "XLNET_KERNELS_SKIP_EXT": "1"})
     assert str(skipped) == "no, because XLNET_KERNELS_SKIP_EXT is set"
+    doubtful = str(decide.extension_decision({**found, "XLNET_KERNELS_SKIP_EXT": "false"}))
+    assert doubtful == f"{skipped} to 'false', which is neither 0 nor 1 and counts as 1"
     for environ in ({"PATH": str(tmp_path)}, {"CXX": "/nonexistent"}):
         missing = decide.extension_decision(environ)
         assert not missing.build and "no C++ compiler" in missing.reason
@@ -227,7 +229,10 @@ def test_reason_for_a_missing_extension(monkeypatch, record, reason):
 
 def test_build_record_survives_a_broken_file(tmp_path):
     assert _extension.build_record(tmp_path) == {}
-    (tmp_path / "_build_info.json").write_text("{broken")
+    for broken in ("{broken", "[1]", '{"extension": 1, "torch": ["2.13.0"]}'):
+        (tmp_path / "_build_info.json").write_text(broken)
+        assert _extension.build_record(tmp_path) == {}
+    (tmp_path / "_build_info.json").write_bytes(b"\xff\xfe")
     assert _extension.build_record(tmp_path) == {}
 
 

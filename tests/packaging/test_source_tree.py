@@ -28,11 +28,11 @@ OWN = Path(xk.__file__).parent
 PYTHON_ONLY = shutil.ignore_patterns("_C.*", "_build_info.json", "__pycache__")
 
 
-def start(tree: Path, installed: Path, command: str = SAY, *flags: str) -> subprocess.CompletedProcess:
+def start(tree: Path, installed: Path, command: str = SAY, *, arguments=()) -> subprocess.CompletedProcess:
     """Python in `tree`, whose packages are torch's and `installed`; -S: this environment's own package is none."""
     path = os.pathsep.join([str(installed), *(entry for entry in sys.path if entry.endswith("-packages"))])
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
-    command = [sys.executable, "-S", *flags, "-c", command]
+    command = [sys.executable, "-S", "-c", command, *map(str, arguments)]
     return subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True)
 
 
@@ -96,11 +96,80 @@ def test_extension_that_cannot_be_loaded_is_a_warning(tree, installed, broken, t
         else:
             (folder / "_build_info.json").write_text(json.dumps(record | {"extension": "no, because of a test"}))
     done = start(tmp_path, installed)
-    text = {"torch": "built for torch 1.13.1, you have", "file": "does not load", "left out": "because of a test"}[
-        broken
-    ]
+    file = "is no library of this platform" if sys.platform == "linux" else "does not load"
+    texts = {"torch": "built for torch 1.13.1, you have", "file": file, "left out": "because of a test"}
+    text = texts[broken]
     assert done.returncode == 0 and text in done.stdout
     assert (WARNING in done.stderr and text in done.stderr) or broken == "left out" and done.stderr == ""
+
+
+BREAK = {  # what becomes of the library's bytes, and what is said of the file
+    "truncated": (lambda code: code[: len(code) // 2], r" is truncated: it has \d+ bytes of at least \d+: install"),
+    "header alone": (lambda code: code[:64], r" is truncated: it has 64 bytes"),
+    "empty": (lambda code: b"", " is no library of this platform: install"),
+    "of another processor": (
+        lambda code: code[:18] + b"\x2a\x00" + code[20:],
+        " is for machine 42, 64 bits, this Python",
+    ),
+    "of 32 bits": (
+        lambda code: code[:4] + b"\x01" + code[5:],
+        " is for .*, 32 bits, this Python for .*, 64 bits: install",
+    ),
+    "no libgomp": (
+        lambda code: code.replace(b"libgcc_s.so.1\0", b"libgomp.so.77\0"),
+        r" does not load \(built for torch .*\): it needs libgomp.so.77, which this system has not got "
+        r"\(Debian, Ubuntu: apt-get install libgomp1\)$",
+    ),
+    "another ABI": (
+        lambda code: re.sub(rb"\0_ZNK?2at([^\0]+)[^\0]\0", rb"\0_ZN2xt\1_\0", code, count=1),
+        r" does not load .*: it was built for another torch or Python \(undefined symbol: \w+\): install",
+    ),
+    "no module": (
+        lambda code: code.replace(b"\0PyInit__C\0", b"\0PyInit__D\0"),
+        r" does not load .*: dynamic module does not define module export function \(PyInit__C\): install",
+    ),
+}
+
+LOAD = """
+import sys
+from pathlib import Path
+import torch
+import xlnet_kernels as xk
+from xlnet_kernels import _extension
+for folder in sys.argv[1:]:
+    xk.__path__, _extension.HERE = [folder], Path(folder)
+    module, reason = _extension.load()
+    assert module is None
+    print(reason, flush=True)
+x = torch.ones(1, 1, 2, 8)
+print(xk.rel_attention(x, x, x, torch.ones(1, 4, 8)).sum().item(), xk.backends()["torch"])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="their loaders say so themselves")
+def test_a_broken_library_is_named_and_the_torch_backend_serves(tree, installed, tmp_path):
+    """All in one process, which no broken file ends."""
+    file = Path(_extension.module.__file__)
+    code, folders = file.read_bytes(), []
+    for name, (change, _) in BREAK.items():
+        changed = change(code)
+        assert changed != code
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+        (folders[-1] / file.name).write_bytes(changed)
+        shutil.copy(installed / "xlnet_kernels" / "_build_info.json", folders[-1])
+    folders.append(tmp_path / "of another Python")
+    folders[-1].mkdir()
+    stranger = folders[-1] / "_C.cpython-37m-x86_64-linux-gnu.so"
+    stranger.write_bytes(code)
+    shutil.rmtree(installed)
+    done = start(tree, tmp_path / "nowhere", LOAD, arguments=folders)
+    assert done.returncode == 0, done.stderr
+    *lines, fallback = done.stdout.splitlines()
+    assert fallback == "16.0 ready" and len(lines) == len(folders)
+    for folder, line, (_, wanted) in zip(folders, lines, BREAK.values(), strict=False):
+        assert re.match(re.escape(str(folder / file.name)) + wanted, line), line
+    assert re.match(rf"{re.escape(str(stranger))} is for another Python or platform, this one takes _C\.", lines[-1])
 
 
 def test_parts_are_imported_when_they_are_asked_for():

@@ -9,13 +9,13 @@ Rows with `query_positions` gather their scores from the band instead.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import _environment
 from .._checks import readable
 from ..dropout import keep_block
 from ..ops import INPUT_NAMES, check_segments_are_whole
@@ -26,17 +26,11 @@ MOST_ROWS = 128  # a band of m rows and n keys is m - 1 columns wider than its s
 
 
 def budget(device_type: str) -> int:
-    """Bytes that the temporaries of one block may take on such a device.
-
-    Raises:
-        ValueError: XLNET_KERNELS_BLOCK_BYTES is no positive integer.
-    """
-    wish = os.environ.get("XLNET_KERNELS_BLOCK_BYTES", "")
-    if not wish:
-        return CPU_BUDGET if device_type == "cpu" else DEFAULT_BUDGET
-    if not wish.isdecimal() or int(wish) == 0:
-        raise ValueError(f"XLNET_KERNELS_BLOCK_BYTES must be a positive integer, a number of bytes, got {wish!r}")
-    return int(wish)
+    """Bytes that the temporaries of one block may take on such a device."""
+    wish = _environment.read("XLNET_KERNELS_BLOCK_BYTES", lambda text: text.isdecimal() and int(text) > 0)
+    if wish:
+        return int(wish)
+    return CPU_BUDGET if device_type == "cpu" else DEFAULT_BUDGET
 
 
 class Call:

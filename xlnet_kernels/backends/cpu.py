@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import torch
 
 from .. import _extension
@@ -9,6 +12,7 @@ from ..ops import rel_attention
 
 __all__ = ["DEVICE", "DTYPES", "max_head_dim", "rel_attention", "unavailable"]
 
+UNKNOWN_SET = "XLNET_KERNELS_CPU names no instruction set that this processor has"  # the operator's error as well
 DEVICE = "cpu"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -19,4 +23,9 @@ def max_head_dim(dtype: torch.dtype) -> None:
 
 def unavailable() -> str | None:
     """Why the kernels cannot be used, or None."""
-    return None if _extension.module is not None else f"the C++ extension is not loaded: {_extension.reason}"
+    module: Any = _extension.module
+    if module is None:
+        return f"the C++ extension is not loaded: {_extension.reason}"
+    if module.cpu_instruction_set is None:
+        return f"{UNKNOWN_SET}: {os.environ.get('XLNET_KERNELS_CPU')}"
+    return None

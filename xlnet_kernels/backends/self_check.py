@@ -8,7 +8,6 @@ vouches for, the first call of a backend is preceded by one such comparison. XLN
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from .. import _environment
 from .._checks import allows_tf32
 from .._torch import constant_for_compilers, transformed
 from ..masks import RankMask
@@ -267,10 +267,7 @@ def _is_asked_for(name: str, device: torch.device) -> bool:
 
 
 def _wish() -> str:
-    wish = os.environ.get("XLNET_KERNELS_SELF_CHECK", "")
-    if wish not in ("", "0", "1"):
-        raise ValueError(f"XLNET_KERNELS_SELF_CHECK must be 0 or 1, got {wish!r}")
-    return wish
+    return _environment.read("XLNET_KERNELS_SELF_CHECK", ("0", "1").__contains__)
 
 
 @functools.cache

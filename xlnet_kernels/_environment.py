@@ -1,0 +1,42 @@
+"""This package's environment variables. One that makes no sense is said once, as a warning, and then left aside."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable
+
+INSTRUCTION_SETS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "generic", "emulated_bf16")
+# What each variable takes. csrc/cpu/dispatch.cpp reads XLNET_KERNELS_CPU, build_backend XLNET_KERNELS_SKIP_EXT.
+TAKES = {
+    "XLNET_KERNELS_BLOCK_BYTES": "a positive integer, a number of bytes",
+    "XLNET_KERNELS_CPU": f"an instruction set that this processor has, of {', '.join(INSTRUCTION_SETS)}",
+    "XLNET_KERNELS_LINEAR": "mkl or onednn",
+    "XLNET_KERNELS_SELF_CHECK": "0 or 1",
+    "XLNET_KERNELS_SKIP_EXT": "0 or 1",
+}
+OF_TESTS = ("XLNET_KERNELS_MACHINE", "XLNET_KERNELS_RESUME", "XLNET_KERNELS_TRANSFORMERS")
+
+
+def read(name: str, is_right: Callable[[str], bool]) -> str:
+    """The value of a variable; "" where it is unset, or not `is_right`, which is said."""
+    value = os.environ.get(name, "")
+    if value and not is_right(value):
+        leave_aside(name, value)
+        return ""
+    return value
+
+
+@functools.cache
+def leave_aside(name: str, value: str, instead: str = "it is left aside") -> None:
+    """Warn once that a variable's value does not count, and what happens `instead`."""
+    warnings.warn(f"{name} must be {TAKES[name]}, got {value!r}: {instead}", RuntimeWarning, stacklevel=3)
+
+
+def warn_of_unknown_names() -> None:
+    """Warn of variables that are spelled like this package's and are none of them."""
+    for name in sorted(os.environ):
+        if name.startswith("XLNET_KERNELS_") and name not in (*TAKES, *OF_TESTS):
+            text = f"{name} is no variable of xlnet_kernels and is left aside; there are {', '.join(TAKES)}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -1,0 +1,60 @@
+"""What is wrong with the file of a compiled library, found without loading it."""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from pathlib import Path
+
+_MACHINES = {3: "x86", 21: "PowerPC", 22: "s390x", 40: "ARM", 62: "x86-64", 183: "AArch64", 243: "RISC-V"}
+_HEADER = 64  # bytes of an ELF file's
+_SELF = Path("/proc/self/exe")
+
+
+def fault(path: Path) -> str | None:
+    """Why a library cannot be loaded into this process, as far as its file says so; None otherwise.
+
+    Loading a truncated file may end the process instead of raising.
+    """
+    try:
+        with path.open("rb") as file:
+            head, size = file.read(_HEADER), os.fstat(file.fileno()).st_size
+            if sys.platform != "linux":
+                return None
+            with _SELF.open("rb") as python:
+                own = python.read(_HEADER)
+            if len(head) < _HEADER or head[:4] != b"\x7fELF":
+                return "is no library of this platform"
+            if _kind(head) != _kind(own):
+                return f"is for {_machine(head)}, this Python for {_machine(own)}"
+            end = _end(file, head)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return f"is truncated: it has {size} bytes of at least {end}" if size < end else None
+
+
+def _kind(head: bytes) -> tuple[bytes, bytes]:
+    """Word size and order of bytes, and the machine."""
+    return head[4:6], head[18:20]
+
+
+def _machine(head: bytes) -> str:
+    number = int.from_bytes(head[18:20], "little" if head[5] == 1 else "big")
+    return f"{_MACHINES.get(number, f'machine {number}')}, {32 * head[4]} bits"
+
+
+def _end(file, head: bytes) -> int:
+    """Bytes that an ELF file of 64 bits must have for its headers, segments and sections; 0 for one of 32 bits."""
+    if head[4] != 2:
+        return 0
+    order = "<" if head[5] == 1 else ">"
+    segments, sections = struct.unpack_from(f"{order}QQ", head, 32)
+    segment_size, segment_count, section_size, section_count = struct.unpack_from(f"{order}4H", head, 54)
+    ends = [segments + segment_size * segment_count, sections + section_size * section_count]
+    file.seek(segments)
+    table = file.read(segment_size * segment_count)
+    for start in range(0, len(table) - segment_size + 1, segment_size):
+        offset, length = struct.unpack_from(f"{order}Q16xQ", table, start + 8)
+        ends.append(offset + length)
+    return max(ends)

@@ -89,6 +89,14 @@ def test_any_budget_gives_the_same_numbers(monkeypatch, limit, length, kind):
     assert_right(problem, "torch")
 
 
+def test_backward_has_the_largest_score_of_its_own_products(monkeypatch):
+    """Blocks of another size than forward's round scores near 1e9 elsewhere, and exponentials of that are infinite."""
+    monkeypatch.setenv("XLNET_KERNELS_BLOCK_BYTES", "3000")
+    problem = make(2, 2, 20, mask="dense")
+    problem.leaves["query"] *= 1e8
+    assert_right(problem, "torch")
+
+
 def test_blocks_are_sized_by_the_budget():
     query, rel_key = torch.empty(2, 4, 300, 16), torch.empty(4, 600, 16)
     tensors = dict.fromkeys(blocks.INPUT_NAMES) | {"query": query, "key": query, "value": query}

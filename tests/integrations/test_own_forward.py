@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import pickle
 
 import pytest
 import torch
@@ -97,6 +99,19 @@ def test_torch_compiled_forwards(operator):
         assert_same(xk.accelerate(model)(**inputs).last_hidden_state, wanted)
     assert accelerated(model)["transformers XLNetRelativeAttention"] == len(operator) == 2
     assert torch.equal(xk.restore(model)(**inputs).last_hidden_state, wanted) and len(operator) == 2
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_compiled_models_with_wrappers(wrap, operator):
+    model = theirs("XLNetModel")
+    inputs = make_inputs()
+    wanted = model(**inputs).last_hidden_state
+    wrap(model.layer[0].rel_attn, [])
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = torch.compile(xk.accelerate(model), backend="eager")(**inputs).last_hidden_state
+    assert_same(found, wanted)
+    assert accelerated(model)["transformers XLNetRelativeAttention"] == len(operator) == 2
 
 
 def dressed(self, h, *others, **options):
@@ -208,6 +223,19 @@ def test_copies_of_wrapped_models(operator):
     by_closure(model.layer[1].rel_attn, [])
     with pytest.raises(ValueError, match=r"in 'layer.1.rel_attn', got by_closure.<locals>.<lambda>"):
         xk.accelerate(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_modules_that_keep_the_function_of_their_class(clone, operator):
+    model = theirs("XLNetModel")
+    for layer in model.layer:
+        layer.rel_attn.forward = functools.partial(type(layer.rel_attn).forward, layer.rel_attn)
+    inputs = make_inputs()
+    wanted = model(**inputs).last_hidden_state
+    fast = clone(xk.accelerate(model))
+    assert_same(fast(**inputs).last_hidden_state, wanted)
+    assert len(operator) == 2 and accelerated(fast) == accelerated(model)
+    assert torch.equal(xk.restore(fast)(**inputs).last_hidden_state, wanted) and len(operator) == 2
 
 
 def test_modules_that_share_a_wrapper_may_be_accelerated_alone(operator):

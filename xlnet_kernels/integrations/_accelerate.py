@@ -82,7 +82,7 @@ def accelerate(model: nn.Module, backend: str | None = None, linears: bool = Fal
     check_name(backend)
     for library in {library_of(base) for cls in set(map(type, model.modules())) for base in _known_bases(cls)}:
         library.check_version()
-    pairs = [(module, _substitute(type(module))) for module in model.modules()]
+    pairs = [(module, accelerated_class(type(module))) for module in model.modules()]
     substitutes = [(module, cls) for module, cls in pairs if cls is not None]
     if not any(hasattr(cls, "backend") and not issubclass(cls, Linear) for _, cls in substitutes):
         raise ValueError(_nothing_found(model))
@@ -220,7 +220,7 @@ def _known_bases(cls: type) -> list[type]:
     return [base for base in cls.__mro__ if library_of(base) and base.__name__ in library_of(base).classes]
 
 
-def _substitute(cls: type) -> type[nn.Module] | None:
+def accelerated_class(cls: type) -> Any:
     """The accelerated form of a class, which may be that already; None for what we have nothing for."""
     if hasattr(cls, _ORIGINAL):
         return cls
@@ -269,5 +269,5 @@ def _reduce(self: nn.Module, protocol: int) -> tuple:
 
 
 def _new(original: type[nn.Module]) -> nn.Module:
-    cls: Any = _substitute(original)
+    cls: Any = accelerated_class(original)
     return cls.__new__(cls)

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from .._torch import constant_for_compilers
+
 Put = Callable[[Any], Any]
 _NO_HOLDERS = (nn.Module, Tensor, type, ModuleType)
 
@@ -30,6 +32,7 @@ def overridden(original: type, accelerated: type) -> dict[str, tuple[Any, Any]]:
     return {name: pair for name, pair in pairs.items() if pair[0] is not pair[1] and all(map(inspect.isfunction, pair))}
 
 
+@constant_for_compilers  # because a compiler that traces the search through closures fails in the wrapper's own later
 def leads(module: nn.Module, name: str = "forward") -> bool:
     """Whether the instance has no method of its own by that name, or one that can be seen to call its class's."""
     if name not in vars(module):
@@ -48,7 +51,8 @@ def rebind(module: nn.Module, original: type, accelerated: type) -> None:
         old, new = pair if isinstance(module, accelerated) else pair[::-1]
         for held, put in _held_below(module, module, accelerated):
             if _is_method(held, module, old):
-                put(MethodType(new, module) if isinstance(held, MethodType) else _ByClass(original, accelerated, name))
+                bound = isinstance(held, MethodType)
+                put(MethodType(new, module) if bound else _ByClass(original, accelerated, name, pair))
 
 
 class _ByClass(NamedTuple):
@@ -60,12 +64,23 @@ class _ByClass(NamedTuple):
     original: type
     accelerated: type
     name: str
+    functions: tuple[Any, Any]  # of both classes
+
+    def __reduce__(self) -> tuple:
+        return _by_class, (self.original, self.name)  # the other class is made, and pickle does not find it
 
     def of(self, cls: type) -> Any:
-        return overridden(self.original, self.accelerated)[self.name][issubclass(cls, self.accelerated)]
+        return self.functions[issubclass(cls, self.accelerated)]
 
     def __call__(self, module: nn.Module, *args: Any, **options: Any) -> Any:
         return self.of(type(module))(module, *args, **options)
+
+
+def _by_class(original: type, name: str) -> _ByClass:
+    from ._accelerate import accelerated_class
+
+    accelerated = accelerated_class(original)
+    return _ByClass(original, accelerated, name, overridden(original, accelerated)[name])
 
 
 def _is_method(held: Any, module: nn.Module, function: Any) -> bool:

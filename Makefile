@@ -52,7 +52,7 @@ test-machine: $(VENV)/installed
 	$(call MACHINE,90,90,$(OPERATOR))
 
 gpu-counts: $(VENV)/installed
-	$(RUN) -u tests/machine/gpu_counts.py --verbose --output $(OUT)/gpu-counts.json $(ARGS)
+	$(RUN) -u benchmarks/gpu_counts.py --verbose --output $(OUT)/gpu-counts.json $(ARGS)
 
 bench: $(VENV)/bench
 	$(RUN) -u benchmarks/attn.py $(ARGS)

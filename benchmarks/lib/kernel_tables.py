@@ -40,7 +40,7 @@ def compiled_by_nvcc(results: dict) -> str:
 
 
 def counted(results: dict) -> str:
-    """What tests/machine/gpu_counts.py counted, a line for each kernel, direction and case."""
+    """What benchmarks/gpu_counts.py counted, a line for each kernel, direction and case."""
     by_case: dict[tuple, dict] = {}
     for row in results["rows"]:
         rows = by_case.setdefault((row["direction"], row["head_dim"], row["case"], row["kernel"]), {})
@@ -64,7 +64,7 @@ def _bound_cell(row: dict | None) -> str:
 
 
 def counted_of_windows(results: dict) -> str:
-    """What tests/machine/long_counts.py counted, a line for each kind of window and direction."""
+    """What benchmarks/long_counts.py counted, a line for each kind of window and direction."""
     by_case: dict[tuple, dict] = {}
     for row in results["rows"]:
         by_case.setdefault((row["case"], row["direction"]), {})[row["architecture"], row["length"]] = row

@@ -22,7 +22,7 @@ SUFFIXES = {".py", ".h", ".cuh", ".cu", ".cpp"}
 def sources() -> str:
     """Of all that a result may depend on."""
     found = hashlib.sha256(sys.version.encode())
-    for folder in ("csrc", "tests", "xlnet_kernels"):
+    for folder in ("benchmarks", "csrc", "tests", "xlnet_kernels"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in SUFFIXES:
                 found.update(path.read_bytes())

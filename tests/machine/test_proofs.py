@@ -11,9 +11,9 @@ import triton  # noqa: E402
 if triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
-from tests.machine import plain_attention  # noqa: E402
+from benchmarks.lib import plain_attention  # noqa: E402
+from benchmarks.lib.plain_attention import Config  # noqa: E402
 from tests.machine import proving_kernels as kernels  # noqa: E402
-from tests.machine.plain_attention import Config  # noqa: E402
 from tests.machine.triton_driver import on_machine  # noqa: E402
 
 FUSED = {"enable_fp_fusion": True}  # the default until Triton 3.10

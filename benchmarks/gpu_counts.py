@@ -1,6 +1,6 @@
 """What our GPU kernels execute beside plain flash attention, counted by the machine: `make gpu-counts`.
 
-    python tests/machine/gpu_counts.py --output benchmarks/results/gpu-counts.json
+    python benchmarks/gpu_counts.py --output benchmarks/results/gpu-counts.json
 
 Our kernels run at the lengths of the table. What plain ones count, of which many tiles are tried, is a polynomial of
 the length, exactly: they run at three shorter ones.
@@ -19,19 +19,19 @@ from fractions import Fraction
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # because tests/machine executes the kernels
 
 import torch  # noqa: E402
 import triton  # noqa: E402
 
 import xlnet_kernels as xk  # noqa: E402
-from benchmarks.compiled import triton_report  # noqa: E402
-from tests.machine import bounds, cuda_driver, plain_attention  # noqa: E402
+from compiled import triton_report  # noqa: E402
+from lib import bounds, plain_attention  # noqa: E402
+from lib.plain_attention import Config  # noqa: E402
+from tests.machine import cuda_driver  # noqa: E402
 from tests.machine.machine import Counts  # noqa: E402
 from tests.machine.machine_code import assemble  # noqa: E402
 from tests.machine.package import serving  # noqa: E402
-from tests.machine.plain_attention import Config  # noqa: E402
 from tests.machine.triton_driver import Launch, on_machine  # noqa: E402
 
 LENGTHS = (256, 512, 768)  # of plain kernels; halves are whole tiles

@@ -12,8 +12,10 @@ arXiv 2402.13499, 2501.12084).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tests.machine.machine import Counts
+if TYPE_CHECKING:
+    from tests.machine.machine import Counts
 
 PAIRS = 1024  # what bounds are given for
 SCHEDULERS = 4  # of a multiprocessor, each issues one instruction of a warp a cycle [A100, H100]

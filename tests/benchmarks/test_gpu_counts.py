@@ -8,13 +8,17 @@ import sys
 
 import pytest
 
+from tests import ROOT
+
 pytest.importorskip("triton")
 import triton  # noqa: E402
 
 if triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
-from tests.machine import gpu_counts, long_counts  # noqa: E402
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import gpu_counts  # noqa: E402
+import long_counts  # noqa: E402
 from tests.machine.machine import Counts  # noqa: E402
 from tests.machine.machine_code import Line, MachineCode  # noqa: E402
 from tests.machine.triton_driver import Launch  # noqa: E402

@@ -1,6 +1,6 @@
 """What the Triton kernels execute for windows over long sequences, counted by the machine: in proportion to length?
 
-    python tests/machine/long_counts.py --output benchmarks/results/gpu-counts-long.json
+    python benchmarks/long_counts.py --output benchmarks/results/gpu-counts-long.json
 
 Forward and backward of one head at L 32768 and 65536, nothing extrapolated. Kinds of window: a floor below each rank
 (causal), documents in a row, rows of rel_key for near distances alone. A pass is bound as in gpu_counts.py.
@@ -16,14 +16,13 @@ import sys
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # because tests/machine executes the kernels
 
 import torch  # noqa: E402
 import triton  # noqa: E402
 
 import xlnet_kernels as xk  # noqa: E402
-from tests.machine import bounds  # noqa: E402
+from lib import bounds  # noqa: E402
 from tests.machine.machine_code import assemble  # noqa: E402
 from tests.machine.package import serving  # noqa: E402
 from tests.machine.triton_driver import Launch  # noqa: E402

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import xlnet_kernels as xk
-from tests.cases import BACKENDS, READY, Problem, make
+from tests.cases import INTERPRETED, READY, Problem, make
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+BACKENDS = [name for name in READY if name != "cuda"]
 FEW, SOME, MANY = 3, 40, 300  # rows: products without packing, a tile, several of them and chunks
 
 
@@ -120,12 +121,15 @@ def assert_unread_rows_count_as_zeros(problem: Problem, backend: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_unread_rows_count_as_zeros(backend, case, rows, dtype):
-    if rows == MANY and (case not in ("padding", "memory", "window") or backend == "reference"):
+    if rows == MANY and (case not in ("padding", "memory", "window") or backend in ("reference", *INTERPRETED)):
         pytest.skip("as with fewer rows")
-    assert_unread_rows_count_as_zeros(CASES[case](rows).to(dtype), backend)
+    if backend in INTERPRETED and (rows == FEW or (dtype == torch.float16 and case not in ("padding", "memory"))):
+        pytest.skip("slow, and as with a tile in float32")
+    in_fixed_order = dtype == torch.float32  # both ways to add gradients on GPUs
+    assert_unread_rows_count_as_zeros(CASES[case](rows).to(dtype).with_options(deterministic=in_fixed_order), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in INTERPRETED])
 def test_sequences_that_share_rel_key_have_their_own_unread_keys(backend):
     """Short ones, which a thread takes one after the other, with one gradient of rel_key."""
     problem = make(60, 8, 16, width=16)

@@ -58,6 +58,36 @@ def test_float32_has_a_plan_for_each_precision(monkeypatch):
     assert found == ["tf32x3", "tf32"]
 
 
+def of_a_call(mem: int = 0, keys: int = 8, rel_len: int = 16, max_distance: int = 8, **tensors) -> plan.Plan:
+    """Eight rows; by default XLNet's table, whose first row no pair reads."""
+    query, key, memory = (torch.zeros(2, 2, count, 16) for count in (8, keys, mem))
+    given = dict.fromkeys(plan.INPUT_NAMES) | {"query": query, "key": key, "value": key, **tensors}
+    given |= {"memory_key": memory, "memory_value": memory} if mem else {}
+    return plan.Plan(given | {"rel_key": torch.zeros(2, rel_len, 16)}, max_distance, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "keys", "rel_rows"),
+    [
+        ({}, False, True),
+        ({"rel_len": 15, "max_distance": 7}, False, False),
+        ({"rel_len": 16, "max_distance": 7}, False, True),
+        ({"mem": 4, "rel_len": 19, "max_distance": 11}, False, False),
+        ({"rel_len": 5, "max_distance": 2}, False, False),  # a window around each row
+        ({"rel_len": 3, "max_distance": -1}, True, False),  # keys after each row alone
+        ({"mem": 4, "rel_len": 5, "max_distance": 3}, True, False),  # the last memory key's distance to row 0 is 1
+        ({"keys": 12, "rel_len": 10, "max_distance": 7}, True, False),  # keys up to two positions ahead
+        ({"key_rank": torch.zeros(2, 8)}, True, True),
+        ({"mask": torch.ones(2, 2, 8, 8)}, True, True),
+        ({"query_positions": torch.zeros(2, 8)}, False, True),
+        ({"query_positions": torch.zeros(2, 8), "rel_len": 5, "max_distance": 2}, True, True),
+    ],
+)
+def test_copies_are_made_where_rows_may_be_unread(call, keys, rel_rows):
+    known = of_a_call(**call)
+    assert (known.has_unread_keys, known.has_unread_rel_rows) == (keys, rel_rows)
+
+
 def test_plans_are_few(monkeypatch):
     monkeypatch.setattr(plan, "_MOST", 2)
     first, second, third = (inputs(length) for length in (1, 2, 3))

@@ -77,6 +77,21 @@ class RankMask(NamedTuple):
     sees_self: Pointer = None  # (B, L) uint8 or None
 
 
+class Copy(NamedTuple):
+    """A matrix and the copy that unread.py makes of it; Nones: none is made."""
+
+    given: Matrix = Matrix()
+    copy: Matrix = Matrix()  # of the same shape
+
+
+class Copies(NamedTuple):
+    """Copies in which unread rows that hold NaN or infinity are zeros."""
+
+    keys: Copy = Copy()  # of keys in backward, of values in forward
+    memory: Copy = Copy()
+    rel_key: Copy = Copy()
+
+
 class KeyVectors(NamedTuple):
     """What prepare.py pads."""
 

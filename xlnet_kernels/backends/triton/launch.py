@@ -39,7 +39,7 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
             result.zero_()
         lse.fill_(-torch.inf)
         return results
-    call.prepare()
+    call.prepare(args.Given(), call.copy_unread("value", rel_key=False))
     config = known.config("forward")
     programs = _tiles(known.length, config.BLOCK_M) * known.batch * known.heads
     residual = out_residual if has_residual else None
@@ -94,7 +94,7 @@ def backward(
             _of_rows(out), residual, row_max.contiguous(), row_sum.contiguous(), _matrix(grad_out),
             _dense(grad_lse),
         )  # fmt: skip
-        prepared = call.prepare(given, bounds_rows=not one_pass)
+        prepared = call.prepare(given, call.copy_unread("key", rel_key=True), bounds_rows=not one_pass)
         sums_of_keys = call.room_for_key_sums() if one_pass else args.KeySums()
         call.launch(
             rows_kernel, programs, rows_config, given=given, backward=prepared, groups=groups, run=run, copies=copies,
@@ -199,21 +199,38 @@ class Call:
         least, largest = (new(batch, count // BOUND.value, dtype=torch.int32) for _ in range(2))
         return new(batch, count, dtype=torch.int32), least, largest
 
-    def prepare(self, given: args.Given | None = None, bounds_rows: bool = False) -> args.Backward:
+    def copy_unread(self, field: str, rel_key: bool) -> args.Copies:
+        """Copies for prepare.py to fill, of a `field` of Keys and of rel_key; kernels launched after it read them."""
+        found = {}
+        for name in ("keys", "memory") if self.plan.has_unread_keys else ():
+            given = self.arguments[name]
+            found[name] = _room_for_copy(getattr(given, field))
+            self.arguments[name] = given._replace(**{field: found[name].copy})
+        if rel_key and self.plan.has_unread_rel_rows:
+            found["rel_key"] = _room_for_copy(self.arguments["rel_key"])
+            self.arguments["rel_key"] = found["rel_key"].copy
+        return args.Copies(**found)
+
+    def prepare(self, given: args.Given, copies: args.Copies, bounds_rows: bool = False) -> args.Backward:
         """Launches what comes before the main kernels; `given` to backward, and then what it makes of that."""
         prepared = args.Backward()
-        if given is not None:
+        if given.row_sum is not None:
             grad_out = self._new_rows(self.plan.head_dim, dtype=given.grad_out.data.dtype)
             bounds = self._room_for_row_bounds() if bounds_rows else ()
             prepared = args.Backward(grad_out, *(self._new_rows() for _ in range(3)), *bounds)
         known, config, vectors = self.plan, self.plan.config("prepare"), self._key_vectors()
-        length = known.prepared_rows[2]
-        programs = row_programs = length // config.BLOCK_M * known.batch * known.heads
+        length, heads = known.prepared_rows[2], known.batch * known.heads
+        rows, shared, keys, rel_rows = length // config.BLOCK_M * heads, 0, 0, 0
         if vectors.ids is not None or vectors.rank is not None:
-            programs += known.batch * (max(known.padded_keys, length) // args.PADDING.value)
+            shared = known.batch * (max(known.padded_keys, length) // args.PADDING.value)
+        if copies.keys.given.data is not None:
+            keys = heads * _tiles(known.keys, config.BLOCK_N)
+        if copies.rel_key.given.data is not None:
+            rel_rows = known.groups * _tiles(known.rel_len, config.BLOCK_N)
         self.launch(
-            prepare_kernel, programs, config, vectors=vectors, given=given or args.Given(), backward=prepared,
-            row_programs=row_programs,
+            prepare_kernel, rows + shared + keys + rel_rows, config, vectors=vectors, given=given, backward=prepared,
+            copies=copies, batch=known.batch, groups=known.groups,
+            row_programs=rows, vector_programs=shared, key_programs=keys,
         )  # fmt: skip
         return prepared
 
@@ -319,6 +336,12 @@ def _matrix(tensor: Tensor) -> args.Matrix:
     """A matrix (B, H, rows, D), or (H, rows, D) for every batch, copied where kernels could not read it."""
     tensor = tensor if plan.is_addressable(tensor) else tensor.contiguous()
     return args.Matrix(tensor, *plan.matrix_strides(tensor))
+
+
+def _room_for_copy(matrix: args.Matrix) -> args.Copy:
+    if matrix.data is None:
+        return args.Copy()
+    return args.Copy(matrix, _matrix(torch.empty_like(matrix.data, memory_format=torch.contiguous_format)))
 
 
 def _of_rows(tensor: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ class Plan:
         self.groups = self.heads if rel_key.dim() == 3 else self.batch * self.heads
         self.is_empty = query.numel() == 0 or self.keys == 0
         self.bounded = (max_distance < self.keys - 1, self.rel_len < max_distance + key.shape[2])  # behind, ahead
+        self.has_unread_keys, self.has_unread_rel_rows = self._may_leave_unread(tensors, max_distance)
         self.precision = precision_of(query.dtype, dropout_p)
         self.kind = tuning.kind_of(query.dtype, self.precision)
         self.kept_scale = 1 / (1 - dropout_p)
@@ -73,6 +74,18 @@ class Plan:
         }
         self._configs: dict[str, tuning.Config] = {}
         self.kernels: dict[tuple[str, int], tuple[Any, Any]] = {}  # (name, alignment) -> compiled, META
+
+    def _may_leave_unread(self, tensors: dict[str, Tensor], max_distance: int) -> tuple[bool, bool]:
+        """Whether no pair may read some key, and some row of rel_key."""
+        if tensors["mask"] is not None or tensors["key_rank"] is not None:
+            return True, True
+        if tensors["query_positions"] is not None:
+            return any(self.bounded), True
+        first_key = self.mem_len - max_distance  # of those for which the first row of the call finds a row of rel_key
+        last_key = first_key + self.length - 1 + self.rel_len - 1  # of the last row
+        first_rel_row = 1 - self.length - first_key  # for the last row's first key
+        last_rel_row = self.keys - 1 - first_key  # for the first row's last key
+        return first_key > 0 or last_key < self.keys - 1, first_rel_row > 0 or last_rel_row < self.rel_len - 1
 
     @functools.cached_property
     def capability(self) -> tuple[int, int] | None:

@@ -1,5 +1,5 @@
 """What a pass makes of its inputs before its main kernel: of query rows, once for a row instead of once for each tile
-of keys; of ranks and segments, once for all heads.
+of keys; of ranks and segments, once for all heads; and copies without the NaN of unread rows (unread.py).
 
 Operands that come straight from memory are what wgmma can take from shared memory; with a bias added on the way there
 they would fill registers. Rows are written in the order of their positions.
@@ -10,11 +10,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arguments import PADDING, Sizes, head_at, load_row, matrix_at, of_head_rows, of_prepared, of_rows, padded, program
+from .arguments import (
+    PADDING,
+    SIZES,
+    Mask,
+    Sizes,
+    head_at,
+    load_row,
+    matrix_at,
+    of_head_rows,
+    of_prepared,
+    of_rows,
+    padded,
+    program,
+)
 from .chunks import SomeRows, add_bias, columns, load_query, load_rows
 from .mask import BOUND, HIGHEST, LOWEST
 from .segments import store_row_segments
 from .softmax import load_out
+from .unread import copy_rows
 
 
 @triton.jit
@@ -121,15 +135,24 @@ def _prepare_rows(rows, segments, positions, given, backward, size, META):
     store_row_segments(rows, segments, tile, size, META)
 
 
-@triton.jit(do_not_specialize=["heads", "length", "mem_len", "key_len", "row_programs"])
+PROGRAMS = ["row_programs", "vector_programs", "key_programs"]
+
+
+@triton.jit(do_not_specialize=[*SIZES, "batch", "groups", *PROGRAMS])
 def prepare_kernel(
-    rows, vectors, segments, rank_mask, positions, given, backward, heads, length, mem_len, key_len, row_programs, META
+    rows, vectors, segments, rank_mask, dense_mask, positions, given, backward, copies,
+    heads, length, mem_len, key_len, rel_len, max_distance, batch, groups,
+    row_programs, vector_programs, key_programs, META,
 ):  # fmt: skip
-    """Programs (tile, b * heads + h) for rows, `row_programs` in all; and then (b, part) for what all heads share.
-    arguments.py says what the tuples hold."""
-    size = Sizes(heads, length, 0, 0, 0, 0)
-    if tl.program_id(0) < row_programs:
+    """Programs (tile, b * heads + h) for rows, `row_programs` in all; then `vector_programs` (b, part) for vectors that
+    all heads share; then those that copy. arguments.py says what the tuples hold."""
+    size = Sizes(heads, length, mem_len, mem_len + key_len, rel_len, max_distance)
+    number = tl.program_id(0) - row_programs
+    if number < 0:
         _prepare_rows(rows, segments, positions, given, backward, size, META)
-    else:
-        number = tl.program_id(0) - row_programs
-        _prepare_vectors(vectors, segments, rank_mask, positions, backward, number, length, mem_len + key_len)
+    elif number < vector_programs:
+        _prepare_vectors(vectors, segments, rank_mask, positions, backward, number, length, size.keys)
+    elif copies.keys.given.data is not None or copies.rel_key.given.data is not None:
+        number -= vector_programs
+        mask = Mask(rank_mask, dense_mask)
+        copy_rows(copies, number, key_programs, batch, groups, mask, vectors.rank, positions, size, META)

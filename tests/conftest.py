@@ -57,8 +57,8 @@ def seed():
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """Files of benchmarks/ and examples/ are found by bare name, as they find each other when run as scripts."""
-    for folder in ("benchmarks", "examples"):
+    """Files of these folders are found by bare name, as they find each other when run as scripts."""
+    for folder in ("benchmarks", "examples", "experiments"):
         monkeypatch.syspath_prepend(str(ROOT / folder))
 
 

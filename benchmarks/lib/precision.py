@@ -1,4 +1,4 @@
-"""What a run of precision.py found, as Markdown."""
+"""What a run of experiments/precision.py found, as Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Benchmarks measure and write results, tests do not; benchmarks stand on the package and on benchmarks/lib."""
+"""Benchmarks measure and write results, tests do not; benchmarks stand on the package and on benchmarks/lib.
+
+Experiments train what examples/ train, and stand on both.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,6 @@ from tests import ROOT
 
 # What executes the GPU kernels on the host is the tests' own; these count or time what it executes.
 ON_HOST = {"gpu_counts.py", "long_counts.py", "bounds.py", "host_time.py"}
-# Experiments that train what examples/ train: their claims are about those programs.
-OF_EXAMPLES = {"precision.py", "context.py", "memory.py", "pairs.py", "streams.py", "trainer.py", "workshop.py"}
 
 
 def imported(file) -> set[str]:
@@ -24,10 +25,10 @@ def imported(file) -> set[str]:
 
 
 def test_benchmarks_import_neither_tests_nor_examples():
-    examples = {"examples", "parts"} | {file.stem for file in (ROOT / "examples").glob("*.py")}
+    examples = {"claims", "examples", "experiments", "parts"} | {file.stem for file in (ROOT / "examples").glob("*.py")}
     files = {file: imported(file) for file in (ROOT / "benchmarks").rglob("*.py")}
     assert {file.name for file, names in files.items() if "tests" in names} == ON_HOST
-    assert {file.name for file, names in files.items() if names & examples} == OF_EXAMPLES
+    assert {file.name for file, names in files.items() if names & examples} == set()
 
 
 def test_the_machine_writes_no_results():

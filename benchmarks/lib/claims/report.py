@@ -1,4 +1,4 @@
-"""What a run of objectives.py found, as Markdown: the mean of the seeds, and the least and the greatest of them."""
+"""Tables of what experiments/objectives.py found: the mean of the seeds, and the least and the greatest of them."""
 
 from __future__ import annotations
 

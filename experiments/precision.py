@@ -1,8 +1,8 @@
 """What 16 bits do to gradients and to training, with delta from the rounded output and with what rounding took from it.
 
-    python benchmarks/precision.py --plot                     everything
-    python benchmarks/precision.py --sections errors cost     the operator alone
-    python benchmarks/precision.py --quick                    tiny, to see that everything runs
+    python experiments/precision.py --plot                     everything
+    python experiments/precision.py --sections errors cost     the operator alone
+    python experiments/precision.py --quick                    tiny, to see that everything runs
 
 - errors: gradients of the biases, of rel_key, query, key and value against float64 on the same rounded inputs, where
   rows, values, keys, rel_key and output gradients have offsets; torch's SDPA without positions beside them;
@@ -30,14 +30,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lib import session
-from lib.gradients import Recorder, delta_of, measure_cost, measure_errors, relative_error
-from lib.harness import environment, write_json
-from lib.plot import plot
-from lib.precision import DELTAS, OWN, ROUNDED
-from lib.report import markdown
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "examples")]  # whose lib and parts these experiments use
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from lib import session  # noqa: E402
+from lib.gradients import Recorder, delta_of, measure_cost, measure_errors, relative_error  # noqa: E402
+from lib.harness import environment, write_json  # noqa: E402
+from lib.plot import plot  # noqa: E402
+from lib.precision import DELTAS, OWN, ROUNDED  # noqa: E402
+from lib.report import markdown  # noqa: E402
+
 BACKEND = "cpu"
 SECTIONS = ("errors", "cost", "training")
 QUICK = dict(lengths=[48], heads=1, head_dim=16, rounds=3, steps=4, every=2, probe=3, layers=1, d_model=16)
@@ -183,7 +185,6 @@ def measure(options: argparse.Namespace, results: dict) -> None:
         for row in measure_cost("bfloat16", *shape, options.rounds):
             keep(row)
     if "training" in options.sections:
-        sys.path.append(str(EXAMPLES))
         with tempfile.TemporaryDirectory() as folder:
             for kind in KINDS:
                 keep(train(kind, options, folder))

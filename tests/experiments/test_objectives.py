@@ -88,7 +88,7 @@ def again(output, before: dict, models) -> None:
 
 def test_fine_tuning_and_trainer(tmp_path, capsys):
     pytest.importorskip("accelerate")
-    from lib.claims.trainer import HALF, SAME, THEIRS
+    from claims.trainer import HALF, SAME, THEIRS
 
     results = run(tmp_path / "objectives.json", "--experiments", "context", "trainer")
     context = {(row["task"], row["implementation"]): row for row in rows_of(results, "context")}
@@ -114,8 +114,8 @@ def test_fine_tuning_and_trainer(tmp_path, capsys):
 
 def test_common_targets_are_predicted_from_the_context_alone(tmp_path):
     import objectives
-    from lib.claims import trainer
-    from lib.claims.workshop import Workshop
+    from claims import trainer
+    from claims.workshop import Workshop
 
     options = objectives.parse(["--quick"])
     workshop = Workshop(options, tmp_path)
@@ -134,7 +134,7 @@ def test_common_targets_are_predicted_from_the_context_alone(tmp_path):
 
 
 def test_single_stream_has_the_same_targets_in_the_same_order():
-    from lib.claims.streams import SingleStreamLM
+    from claims.streams import SingleStreamLM
 
     vocabulary = Vocabulary(size=100, sep=4, cls=3, pad=5, mask=6)
     ids = np.random.default_rng(0).integers(10, 100, 40)
@@ -149,7 +149,7 @@ def test_single_stream_has_the_same_targets_in_the_same_order():
 
 
 def test_relative_effective_context_length():
-    from lib.claims.memory import relative_context
+    from claims.memory import relative_context
 
     flat = np.array([3.0, 3.0])
     better, best = np.array([2.0, 3.0]), np.array([2.0, 2.0])
@@ -171,7 +171,7 @@ def test_relative_effective_context_length():
 
 
 def test_pairs_of_words(tmp_path):
-    from lib.claims.pairs import find_pairs
+    from claims.pairs import find_pairs
     from parts.tokenizer import train_tokenizer
 
     text = " they go to New York or to Rome or to New York again, to go;" * 10
@@ -191,7 +191,7 @@ def test_pairs_of_words(tmp_path):
 
 
 def test_tagged_words():
-    from lib.claims.context import tagged
+    from claims.context import tagged
 
     assert tagged("As is. A, b") == [{"text": ["as", "is", "a", "b"], "label": ["none", "stop", "comma", "none"]}]
     assert [len(piece["text"]) for piece in tagged("word " * 45 + ":")] == [40, 5]

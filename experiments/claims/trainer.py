@@ -27,10 +27,10 @@ import transformers
 from torch import Tensor, nn
 
 import xlnet_kernels as xk
+from lib.claims import THEIRS
 from parts.run import Run, make_config
 from xlnet_kernels.pretraining import TokenFile, batch_loader
 
-from . import THEIRS
 from .workshop import OBJECTIVES, Clock, Workshop, train
 
 HALF, SAME = "permutation, half the time", "permutation, the same time"

@@ -20,12 +20,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lib.claims import EDGES
 from parts.inference import OBJECTIVES as CLASSES
 from parts.inference import Reader
 from parts.tokenizer import TextTokenizer
 from xlnet_kernels.pretraining import TokenFile, joint_log_prob
 
-from . import EDGES
 from .workshop import OBJECTIVES, Workshop
 
 LONGEST = 6  # tokens of a word

@@ -1,8 +1,8 @@
 """What the papers behind this system claim of its objectives, streams and memory, shown with small models.
 
-    python benchmarks/objectives.py --plot                          everything, about 23 minutes of one thread
-    python benchmarks/objectives.py --experiments trainer --plot    one of them; the file keeps the others' rows
-    python benchmarks/objectives.py --quick                         tiny, to see that everything runs
+    python experiments/objectives.py --plot                          everything, about 23 minutes of one thread
+    python experiments/objectives.py --experiments trainer --plot    one of them; the file keeps the others' rows
+    python experiments/objectives.py --quick                         tiny, to see that everything runs
 
 - pairs: targets depend on each other under permutation and not under masking;
 - context: both sides of context help over left-to-right, after fine-tuning;
@@ -11,7 +11,7 @@
 - trainer: losses of permutation, masked and autoregressive LM at equal tokens, and how long they take to reach what
   transformers' XLNet reaches in its own Trainer.
 
-lib/claims/ has a file for each, with its definitions and sources. All models have the tutorial's text, tokenizer and
+claims/ has a file for each, with its definitions and sources. All models have the tutorial's text, tokenizer and
 size, and three seeds. Times are processor time of one thread. Needs pip install '.[bench,examples]'.
 """
 
@@ -27,12 +27,14 @@ from pathlib import Path
 
 import torch
 
-from lib import session
-from lib.harness import environment, write_json
-from lib.plot import plot
-from lib.report import markdown
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "examples")]  # whose lib and parts these experiments use
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from lib import session  # noqa: E402
+from lib.harness import environment, write_json  # noqa: E402
+from lib.plot import plot  # noqa: E402
+from lib.report import markdown  # noqa: E402
+
 EXPERIMENTS = ("pairs", "context", "memory", "streams", "trainer")
 FIXED = ("output", "plot", "quick", "experiments", "models")  # options that are no settings of an experiment
 SIZES = {  # option: its default, what it counts
@@ -66,15 +68,14 @@ QUICK |= dict(trainer_steps=4, trainer_every=2)
 
 def measure(options: argparse.Namespace, results: dict) -> None:
     """All experiments that are asked for; the file is written after every row."""
-    sys.path.append(str(EXAMPLES))
-    from lib.claims.workshop import Workshop
+    from claims.workshop import Workshop
 
     with tempfile.TemporaryDirectory() as folder:
         workshop = Workshop(options, options.models or Path(folder))
         results["text"] = {"bytes": workshop.bytes}
         for name in options.experiments:
             began = time.process_time()
-            for row in importlib.import_module(f"lib.claims.{name}").measure(workshop):
+            for row in importlib.import_module(f"claims.{name}").measure(workshop):
                 results["rows"].append(row)
                 write_json(options.output, results)
                 print(name, row["implementation"], row.get("task", ""), row.get("seed", ""), file=sys.stderr)

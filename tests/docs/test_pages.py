@@ -53,10 +53,11 @@ def test_what_may_not_run_is_marked():
     assert [code for skipped, code in BLOCK.findall(page) if not skipped] == ["a = 1\n"]
 
 
-def test_new_backend_is_right(monkeypatch):
+@pytest.mark.parametrize("limits", [{}, {"DEVICE": None, "DTYPES": None}], ids=["as it stands", "for any tensors"])
+def test_new_backend_is_right(monkeypatch, limits):
     """The one of the how-to, named where it says, gives what the reference gives."""
     module = sys.modules["xlnet_kernels.backends"]
-    new = SimpleNamespace(**run(ROOT / "docs" / "how-to" / "add-a-backend.md"))
+    new = SimpleNamespace(**run(ROOT / "docs" / "how-to" / "add-a-backend.md") | limits)
     monkeypatch.setattr(module, "_BACKENDS", {"new": new} | MODULES)
     query, key, value = (torch.randn(2, 3, 7, 8, dtype=torch.float64) for _ in range(3))
     rel_key, bias = torch.randn(3, 18, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)

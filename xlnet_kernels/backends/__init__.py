@@ -113,7 +113,7 @@ def _refusal(
         return None
     if backend.DEVICE not in (None, device_type):
         return f"it serves {backend.DEVICE} tensors, query is on {device_type}"
-    if dtype not in backend.DTYPES:
+    if backend.DTYPES is not None and dtype not in backend.DTYPES:
         return f"it serves {', '.join(str(served) for served in backend.DTYPES)}, query is {dtype}"
     if transformed():
         return "torch.func transforms and forward-mode gradients need the reference"

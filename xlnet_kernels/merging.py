@@ -35,14 +35,20 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     _check(outs, lses)
     stacked = torch.stack(list(lses))
     fully_masked = (stacked == -torch.inf).all(0)  # filled, to avoid gradients of -inf minus -inf
-    total = stacked.masked_fill(fully_masked, 0.0).logsumexp(0).masked_fill(fully_masked, -torch.inf)
-    out = sum(part.to(total.dtype) * part_of(lse, total) for part, lse in zip(outs, lses, strict=True))
+    stacked = stacked.masked_fill(fully_masked, 0.0)
+    # Not by exp(lse - total): their sum is off by the rounding error of a total far from 0, in gradients as well.
+    largest = stacked.detach().amax(0)
+    exponentials = (stacked - largest).exp()
+    total_weight = exponentials.sum(0)
+    total = (total_weight.log() + largest).masked_fill(fully_masked, -torch.inf)
+    weights = (exponentials / total_weight).masked_fill(fully_masked, 0.0)[..., None]
+    out = sum(part.to(total.dtype) * weight for part, weight in zip(outs, weights, strict=True))
     assert isinstance(out, Tensor)
     return out.to(outs[0].dtype), total
 
 
 def part_of(lse: Tensor, total: Tensor) -> Tensor:
-    """exp(lse - total) (B, H, L, 1), the weight of a part; 0 where nothing is seen."""
+    """exp(lse - total) (B, H, L, 1), the weight of a part where the others are not at hand; 0 where nothing is seen."""
     return (lse - total.clamp(min=torch.finfo(total.dtype).min)).exp().unsqueeze(-1)
 
 

@@ -49,6 +49,18 @@ def test_gradients_of_the_parts_themselves():
     assert not any(gradient.any() for gradient in gradients)
 
 
+def test_weights_add_up_to_one_far_from_zero():
+    """A log-sum-exp of 1000 is rounded by 3e-5, and so is each exponential of a difference to it."""
+    out = torch.randn(1, 1, 3, 2)
+    for lse in (torch.tensor([[[1000.0, 3e4, -2e3]]]), torch.tensor([[[-1e30, 1e30, 7.0]]])):
+        for parts in (2, 3):
+            lses = [lse.clone().requires_grad_() for _ in range(parts)]
+            found, total = xk.merge([out] * parts, lses)
+            torch.testing.assert_close(found, out, atol=0, rtol=3e-7)
+            for gradient in torch.autograd.grad(total.sum(), lses):
+                torch.testing.assert_close(gradient * parts, torch.ones(1, 1, 3), atol=0, rtol=3e-7)
+
+
 OUT, LSE = torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3)
 
 

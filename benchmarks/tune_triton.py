@@ -26,7 +26,7 @@ import triton
 from lib import compiling
 from lib.compiling import attend
 from lib.problem import Case, Problem, build_problem
-from xlnet_kernels.backends.triton import plan, tuning
+from xlnet_kernels.backends.triton import launch_cache, tuning
 from xlnet_kernels.backends.triton.tuning import KERNELS, Config
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}  # of the largest value of each result
@@ -117,10 +117,10 @@ class OnGPU:
     def __call__(self, kernel: str, configs: tuple[Config, ...]) -> float:
         from triton.testing import do_bench
 
-        from xlnet_kernels.backends.triton import plan
+        from xlnet_kernels.backends.triton import launch_cache
 
         tuning.TABLE[self.key] = configs
-        plan.plans.clear()  # they hold what was there before
+        launch_cache.plans.clear()  # they hold what was there before
         self._compare(self._results(self.checked, "triton"), self.exact, self.checked.query.dtype)
         times = []
         for problem in self.problems:
@@ -174,7 +174,7 @@ def main(arguments: list[str]) -> int:
     if options.entries:
         tuning.TABLE.update(read(options.entries.read_text()))
     capability, dtype, found = torch.cuda.get_device_capability(), getattr(torch, options.dtype), {}
-    of, kind = tuning.family(capability), tuning.kind_of(dtype, plan.precision_of(dtype, 0.0))
+    of, kind = tuning.family(capability), tuning.kind_of(dtype, launch_cache.precision_of(dtype, 0.0))
     by = f"measured: {torch.cuda.get_device_name()}, Triton {triton.__version__}"
 
     def log(line: str) -> None:

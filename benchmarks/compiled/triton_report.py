@@ -28,11 +28,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from xlnet_kernels.backends import triton as backend
-from xlnet_kernels.backends.triton import launch, plan, tuning
+from xlnet_kernels.backends.triton import launch, launch_cache, tuning
 
 OPERATOR = "xlnet_kernels::rel_attention_triton"
 in_quads = tuning.in_quads
-precision_of = plan.precision_of
+precision_of = launch_cache.precision_of
 DTYPES = {"16-bit": torch.bfloat16, "float32": torch.float32, "ieee": torch.float32}
 CLASSES = sorted({(kind, head_dim) for _, kind, head_dim in tuning.TABLE})
 # Tensor cores by one warp, by four (sm_90), by one thread (sm_100); and multiply-add without them.
@@ -121,7 +121,7 @@ def pretend(architecture: int | str) -> Driver:
     """From here on Triton, and the choice of tiles, take this machine for one with such a GPU."""
     driver = Driver(architecture)
     triton.runtime.driver.set_active(driver)
-    plan.plans.clear()
+    launch_cache.plans.clear()
     tiles_of = 80 if isinstance(architecture, str) else architecture
     torch.cuda.get_device_capability = lambda device=None: divmod(tiles_of, 10)
     tuning.in_quads = (lambda *_: False) if architecture in AMD else in_quads  # fragments lie otherwise there
@@ -342,7 +342,7 @@ def cases(architectures: list[int | str], sample: bool) -> list[tuple]:
 
 
 def report(architecture: int | str, kind: str, head_dim: int, kernel: str, stacked: bool) -> dict:
-    plan.precision_of = (lambda *_: "ieee") if kind == "ieee" else precision_of
+    launch_cache.precision_of = (lambda *_: "ieee") if kind == "ieee" else precision_of
     config, cubin, shared = compile_kernel(architecture, kernel, inputs(head_dim, DTYPES[kind], stacked))
     case = {"architecture": architecture, "kernel": kernel, "kind": kind, "head_dim": head_dim, "stacked": stacked}
     return case | config._asdict() | (describe_for_amd if architecture in AMD else describe)(cubin, shared)

@@ -91,7 +91,7 @@ def _start(architecture: int, key: tuple, cases: list[tuple[Case, bool]]) -> Non
 
 def _compile(job: Candidate) -> tuple[Candidate, str | None, int]:
     """The job, what stands against it, and the peak of this process's memory in bytes, ptxas included."""
-    from xlnet_kernels.backends.triton import launch, plan, tuning
+    from xlnet_kernels.backends.triton import launch, launch_cache, tuning
 
     kernel, config = job
     original = launch.Call.launch
@@ -101,7 +101,7 @@ def _compile(job: Candidate) -> tuple[Candidate, str | None, int]:
             original(self, jit, *given, **arguments)
 
     tuning.TABLE[_state["key"]] = (config,) * len(KERNELS)
-    plan.plans.clear()
+    launch_cache.plans.clear()
     launch.Call.launch, error = only_this, None
     try:
         for problem in _state["problems"]:

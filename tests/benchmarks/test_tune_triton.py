@@ -16,7 +16,7 @@ import tune_triton  # noqa: E402
 from lib import compiling  # noqa: E402
 from lib.problem import Case, build_problem  # noqa: E402
 from tests.cases import INTERPRETED  # noqa: E402
-from xlnet_kernels.backends.triton import plan, tuning  # noqa: E402
+from xlnet_kernels.backends.triton import launch_cache, tuning  # noqa: E402
 
 KEY = (90, "16-bit", 128)
 
@@ -168,12 +168,12 @@ def test_entries_are_read_as_they_were_written():
 def test_results_are_checked_before_anything_is_measured(monkeypatch):
     monkeypatch.setattr(tuning, "TABLE", dict(tuning.TABLE))
     problem = build_problem(Case(16, 1, 1, 16))
-    monkeypatch.setattr(plan, "plans", {("of other tiles",): None})
+    monkeypatch.setattr(launch_cache, "plans", {("of other tiles",): None})
     calls = []
     measure = tune_triton.OnGPU(KEY, problem, [problem], lambda call, **_: calls.append(call()) or 2.0)
     configs = tuple(tuning.Config(*config) for config in tuning.TABLE[KEY])
     assert measure("forward", configs) == pytest.approx(2.0)
-    assert plan.plans and ("of other tiles",) not in plan.plans
+    assert launch_cache.plans and ("of other tiles",) not in launch_cache.plans
     assert measure("rows", configs) == pytest.approx(2.0)
     assert calls[0].shape == problem.query.shape and len(calls[1]) == len(problem.INPUTS)
     measure.exact[0] = measure.exact[0] + 1

@@ -73,7 +73,7 @@ def test_operator(backend, problem):
 def test_what_triton_launches_and_returns(monkeypatch, problem, deterministic):
     """As the operator's fake results are, and everything that a kernel is given on the GPU, in types that it takes."""
     pytest.importorskip("triton")
-    from xlnet_kernels.backends.triton import launch, plan
+    from xlnet_kernels.backends.triton import launch, launch_cache
 
     launched = []
 
@@ -97,8 +97,8 @@ def test_what_triton_launches_and_returns(monkeypatch, problem, deterministic):
             assert [*map(facts, launch.backward(*given))] == [*map(facts, wanted)]
         return out, lse
 
-    monkeypatch.setattr(plan, "INTERPRETED", False)
-    monkeypatch.setattr(plan, "plans", {})
+    monkeypatch.setattr(launch_cache, "INTERPRETED", False)
+    monkeypatch.setattr(launch_cache, "plans", {})
     monkeypatch.setattr(launch.Call, "launch", record)
     monkeypatch.setattr(triton, "rel_attention", call)
     options = dict(dropout_p=0.1, deterministic=deterministic)

@@ -32,7 +32,7 @@ def serving(architecture: int, *, size: tuple[int, int] = (3, 4), **how) -> Iter
     size: how many processors the CUDA backend believes in, and how many tiles of keys are worth a block there.
     how: see on_machine.
     """
-    from xlnet_kernels.backends.triton import plan
+    from xlnet_kernels.backends.triton import launch_cache
 
     _register()
     changes = {
@@ -43,7 +43,7 @@ def serving(architecture: int, *, size: tuple[int, int] = (3, 4), **how) -> Iter
         (cuda_backend, "_unavailable"): cuda_driver.unavailable,
         (cuda_backend, "max_head_dim"): lambda dtype: 128,
         (cuda_backend, "rel_attention"): cuda_driver.rel_attention,
-        (plan, "plans"): {},  # kernels are compiled for this architecture
+        (launch_cache, "plans"): {},  # kernels are compiled for this architecture
         (cuda_driver.Device, "size"): size,
         (torch.cuda, "get_device_capability"): lambda device=None: divmod(architecture, 10),
     }

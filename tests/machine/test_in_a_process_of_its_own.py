@@ -11,7 +11,12 @@ import pytest
 
 triton = pytest.importorskip("triton")
 HERE = Path(__file__).parent
-NAMES = ("test_proofs.py", "test_operator_on_machine.py", "../benchmarks/test_gpu_counts.py", "test_triton_plan.py")
+NAMES = (
+    "test_proofs.py",
+    "test_operator_on_machine.py",
+    "../benchmarks/test_gpu_counts.py",
+    "test_triton_launch_cache.py",
+)
 
 
 @pytest.mark.slow

@@ -30,8 +30,8 @@ def lines(caplog, monkeypatch):
 
 
 def test_a_triton_kernel_that_compiles_says_so_once(lines, monkeypatch):
-    plan = pytest.importorskip("xlnet_kernels.backends.triton.plan")
-    monkeypatch.setattr(plan, "INTERPRETED", False)
+    launch_cache = pytest.importorskip("xlnet_kernels.backends.triton.launch_cache")
+    monkeypatch.setattr(launch_cache, "INTERPRETED", False)
     monkeypatch.setattr(_first_use, "SECONDS", 0.0)
     launches = []
 
@@ -54,15 +54,15 @@ def test_a_triton_kernel_that_compiles_says_so_once(lines, monkeypatch):
 
     kernel = Kernel()
     known = SimpleNamespace(kernels={}, title=lambda name: f"the Triton kernel {name}")
-    plan.run(known, kernel, 1, 2, {}, lambda: {"META": None})
+    launch_cache.run(known, kernel, 1, 2, {}, lambda: {"META": None})
     assert lines.text() == ["compiling the Triton kernel forward_kernel once; a cache on disk keeps the result"]
     known.kernels["forward_kernel", 1] = Compiled(), None
-    plan.run(known, kernel, 1, 2, {}, lambda: {"META": None})
+    launch_cache.run(known, kernel, 1, 2, {}, lambda: {"META": None})
     assert launches == [(2,), "kept"] and len(lines.text()) == 1
 
 
 def test_a_kernel_from_a_cache_or_of_the_interpreter_says_nothing(lines, monkeypatch):
-    plan = pytest.importorskip("xlnet_kernels.backends.triton.plan")
+    launch_cache = pytest.importorskip("xlnet_kernels.backends.triton.launch_cache")
 
     class Kernel:
         __name__, arg_names, pre_run_hooks = "forward_kernel", ["META"], []
@@ -72,9 +72,9 @@ def test_a_kernel_from_a_cache_or_of_the_interpreter_says_nothing(lines, monkeyp
 
     known = SimpleNamespace(kernels={}, title=lambda name: name)
     for interpreted, seconds in ((False, 3600.0), (True, 0.0)):
-        monkeypatch.setattr(plan, "INTERPRETED", interpreted)
+        monkeypatch.setattr(launch_cache, "INTERPRETED", interpreted)
         monkeypatch.setattr(_first_use, "SECONDS", seconds)
-        plan.run(known, Kernel(), 1, 2, {}, lambda: {"META": None})
+        launch_cache.run(known, Kernel(), 1, 2, {}, lambda: {"META": None})
     waiting = [thread for thread in threading.enumerate() if getattr(thread, "function", None) is _first_use.say]
     for thread in waiting:
         thread.join(30)
@@ -82,9 +82,12 @@ def test_a_kernel_from_a_cache_or_of_the_interpreter_says_nothing(lines, monkeyp
 
 
 def test_a_title_names_the_kernel_the_gpu_and_the_problem(monkeypatch):
-    plan = pytest.importorskip("xlnet_kernels.backends.triton.plan")
+    launch_cache = pytest.importorskip("xlnet_kernels.backends.triton.launch_cache")
     known = SimpleNamespace(capability=(9, 0), dtype=torch.bfloat16, head_dim=64)
-    assert plan.Plan.title(known, "keys_kernel") == "the Triton kernel keys_kernel for sm_90 (bfloat16, head_dim 64)"
+    assert (
+        launch_cache.Plan.title(known, "keys_kernel")
+        == "the Triton kernel keys_kernel for sm_90 (bfloat16, head_dim 64)"
+    )
 
 
 @pytest.mark.parametrize(("capability", "count"), [((9, 0), 0), ((12, 0), 1)])

@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.skipif("triton" not in READY, reason="the Triton backend is not there")
 @pytest.mark.parametrize("lengths", [(70, 60, 5), (128, 123, 5)], ids=["odd", "whole tiles"])
 def test_torch_only_allocates_around_triton_kernels(monkeypatch, lengths):
-    from xlnet_kernels.backends.triton import launch, plan
+    from xlnet_kernels.backends.triton import launch, launch_cache
 
     length, keys, mem = lengths
     problem = make(2, 2, length, keys=keys, mem=mem, mask="window", positions=True, dtype=torch.float16)
@@ -160,7 +160,7 @@ def test_torch_only_allocates_around_triton_kernels(monkeypatch, lengths):
     tensors = [*(leaves.get(name) for name in ops.INPUT_NAMES[: ops.DIFFERENTIABLE]), *ids, *vectors, *positions, None]
     tensors = [tensor if tensor is None else tensor.detach().to(device).contiguous() for tensor in tensors]
     numbers = (problem.options.get("max_distance", mem + keys), 0.0, 1.0, False)
-    monkeypatch.setattr(plan, "run", lambda *_: None)
+    monkeypatch.setattr(launch_cache, "run", lambda *_: None)
     with Recorder() as recorder:
         out, _, row_max, row_sum, residual = launch.forward(*tensors, *numbers, True)
         launch.backward(out, None, out, residual, row_max, row_sum, [True] * ops.DIFFERENTIABLE, *tensors, *numbers)

@@ -22,7 +22,7 @@ if "triton" not in READY:
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from xlnet_kernels.backends.triton import launch, plan, shift, tuning  # noqa: E402
+from xlnet_kernels.backends.triton import features, launch, launch_cache, shift, tuning  # noqa: E402
 from xlnet_kernels.two_streams import split_positions  # noqa: E402
 
 DEVICE = MODULES["triton"].DEVICE
@@ -57,7 +57,7 @@ def use_tiles(monkeypatch, BLOCK_M: int, BLOCK_N: int, BLOCK_D: int = 16, KEEP: 
         return tuning.Config(rows, keys, BLOCK_D, KEEP, 4, 1)
 
     monkeypatch.setattr(tuning, "choose", choose)
-    monkeypatch.setattr(plan, "plans", {})  # others were made with other tiles
+    monkeypatch.setattr(launch_cache, "plans", {})  # others were made with other tiles
 
 
 @interpreted
@@ -113,8 +113,8 @@ def test_positions_outside_of_the_segment_are_clamped():
         found = [
             launch.forward(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments))[0]
             for arguments in (
-                (x, x, x, rel_key, *[None] * 8, *mask, *of, None, 3, 0.0, 1.0, False, False)
-                for of in (positions, (near, None))
+                (x, x, x, rel_key, *[None] * 8, *mask, *given, None, 3, 0.0, 1.0, False, False)
+                for given in (positions, (near, None))
             )
         ]
         assert torch.equal(*found)
@@ -133,7 +133,7 @@ def test_float32_precision_is_what_the_user_said_in_the_new_way_or_the_old(monke
 
     def precision(dtype: torch.dtype, dropout_p: float = 0.0) -> str:
         x, rel_key = torch.zeros(1, 1, 3, 16, dtype=dtype), torch.zeros(1, 6, 16, dtype=dtype)
-        return plan.find((x, x, x, rel_key, *[None] * 16, 3, dropout_p, 1.0, False)).precision
+        return launch_cache.find((x, x, x, rel_key, *[None] * 16, 3, dropout_p, 1.0, False)).precision
 
     before = matmul.fp32_precision
     try:
@@ -145,8 +145,8 @@ def test_float32_precision_is_what_the_user_said_in_the_new_way_or_the_old(monke
         for said, found in (("tf32", "tf32"), ("ieee", "tf32x3")):
             matmul.fp32_precision = said
             for loses in (False, True):  # Triton 3.6 and 3.7 do, of a call with dropout
-                monkeypatch.setattr(plan, "_LOSES_TF32", loses)
-                monkeypatch.setattr(plan, "plans", {})
+                monkeypatch.setattr(features, "version", lambda loses=loses: (3, 7) if loses else (3, 8))
+                monkeypatch.setattr(launch_cache, "plans", {})
                 assert precision(torch.float32) == found
                 assert precision(torch.float32, 0.1) == ("ieee" if loses else found)
     finally:
@@ -284,11 +284,11 @@ def test_fragments_are_taken_apart_where_they_are_known(monkeypatch):
 
     found = []
     x, rel_key = torch.zeros(1, 1, 3, 16, dtype=torch.bfloat16), torch.zeros(1, 6, 16, dtype=torch.bfloat16)
-    monkeypatch.setattr(plan, "plans", {})
+    monkeypatch.setattr(launch_cache, "plans", {})
     call = launch.Call((x, x, x, rel_key, *[None] * 16, 3, 0.0, 1.0, False))
-    monkeypatch.setattr(plan.Plan, "capability", (9, 0))
+    monkeypatch.setattr(launch_cache.Plan, "capability", (9, 0))
     for keeps_fragments in (False, True):  # Triton before 3.9, and since
-        monkeypatch.setattr(plan, "_KEEPS_FRAGMENTS", keeps_fragments)
+        monkeypatch.setattr(features, "version", lambda keeps=keeps_fragments: (3, 9) if keeps else (3, 8))
         call.launch(Kernel(), 1, config)
     assert found == [False, True]
 

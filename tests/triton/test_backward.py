@@ -17,9 +17,9 @@ if "triton" not in READY:
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from xlnet_kernels.backends.triton import launch, plan, tuning  # noqa: E402
+from xlnet_kernels.backends.triton import launch, launch_cache, tuning  # noqa: E402
 from xlnet_kernels.backends.triton.arguments import Sizes, head_at  # noqa: E402
-from xlnet_kernels.backends.triton.chunks import store_keys  # noqa: E402
+from xlnet_kernels.backends.triton.operands import store_keys  # noqa: E402
 
 interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="a GPU's own table decides there")
 PROBLEMS = {
@@ -61,8 +61,8 @@ def test_a_small_gradient_of_position_bias_beside_a_large_one_of_content_bias(
     dtype, tf32, tolerance, kind, monkeypatch
 ):
     """With TF32 it is off by a share of its own terms, else by float32's rounding of what keys give."""
-    monkeypatch.setattr(plan, "precision_of", lambda *_: "tf32" if tf32 else "ieee")
-    monkeypatch.setattr(plan, "plans", {})
+    monkeypatch.setattr(launch_cache, "precision_of", lambda *_: "tf32" if tf32 else "ieee")
+    monkeypatch.setattr(launch_cache, "plans", {})
     problem = make(2, 2, 80, mask="causal", dtype=dtype, **kind)
     problem.leaves |= {"key": problem.leaves["key"] + 5, "rel_key": problem.leaves["rel_key"] * 1e-3}
     wanted = problem.to(torch.float64).results("reference")["grad position_bias"]
@@ -82,7 +82,7 @@ def test_one_pass_is_taken_where_counts_favour_it():
 def test_sums_of_keys_are_cleared_and_padded(monkeypatch):
     x = torch.randn(2, 3, 100, 16, dtype=torch.float16)
     rel_key = torch.randn(3, 200, 16, dtype=torch.float16)
-    monkeypatch.setattr(plan, "plans", {})
+    monkeypatch.setattr(launch_cache, "plans", {})
     call = launch.Call((x, x, x, rel_key, *[None] * 16, 100, 0.0, 1.0, False))
     sums = call.room_for_key_sums()
     assert [values.numel() for values in sums] == [2 * 3 * 128 * 16, 2 * 3 * 128 * 16, 2 * 3 * 128]

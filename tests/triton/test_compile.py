@@ -103,10 +103,10 @@ def test_no_kernel_function_returns_none_in_a_tuple():
                 ast.unparse, function.decorator_list
             ):
                 continue
-            for of in (node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None):
+            for end in (node for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None):
                 seen += 1
-                parts = of.value.args if isinstance(of.value, ast.Call) else getattr(of.value, "elts", [])
-                assert "None" not in map(ast.unparse, parts), f"{path.name}, line {of.lineno}"
+                parts = end.value.args if isinstance(end.value, ast.Call) else getattr(end.value, "elts", [])
+                assert "None" not in map(ast.unparse, parts), f"{path.name}, line {end.lineno}"
     assert seen > 50
 
 
@@ -116,7 +116,7 @@ def test_compiles_for_gpus_that_are_not_here(tmp_path):
     report = [json.loads(line) for line in output.splitlines()]
     classes = {(kind, head_dim) for _, kind, head_dim in tuning.TABLE}
     assert {(row["kernel"], row["kind"], row["head_dim"]) for row in report} == {
-        (kernel, *of) for kernel in tuning.KERNELS for of in classes
+        (kernel, *key) for kernel in tuning.KERNELS for key in classes
     }
     assert {(row["kernel"], row["architecture"]) for row in report} == {
         (kernel, architecture) for kernel in tuning.KERNELS for architecture in ARCHITECTURES
@@ -130,9 +130,9 @@ def test_the_committed_report_is_of_this_table():
     found = {(r["architecture"], r["kind"], r["head_dim"], r["kernel"], r["stacked"]): r for r in rows}
     classes = {(kind, head_dim) for _, kind, head_dim in tuning.TABLE}
     assert set(found) == {
-        (architecture, *of, kernel, stacked)
+        (architecture, *key, kernel, stacked)
         for architecture in ARCHITECTURES
-        for of in classes
+        for key in classes
         for kernel in tuning.KERNELS
         for stacked in (False, True)
     }

@@ -17,7 +17,7 @@ if "triton" not in READY:
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from xlnet_kernels.backends.triton import launch, tuning, window  # noqa: E402
+from xlnet_kernels.backends.triton import launch, shift_ptx, tuning  # noqa: E402
 
 DEVICE = MODULES["triton"].DEVICE
 interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="asks for float32; this compiles")
@@ -26,11 +26,11 @@ interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="ask
 @triton.jit
 def _split(x, out, BLOCK_M: tl.constexpr):
     index = tl.arange(0, BLOCK_M)[:, None] * 64 + tl.arange(0, 64)[None, :]
-    parts = window.split_fragment(tl.reshape(tl.load(x + index), (BLOCK_M, 8, 8)))
+    parts = shift_ptx.split_fragment(tl.reshape(tl.load(x + index), (BLOCK_M, 8, 8)))
     place = tl.arange(0, BLOCK_M // 2)[:, None] * 4 + tl.arange(0, 4)[None, :]
     for i in tl.static_range(32):
         tl.store(out + i * BLOCK_M * 2 + place, parts[i])
-    tl.store(out + BLOCK_M * 64 + index, tl.reshape(window.join_fragment(parts, 8), (BLOCK_M, 64)))
+    tl.store(out + BLOCK_M * 64 + index, tl.reshape(shift_ptx.join_fragment(parts, 8), (BLOCK_M, 64)))
 
 
 def test_registers_of_fragments_are_where_ptx_looks_for_them():
@@ -43,7 +43,7 @@ def test_registers_of_fragments_are_where_ptx_looks_for_them():
     for column in (0, 1):
         for half in (0, 1):
             for group in range(8):
-                register = window._register(column, half, group)
+                register = shift_ptx._register(column, half, group)
                 assert torch.equal(found[register], halves[:, half, :, group, :, column]), (column, half, group)
     assert torch.equal(out[1], x)
 
@@ -71,12 +71,12 @@ def test_the_maximum_is_raised_where_exponentials_sum_up_to_too_much(larger, row
 
 def test_windows_are_shifted_in_ptx_where_fragments_are_known():
     config = tuning.Config(64, 64, 64, True, num_warps=4, num_stages=1)
-    assert tuning.takes_windows(config, "16-bit", (9, 0)) and tuning.takes_windows(config, "float32", (9, 0))
-    assert not tuning.takes_windows(config, "ieee", (9, 0))
+    assert tuning.shifts_in_ptx(config, "16-bit", (9, 0)) and tuning.shifts_in_ptx(config, "float32", (9, 0))
+    assert not tuning.shifts_in_ptx(config, "ieee", (9, 0))
     for capability in ((8, 0), (10, 0), (12, 0), None):
-        assert not tuning.takes_windows(config, "16-bit", capability), capability
-    assert not tuning.takes_windows(config._replace(BLOCK_N=32), "16-bit", (9, 0))  # blocks of 64 columns alone
-    assert not tuning.takes_windows(config._replace(num_warps=8), "16-bit", (9, 0))
+        assert not tuning.shifts_in_ptx(config, "16-bit", capability), capability
+    assert not tuning.shifts_in_ptx(config._replace(BLOCK_N=32), "16-bit", (9, 0))  # blocks of 64 columns alone
+    assert not tuning.shifts_in_ptx(config._replace(num_warps=8), "16-bit", (9, 0))
 
 
 def test_maxima_are_raised_late_where_it_pays():

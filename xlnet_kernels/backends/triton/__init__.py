@@ -14,6 +14,7 @@ import torch
 from ..._ops import add_op_namespace_prefix
 from ..._torch import constant_for_compilers
 from ...ops import define
+from . import features
 
 __all__ = ["DEVICE", "DTYPES", "max_head_dim", "rel_attention", "unavailable"]
 
@@ -39,11 +40,12 @@ def unavailable() -> str | None:
 @functools.cache  # asked by every call
 def _unavailable() -> str | None:
     try:
-        version = metadata.version("triton")
+        version = features.version()
     except metadata.PackageNotFoundError:
         return "Triton is not installed"
-    if tuple(map(int, version.split(".")[:2])) < (3, 6):
-        return f"it needs Triton 3.6 or newer, found {version}"
+    least = features.FEATURES["backend"].since
+    if version < least:
+        return f"it needs Triton {least[0]}.{least[1]} or newer, found {metadata.version('triton')}"
     if INTERPRETED:
         return None
     if not torch.cuda.is_available():

@@ -36,7 +36,7 @@ class Matrix(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The query rows; from `content` on as prepare.py leaves them: in the order of their positions, and padded."""
+    """The query rows; from `content` on as preprocess.py leaves them: in the order of their positions, and padded."""
 
     query: Matrix  # (B, H, L, D)
     content_bias: Pointer  # (H, D) or None
@@ -93,7 +93,7 @@ class Copies(NamedTuple):
 
 
 class KeyVectors(NamedTuple):
-    """What prepare.py pads."""
+    """What preprocess.py pads."""
 
     ids: Pointer = None  # (B, M + K) int32: segments of keys
     rank: Pointer = None  # (B, M + K) int32
@@ -153,7 +153,7 @@ class Given(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What prepare.py makes of it, in the order of the rows' positions and padded."""
+    """What preprocess.py makes of it, in the order of the rows' positions and padded."""
 
     grad_out: Pointer = None  # (B, H, padded L, D), zeros in fully masked rows
     row_max: Pointer = None  # (B, H, padded L) float32, infinity in rows that do not exist
@@ -194,7 +194,7 @@ class KeyGradients(NamedTuple):
 
 
 class ParameterGradients(NamedTuple):
-    """What finish.py writes; None: not asked for."""
+    """What postprocess.py writes; None: not asked for."""
 
     rel_key: Pointer  # (H or B * H, P, D)
     content_bias: Pointer  # (H, D)
@@ -204,7 +204,7 @@ class ParameterGradients(NamedTuple):
 
 
 class Meta(NamedTuple):
-    """What a kernel is compiled for. For BLOCK_D and KEEP see chunks.py."""
+    """What a kernel is compiled for. For BLOCK_D and KEEP see operands.py."""
 
     BLOCK_M: Any
     BLOCK_N: Any
@@ -215,12 +215,12 @@ class Meta(NamedTuple):
     BOUNDED_AHEAD: Any  # for some key after it
     PRECISION: Any  # of float32 products: "tf32", "tf32x3" or "ieee"
     QUADS: Any  # see shift.py's `rotate`
-    WINDOW: Any  # see window.py
-    FOLDED: Any  # see chunks.py's `rows_of_tile`
+    SHIFT_PTX: Any  # see shift_ptx.py
+    FOLDED: Any  # see operands.py's `rows_of_tile`
     LAZY: Any  # see softmax.py's LARGEST_SUM
     IN_REGISTERS: Any  # see tuning.py's `in_registers`
     NEEDS_REL: Any = None  # the gradient of rel_key is asked for
-    ORDERED: Any = None  # and added to in a fixed order: see ordered.py
+    ORDERED: Any = None  # and added to in a fixed order: see ordered_atomics.py
     ONE_PASS: Any = None  # the kernel of rows makes the sums over rows, too, that of keys only finishes them
 
 
@@ -284,8 +284,8 @@ def of_key_sums(head, size):
 
 
 @triton.jit
-def of_prepared(head, size):
-    """Where a head's rows begin in what prepare.py leaves."""
+def of_padded_rows(head, size):
+    """Where a head's rows begin in what preprocess.py leaves."""
     return head.index.to(tl.int64) * padded(size.length)
 
 

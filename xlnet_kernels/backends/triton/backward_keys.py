@@ -1,7 +1,7 @@
 """The backward kernel that visits the rows of each tile of keys: gradients of key and value, the memory's too. With
 ONE_PASS the kernel of rows was there already, and this one finishes its sums.
 
-Rows and what dS is made of are as prepare.py leaves them.
+Rows and what dS is made of are as preprocess.py leaves them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import triton
 import triton.language as tl
 
 from .arguments import SIZES, Dropout, Mask, Sizes, head_at, of_key_sums, program
-from .chunks import (
+from .compiler import opaque
+from .mask import RowMask, load_row_mask, rank_range, row_bounds, span_of_rows, visibility
+from .operands import (
     KeyOperand,
     add_product,
     columns,
-    in_loop,
     keep_keys,
     load_keys,
     row_chunk,
@@ -22,14 +23,13 @@ from .chunks import (
     store_keys,
     zeros,
 )
-from .mask import RowMask, load_row_mask, rank_range, row_bounds, span_of_rows, visibility
 from .segments import add_segments, id_range, load_row_segments
 from .shift import are_narrow, load_tile, shift_blocks
 from .softmax import LOG2_E, load_statistics, softmax_backward
 
 
 @triton.jit
-def _main_loop(
+def _maopaque(
     rows, keys, memory, head, span, j0, rel_key, segments, mask, positions, dropout, backward, size, META,
     NARROW: tl.constexpr,
 ):  # fmt: skip
@@ -144,10 +144,10 @@ def keys_kernel(
             rows, keys, memory, head, span, j0, rel_key, segments, mask, positions, dropout, backward, size,
         )  # fmt: skip
         if are_narrow(positions, head, span, size, META):
-            acc_k, acc_v, column_sum = _main_loop(*arguments, META, True)
+            acc_k, acc_v, column_sum = _maopaque(*arguments, META, True)
         else:
-            acc_k, acc_v, column_sum = _main_loop(*arguments, META, False)
-        j0 = in_loop(j0, span.end)  # what follows loads keys again: the main loop has no registers to spare
+            acc_k, acc_v, column_sum = _maopaque(*arguments, META, False)
+        j0 = opaque(j0, span.end)  # what follows loads keys again: the main loop has no registers to spare
 
     # epilogue
     store_keys(result.memory_key, result.key, head, j0, acc_k, rows.scale, size, META)

@@ -5,9 +5,9 @@ The probabilities are recomputed from row_max and row_sum. With dP = dO V^T and 
 dS = P * (dP - delta) * scale; the rest is products of dS with what the scores were made of. O is the output before it
 was rounded: the rounding would be common to a row of dS, and would add up in sums over rows.
 
-What dQ is made of sums up to the gradients of both biases. That of position_bias is what finish.py finds left when it
-takes away that of content_bias, which costs it a share of the latter: what sums are off by. Products of TF32 are off by
-far more, and there the position term has sums of its own.
+The sum over rows of dQ, less its segment term, is the sum of both biases' gradients. postprocess.py subtracts that of
+content_bias, so that the gradient of position_bias has a share of the other's rounding error. Products of TF32 have far
+larger errors, so that there the position term has sums of its own.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .additions import add_atomically
 from .arguments import SIZES, Dropout, Mask, Sizes, head_at, of_head_rows, of_key_sums, program
-from .chunks import (
+from .atomics import add_atomically
+from .compiler import opaque
+from .mask import RowMask, load_row_mask, rank_range, span_of_keys, visibility
+from .operands import (
     KeyOperand,
     SomeRows,
     add_bias,
     add_product,
     columns,
-    in_loop,
     keep_keys,
     key_chunk,
     load_query,
@@ -32,8 +33,7 @@ from .chunks import (
     row_operand,
     zeros,
 )
-from .mask import RowMask, load_row_mask, rank_range, span_of_keys, visibility
-from .ordered import END, Chains, pass_on, rel_sums, wait
+from .ordered_atomics import END, Chains, pass_on, rel_sums, wait
 from .segments import add_dS_different, add_segments, id_range, load_embedding, load_row_segments
 from .shift import (
     block_of,
@@ -112,7 +112,7 @@ def _add_to_keys(key_sums, head, j0, dropped, dS, content_query, grad_rows, size
 
 
 @triton.jit
-def _main_loop(
+def _maopaque(
     tile, content_query, position_query, grad_rows, terms, row_mask, span, statistics, grad_rel, key_sums, keys, memory,
     rel_key, segments, mask, dropout, scale, size, META, RING: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +137,7 @@ def _main_loop(
         if RING:
             at = tile.origin + j0 + tl.maximum(META.BLOCK_M, META.BLOCK_N)
             new = rel_product(position_query, rel_key, at, j0, size, META, KEEP)  # (BLOCK_M, BLOCK_N)
-            score, first, middle = shift_in(first, middle, new, in_loop(tile.shift, j0), META)
+            score, first, middle = shift_in(first, middle, new, opaque(tile.shift, j0), META)
         else:
             score = shift_blocks(position_query, tile, rel_key, j0, j0, size, META, KEEP, False)
 
@@ -183,7 +183,7 @@ def _main_loop(
         start = tile.origin + j0
         if RING:
             # another name for the shift: conditions that the compiler kept from above would cost more than new ones
-            shift = in_loop(tile.shift, span.end - j0)
+            shift = opaque(tile.shift, span.end - j0)
             band, first_dS, middle_dS = shift_out(dS, first_dS, middle_dS, shift, META)
             acc = _add_band(grad_rel, acc, rel_key, start, size.rel_len, band, position_query, j0, size, META, MASKED)
         else:
@@ -285,9 +285,9 @@ def rows_kernel(
             keys, memory, rel_key, segments, mask, dropout, rows.scale, size,
         )  # fmt: skip
         if is_narrow(positions, tile, META):
-            acc, dS_different = _main_loop(*arguments, META, True)
+            acc, dS_different = _maopaque(*arguments, META, True)
         else:
-            acc, dS_different = _main_loop(*arguments, META, False)
+            acc, dS_different = _maopaque(*arguments, META, False)
 
         # epilogue
         sums_row = head.index.to(tl.int64) * tiles + number

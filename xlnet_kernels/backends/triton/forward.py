@@ -6,17 +6,17 @@ import triton
 import triton.language as tl
 
 from .arguments import SIZES, Dropout, Mask, Sizes, head_at, of_head_rows, program
-from .chunks import KeyOperand, add_product, columns, in_loop, key_chunk, row_operand, scaled, zeros
+from .compiler import computed_once, opaque
 from .dropout import kept
 from .mask import RowMask, hide, load_row_mask, rank_range, span_of_keys, visibility
+from .operands import KeyOperand, add_product, columns, key_chunk, row_operand, scaled, zeros
 from .segments import add_segments, id_range, load_row_segments
 from .shift import is_narrow, load_tile, open_ring, rel_product, shift_blocks, shift_in
 from .softmax import LARGEST_SUM, LOG2_E, UNSEEN, exponentials, fully_masked_or_nan, log_sum_exp, raised, residual_of
-from .window import pinned
 
 
 @triton.jit
-def _main_loop(
+def _maopaque(
     tile, content_query, position_query, terms, row_mask, span, keys, memory, rel_key, segments, mask, dropout,
     scale, size, META, RING: tl.constexpr,
 ):  # fmt: skip
@@ -26,7 +26,7 @@ def _main_loop(
     # Two tiles a step, so that the ring's blocks need not change registers; where that is not too much for them.
     simple: tl.constexpr = mask.rank.sees_self is None and mask.rank.query_floor is None and mask.dense.data is None
     ordinary: tl.constexpr = memory.key.data is None and dropout.state is None and RING
-    UNROLL: tl.constexpr = 2 if META.WINDOW and KEEP and META.HEAD_DIM <= 64 and simple and ordinary else 1
+    UNROLL: tl.constexpr = 2 if META.SHIFT_PTX and KEEP and META.HEAD_DIM <= 64 and simple and ordinary else 1
     row_max = tl.full((META.BLOCK_M,), UNSEEN, tl.float32)
     row_sum = tl.zeros((META.BLOCK_M,), tl.float32)
     acc = zeros(META.BLOCK_M, META)
@@ -39,7 +39,7 @@ def _main_loop(
         if RING:
             at = tile.origin + j0 + tl.maximum(META.BLOCK_M, META.BLOCK_N)
             new = rel_product(position_query, rel_key, at, j0, size, META, KEEP)  # (BLOCK_M, BLOCK_N)
-            score, first, middle = shift_in(first, middle, new, in_loop(tile.shift, j0), META)
+            score, first, middle = shift_in(first, middle, new, opaque(tile.shift, j0), META)
         else:
             score = shift_blocks(position_query, tile, rel_key, j0, j0, size, META, KEEP, False)
 
@@ -76,8 +76,8 @@ def _main_loop(
             row_sum *= correction
             rounded_sum *= correction[:, None]
             acc = scaled(acc, correction)
-        if META.WINDOW and ROUNDED:
-            operand = pinned(operand)
+        if META.SHIFT_PTX and ROUNDED:
+            operand = computed_once(operand)
         row_sum += sums
         if ROUNDED:  # normalised by its own sum, P weighs what values have in common right: delta depends on it
             ones = tl.full((META.BLOCK_N, 16), 1.0, operand.dtype)
@@ -116,7 +116,7 @@ def forward_kernel(
     span = span_of_keys(tile, row_mask, mask, size, META)
     terms = load_row_segments(rows, segments, tile, size, META)
     # wgmma has registers for one of the two
-    content_query = row_operand(rows.content, tile, size, META, META.KEEP, META.IN_REGISTERS and not META.WINDOW)
+    content_query = row_operand(rows.content, tile, size, META, META.KEEP, META.IN_REGISTERS and not META.SHIFT_PTX)
     position_query = row_operand(rows.position, tile, size, META, META.KEEP, META.IN_REGISTERS)  # (BLOCK_M, D)
 
     arguments = (
@@ -124,12 +124,12 @@ def forward_kernel(
         dropout, rows.scale * LOG2_E, size,
     )  # fmt: skip
     if is_narrow(positions, tile, META):
-        row_max, row_sum, rounded_sum, acc = _main_loop(*arguments, META, True)
+        row_max, row_sum, rounded_sum, acc = _maopaque(*arguments, META, True)
     else:
-        row_max, row_sum, rounded_sum, acc = _main_loop(*arguments, META, False)
+        row_max, row_sum, rounded_sum, acc = _maopaque(*arguments, META, False)
 
     # epilogue
-    turn, index = program(in_loop(tiles, span.end))  # again, as all below: the main loop has no registers to keep it in
+    turn, index = program(opaque(tiles, span.end))  # again, as all below: the main loop has no registers to keep it in
     number = tiles - 1 - turn
     head = head_at(index, size)
     tile = load_tile(positions, head, number, size, META)

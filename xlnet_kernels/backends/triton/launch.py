@@ -14,13 +14,13 @@ from torch import Tensor
 from ...masks import HIGHEST
 from ...ops import DIFFERENTIABLE, INPUT_NAMES, check_segments_are_whole, rows_first
 from . import arguments as args
-from . import plan, tuning
+from . import launch_cache, tuning
 from .backward_keys import keys_kernel
 from .backward_rows import rows_kernel
-from .finish import finish_kernel
 from .forward import forward_kernel
 from .mask import BOUND
-from .prepare import prepare_kernel
+from .postprocess import postprocess_kernel
+from .preprocess import preprocess_kernel
 
 
 def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -39,12 +39,12 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
             result.zero_()
         lse.fill_(-torch.inf)
         return results
-    call.prepare(args.Given(), call.copy_unread("value", rel_key=False))
+    call.preprocess(args.Given(), call.copy_unread("value", rel_key=False))
     config = known.config("forward")
     programs = _tiles(known.length, config.BLOCK_M) * known.batch * known.heads
     residual = out_residual if has_residual else None
     call.launch(
-        forward_kernel, programs, config, **call.ways_to_shift(config),
+        forward_kernel, programs, config, **call.shift_options(config),
         in_registers=tuning.in_registers(known.head_dim, call.has_tests, known.capability),
         lazy=tuning.raises_late(config, known.capability), output=args.Output(*results[:4], residual),
     )  # fmt: skip
@@ -94,20 +94,23 @@ def backward(
             _of_rows(out), residual, row_max.contiguous(), row_sum.contiguous(), _matrix(grad_out),
             _dense(grad_lse),
         )  # fmt: skip
-        prepared = call.prepare(given, call.copy_unread("key", rel_key=True), bounds_rows=not one_pass)
+        preprocessed = call.preprocess(given, call.copy_unread("key", rel_key=True), bounds_rows=not one_pass)
         sums_of_keys = call.room_for_key_sums() if one_pass else args.KeySums()
         call.launch(
-            rows_kernel, programs, rows_config, given=given, backward=prepared, groups=groups, run=run, copies=copies,
-            result=args.RowGradients(grads["query"], grad_rel, sums), key_sums=sums_of_keys,
-            **call.ways_to_shift(rows_config),
+            rows_kernel, programs, rows_config, given=given, backward=preprocessed,
+            groups=groups, run=run, copies=copies, key_sums=sums_of_keys,
+            result=args.RowGradients(grads["query"], grad_rel, sums),
+            **call.shift_options(rows_config),
             needs_rel=needs[INPUT_NAMES.index("rel_key")], ordered=deterministic, one_pass=one_pass,
         )  # fmt: skip
         result = args.KeyGradients(grads["key"], grads["value"], grads["memory_key"], grads["memory_value"], key_sums)
         call.launch(
-            keys_kernel, key_tiles * known.batch * known.heads, keys_config, backward=prepared, result=result,
+            keys_kernel, key_tiles * known.batch * known.heads, keys_config, backward=preprocessed, result=result,
             key_sums=sums_of_keys, one_pass=one_pass,
         )  # fmt: skip
-        call.finish([grads[name] for name in args.ParameterGradients._fields], sums, key_sums, grad_rel, copies, room)
+        call.postprocess(
+            [grads[name] for name in args.ParameterGradients._fields], sums, key_sums, grad_rel, copies, room
+        )
 
     found = []
     for name, needed in zip(INPUT_NAMES[:DIFFERENTIABLE], needs, strict=True):
@@ -126,7 +129,7 @@ class Call:
     def __init__(self, inputs: Sequence, others: Sequence = ()) -> None:
         """`others`: what an operator was given beside its inputs."""
         self.given = (*inputs[: len(INPUT_NAMES)], *others)
-        self.plan = known = plan.find(inputs, others)
+        self.plan = known = launch_cache.find(inputs, others)
         self.tensors = t = dict(zip(INPUT_NAMES, inputs, strict=False))
         for name in known.negated:
             t[name] = None if t[name] is None else -t[name]
@@ -151,11 +154,11 @@ class Call:
         return _matrix(tensor) if strides is None else args.Matrix(tensor, *strides)
 
     def _new_rows(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Of prepared rows, which are padded."""
-        return self.tensors["query"].new_empty(*self.plan.prepared_rows, *size, dtype=dtype)
+        """Of preprocessed rows, which are padded."""
+        return self.tensors["query"].new_empty(*self.plan.padded_rows, *size, dtype=dtype)
 
     def _room_for_rows(self) -> tuple[Tensor | None, ...]:
-        """What prepare.py makes of query rows."""
+        """What preprocess.py makes of query rows."""
         content, position = (self._new_rows(self.plan.head_dim, dtype=self.tensors["query"].dtype) for _ in range(2))
         has_segments = self.tensors["key_ids"] is not None
         return content, position, *(self._new_rows() if has_segments else None for _ in range(2))
@@ -200,7 +203,7 @@ class Call:
         return new(batch, count, dtype=torch.int32), least, largest
 
     def copy_unread(self, field: str, rel_key: bool) -> args.Copies:
-        """Copies for prepare.py to fill, of a `field` of Keys and of rel_key; kernels launched after it read them."""
+        """Copies for preprocess.py to fill, of a `field` of Keys and of rel_key, which later kernels read."""
         found = {}
         for name in ("keys", "memory") if self.plan.has_unread_keys else ():
             given = self.arguments[name]
@@ -211,15 +214,15 @@ class Call:
             self.arguments["rel_key"] = found["rel_key"].copy
         return args.Copies(**found)
 
-    def prepare(self, given: args.Given, copies: args.Copies, bounds_rows: bool = False) -> args.Backward:
+    def preprocess(self, given: args.Given, copies: args.Copies, bounds_rows: bool = False) -> args.Backward:
         """Launches what comes before the main kernels; `given` to backward, and then what it makes of that."""
-        prepared = args.Backward()
+        preprocessed = args.Backward()
         if given.row_sum is not None:
             grad_out = self._new_rows(self.plan.head_dim, dtype=given.grad_out.data.dtype)
             bounds = self._room_for_row_bounds() if bounds_rows else ()
-            prepared = args.Backward(grad_out, *(self._new_rows() for _ in range(3)), *bounds)
-        known, config, vectors = self.plan, self.plan.config("prepare"), self._key_vectors()
-        length, heads = known.prepared_rows[2], known.batch * known.heads
+            preprocessed = args.Backward(grad_out, *(self._new_rows() for _ in range(3)), *bounds)
+        known, config, vectors = self.plan, self.plan.config("preprocess"), self._key_vectors()
+        length, heads = known.padded_rows[2], known.batch * known.heads
         rows, shared, keys, rel_rows = length // config.BLOCK_M * heads, 0, 0, 0
         if vectors.ids is not None or vectors.rank is not None:
             shared = known.batch * (max(known.padded_keys, length) // args.PADDING.value)
@@ -228,24 +231,24 @@ class Call:
         if copies.rel_key.given.data is not None:
             rel_rows = known.groups * _tiles(known.rel_len, config.BLOCK_N)
         self.launch(
-            prepare_kernel, rows + shared + keys + rel_rows, config, vectors=vectors, given=given, backward=prepared,
-            copies=copies, batch=known.batch, groups=known.groups,
+            preprocess_kernel, rows + shared + keys + rel_rows, config, vectors=vectors, given=given,
+            backward=preprocessed, copies=copies, batch=known.batch, groups=known.groups,
             row_programs=rows, vector_programs=shared, key_programs=keys,
         )  # fmt: skip
-        return prepared
+        return preprocessed
 
-    def finish(
+    def postprocess(
         self, gradients: Sequence[Tensor | None], sums: Tensor, key_sums: Tensor, grad_rel: Tensor, copies: int,
         room: int,
     ) -> None:  # fmt: skip
         """Launches what makes `gradients` of parameters from sums over tiles, and of copies."""
         result = args.ParameterGradients(*gradients)
-        config = self.plan.config("prepare")
+        config = self.plan.config("preprocess")
         parts = 4 if result.segment_embed is not None or result.segment_bias is not None else 1
         rel_programs = 0 if result.rel_key is None else self.plan.groups * _tiles(self.plan.rel_len, config.BLOCK_M)
         self.launch(
-            finish_kernel, parts * self.plan.heads + rel_programs, config, result=result, sums=sums, key_sums=key_sums,
-            grad_rel=grad_rel, scale=self.plan.scale, batch=self.plan.batch, row_tiles=sums.shape[2],
+            postprocess_kernel, parts * self.plan.heads + rel_programs, config, result=result, sums=sums,
+            key_sums=key_sums, grad_rel=grad_rel, scale=self.plan.scale, batch=self.plan.batch, row_tiles=sums.shape[2],
             key_tiles=key_sums.shape[2], copies=copies, groups=self.plan.groups, room=room, parts=parts,
         )  # fmt: skip
 
@@ -258,7 +261,7 @@ class Call:
     def _room_for_row_bounds(self) -> tuple[Tensor | None, ...]:
         """For the least and the largest rank and floor of every BOUND rows, in the order of their positions."""
         query, rank, floor = (self.tensors[name] for name in ("query", "query_rank", "query_floor"))
-        size = (self.plan.batch, self.plan.prepared_rows[2] // BOUND.value)
+        size = (self.plan.batch, self.plan.padded_rows[2] // BOUND.value)
         return tuple(
             None if values is None else query.new_empty(size, dtype=torch.int32)
             for values in (rank, rank, floor, floor)
@@ -270,7 +273,7 @@ class Call:
         count: int,
         config: tuning.Config,
         in_registers: bool = False,
-        window: bool = False,
+        shift_ptx: bool = False,
         folded: bool = False,
         lazy: bool = False,
         needs_rel: bool = False,
@@ -282,9 +285,9 @@ class Call:
         known, given = self.plan, self.arguments | arguments
 
         def describe() -> dict[str, Any]:
-            quads = known.takes_quads(config)
+            quads = known.rotates_quads(config)
             meta = _meta(
-                config, known.head_dim, *known.bounded, known.precision, quads, window, folded, lazy, in_registers,
+                config, known.head_dim, *known.bounded, known.precision, quads, shift_ptx, folded, lazy, in_registers,
                 needs_rel, ordered, one_pass,
             )  # fmt: skip
             return {
@@ -297,13 +300,13 @@ class Call:
 
         elsewhere = known.device.type == "cuda" and known.device.index != torch.cuda.current_device()
         with torch.cuda.device(known.device) if elsewhere else contextlib.nullcontext():
-            plan.run(known, kernel, self.alignment, count, given, describe)
+            launch_cache.run(known, kernel, self.alignment, count, given, describe)
 
-    def ways_to_shift(self, config: tuning.Config) -> dict[str, bool]:
-        """Of a walk over keys: see window.py, and chunks.py's `rows_of_tile`."""
-        window = tuning.takes_windows(config, self.plan.kind, self.plan.capability)
+    def shift_options(self, config: tuning.Config) -> dict[str, bool]:
+        """Of a walk over keys: see shift_ptx.py, and operands.py's `rows_of_tile`."""
+        in_ptx = tuning.shifts_in_ptx(config, self.plan.kind, self.plan.capability)
         two = config.BLOCK_M > config.BLOCK_N
-        return {"window": window, "folded": window and two and self.tensors["query_positions"] is None}
+        return {"shift_ptx": in_ptx, "folded": in_ptx and two and self.tensors["query_positions"] is None}
 
     @property
     def has_tests(self) -> bool:
@@ -312,7 +315,7 @@ class Call:
 
     @functools.cached_property
     def alignment(self) -> int:
-        return plan.alignment(self.given)
+        return launch_cache.alignment(self.given)
 
 
 @functools.cache
@@ -334,8 +337,8 @@ def _dense(tensor: Tensor | None) -> Tensor | None:
 
 def _matrix(tensor: Tensor) -> args.Matrix:
     """A matrix (B, H, rows, D), or (H, rows, D) for every batch, copied where kernels could not read it."""
-    tensor = tensor if plan.is_addressable(tensor) else tensor.contiguous()
-    return args.Matrix(tensor, *plan.matrix_strides(tensor))
+    tensor = tensor if launch_cache.is_addressable(tensor) else tensor.contiguous()
+    return args.Matrix(tensor, *launch_cache.matrix_strides(tensor))
 
 
 def _room_for_copy(matrix: args.Matrix) -> args.Copy:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import load_or, of_prepared, of_rows, padded
-from .chunks import add_bias, columns, load_query, rows_of_tile
+from .arguments import load_or, of_padded_rows, of_rows, padded
 from .mask import BOUND, range_of
+from .operands import add_bias, columns, load_query, rows_of_tile
 
 
 class RowSegments(NamedTuple):
@@ -38,7 +38,7 @@ def store_row_segments(rows, segments, tile, size, META):
             biased = add_bias(load_query(rows, tile, c, META), segments.bias, tile, c, META).to(tl.float32)
             same += tl.sum(biased * load_embedding(segments, tile.head, 0, c, size, META)[None, :], 1)
             different += tl.sum(biased * load_embedding(segments, tile.head, 1, c, size, META)[None, :], 1)
-        at = of_prepared(tile.head, size) + tile.start + tl.arange(0, META.BLOCK_M)
+        at = of_padded_rows(tile.head, size) + tile.start + tl.arange(0, META.BLOCK_M)
         tl.store(rows.same + at, same)
         tl.store(rows.different + at, different - same)
 
@@ -50,7 +50,7 @@ def load_row_segments(rows, segments, tile, size, META):
     same = tl.zeros((META.BLOCK_M,), tl.float32)
     different = same
     if segments.embed is not None:
-        at = of_prepared(tile.head, size) + tile.start + rows_of_tile(META)
+        at = of_padded_rows(tile.head, size) + tile.start + rows_of_tile(META)
         same = tl.load(rows.same + at)
         different = tl.load(rows.different + at)
     return RowSegments(ids, same, different)

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from .arguments import load_position, load_row, of_rows
-from .chunks import load_rel_key, row_chunk, rows_of_tile
-from .window import join_fragment, shift_back_folded, shift_folded, shift_window, split_fragment
+from .operands import load_rel_key, row_chunk, rows_of_tile
+from .shift_ptx import join_fragment, shift_back_folded, shift_blocks_in_ptx, shift_folded, split_fragment
 
 
 class RowTile(NamedTuple):
@@ -166,8 +166,8 @@ def shift_in(first, middle, new, shift, META):
         second = tl.where((shift >= META.BLOCK_N)[:, None], new, middle)
     else:
         second = new
-    if META.WINDOW:
-        score = shift_window(first, second, shift % META.BLOCK_N)
+    if META.SHIFT_PTX:
+        score = shift_blocks_in_ptx(first, second, shift % META.BLOCK_N)
     else:
         near = tl.arange(0, META.BLOCK_N)[None, :] >= (shift % META.BLOCK_N)[:, None]
         score = rotate(tl.where(near, first, second), shift, META.QUADS)

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import of_prepared
-from .chunks import load_rows, rows_of_tile
+from .arguments import of_padded_rows
 from .dropout import kept
 from .mask import RowMask, load_row_mask, sees_any_key, visible
+from .operands import load_rows, rows_of_tile
 from .shift import load_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -98,7 +98,7 @@ def load_out(given, out_row, tile, c, META):
 
 @triton.jit
 def load_statistics(backward, tile, size, META):
-    at = of_prepared(tile.head, size) + tile.start + rows_of_tile(META)
+    at = of_padded_rows(tile.head, size) + tile.start + rows_of_tile(META)
     return Statistics(tl.load(backward.row_max + at), tl.load(backward.inverse + at), tl.load(backward.delta + at))
 
 

@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 import torch
 
+from .features import family, is_on
+
 
 class Config(NamedTuple):
     """A tile is BLOCK_M query rows by BLOCK_N keys; BLOCK_M is at most 2 BLOCK_N, and BLOCK_N at least 32. For BLOCK_D
-    and KEEP see chunks.py."""
+    and KEEP see operands.py."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -53,53 +55,39 @@ TABLE = {
     # by spills
     (100, "16-bit", 128): ((128, 64, 128, True, 8, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 1)),
 }
-PREPARE = Config(32, 32, 64, True, 4, 1)  # bound by memory; BLOCK_D is that of forward
+PREPROCESS = Config(32, 32, 64, True, 4, 1)  # bound by memory; BLOCK_D is that of forward
 _INTERPRETED = Config(64, 64, 64, True, 4, 1)  # few and large tiles
-
-
-def family(capability: tuple[int, int]) -> int:
-    """Which GPUs of the table one of a compute capability belongs to.
-
-    90 and 100: matrix instructions for 64 rows at once (sm_90 wgmma; sm_100, sm_103 and sm_110 tcgen05). 80: all
-    others, sm_120 too, which has the instructions of sm_80 for these dtypes.
-    """
-    return {9: 90, 10: 100, 11: 100}.get(capability[0], 80)
 
 
 def in_registers(head_dim: int, tests: bool, capability: tuple[int, int] | None) -> bool:
     """Whether the forward kernel keeps query rows in registers, on sm_90 those of the position product: else each tile
     reads them again from shared memory. On sm_90 they are copied for each product: not where issue is what bounds, in
     narrow heads with a mask or segments to test. Backward has no registers to spare."""
-    if capability is None:
+    if capability is None or not is_on("queries in registers", capability):
         return False
-    return family(capability) == 80 or capability[0] == 9 and (head_dim > 64 or not tests)
+    return family(capability) == 80 or head_dim > 64 or not tests
 
 
 def in_quads(config: Config, kind: str, capability: tuple[int, int] | None) -> bool:
     """Whether four neighbouring threads have the columns of a row of a tile, each two of every eight: a fragment of
-    mma.sync or wgmma, of 16 rows a warp. Tiles of tcgen05 lie otherwise. This decides about speed only."""
-    if capability is None or capability[0] in (10, 11) or kind == "ieee":
-        return False
-    return config.BLOCK_M == 16 * config.num_warps
+    mma.sync or wgmma, of 16 rows a warp. This decides about speed only."""
+    return is_on("fragments", capability) and kind != "ieee" and config.BLOCK_M == 16 * config.num_warps
 
 
-def takes_windows(config: Config, kind: str, capability: tuple[int, int] | None) -> bool:
-    """Whether scores are shifted as window.py does: on sm_90. On sm_80, which shared memory bounds, it would save
-    issue alone; and without a mask Triton 3.9 lays the content product over columns then, for a third more of that."""
-    is_sm_90 = capability is not None and capability[0] == 9
-    return is_sm_90 and config.BLOCK_N == 64 and in_quads(config, kind, capability)
+def shifts_in_ptx(config: Config, kind: str, capability: tuple[int, int] | None) -> bool:
+    """Whether scores are shifted as shift_ptx.py does."""
+    return is_on("shift in PTX", capability) and config.BLOCK_N == 64 and in_quads(config, kind, capability)
 
 
 def raises_late(config: Config, capability: tuple[int, int] | None) -> bool:
-    """Whether forward looks for the largest score only where it must: see softmax.py's LARGEST_SUM. On sm_100 it would
-    spill twice as much; on sm_80 shared memory is what bounds, of which it takes more."""
-    return config.KEEP and (capability is None or capability[0] == 9)
+    """Whether forward looks for the largest score only where it must: see softmax.py's LARGEST_SUM."""
+    return config.KEEP and is_on("late maximum", capability)
 
 
 def takes_one_pass(config: Config, kind: str, capability: tuple[int, int] | None) -> bool:
     """Whether backward makes the gradients of keys while it visits rows, where it need not be deterministic. By counts:
-    docs/notebook/triton.md, *One pass backward*. On sm_100 nothing was counted."""
-    return config.KEEP and kind == "16-bit" and (capability is None or family(capability) != 100)
+    docs/notebook/triton.md, *One pass backward*."""
+    return config.KEEP and kind == "16-bit" and is_on("one pass", capability)
 
 
 def choose(kernel: str, kind: str, head_dim: int, capability: tuple[int, int] | None) -> Config:

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from .arguments import Mask, RankMask, head_at, load_position, load_row, matrix_at, of_rows
-from .chunks import SomeRows, columns, key_mask, key_pointers, load_keys, load_rel_key
 from .mask import load_row_mask
+from .operands import SomeRows, columns, key_mask, key_pointers, load_keys, load_rel_key
 
 
 @triton.jit

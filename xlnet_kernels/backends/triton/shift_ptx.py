@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .compiler import without_joins
+
 GROUPS = tl.constexpr(8)  # of a block
 _REGISTERS = 4 * 8  # of a block: columns of a pair, rows of either half of 16, groups
 
@@ -187,12 +189,11 @@ def join_fragment(parts, GROUPS: tl.constexpr):
         if (1 << k) < GROUPS:
             found = _wholes(found)
     x = tl.permute(tl.reshape(found[0], (ROWS // 8, 8, 4, GROUPS, 2, 2)), (0, 4, 1, 3, 2, 5))
-    # A sum of one number each: products with what comes from tl.join would be laid out for operands of 8 bits.
-    return tl.sum(tl.reshape(x, (ROWS * 2, GROUPS, 8, 1)), 3)
+    return without_joins(tl.reshape(x, (ROWS * 2, GROUPS, 8)))
 
 
 @triton.jit
-def shift_window(first, second, shift):
+def shift_blocks_in_ptx(first, second, shift):
     """out[i, c] = window[i, shift[i] + c] for the blocks `first` and `second` (BLOCK_M, 64) of the window and shifts
     (BLOCK_M,) from 0 to 63."""
     shape: tl.constexpr = (first.shape[0], GROUPS, 8)
@@ -259,10 +260,3 @@ def shift_back_folded(dS, delayed, open):
         complete = complete + (found[i],)
         behind = behind + (found[32 + i],)
     return tl.reshape(join_fragment(complete, GROUPS), dS.shape), tl.reshape(join_fragment(behind, GROUPS), dS.shape)
-
-
-@triton.jit
-def pinned(x):
-    """x (ROWS, COLUMNS) of 16 bits, computed once: where what it is made of comes out of branches, the compiler would
-    compute it again for each layout that asks for it."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", (x,), x.dtype, is_pure=False, pack=2)

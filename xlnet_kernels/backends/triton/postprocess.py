@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunks import columns
+from .operands import columns
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _store(gradient, h, values, c, META):
 
 
 @triton.jit
-def _finish_parameters(result, sums, key_sums, batch, heads, part, h, row_tiles, key_tiles, META):
+def _sum_parameters(result, sums, key_sums, batch, heads, part, h, row_tiles, key_tiles, META):
     """Of one head: part 0 the biases of content and position, 1 and 2 the segment embeddings, 3 the segment bias."""
     D: tl.constexpr = META.HEAD_DIM
     for c in tl.static_range((D + META.BLOCK_D - 1) // META.BLOCK_D):
@@ -51,7 +51,7 @@ def _finish_parameters(result, sums, key_sums, batch, heads, part, h, row_tiles,
 
 
 @triton.jit
-def _finish_rel_key(result, grad_rel, scale, copies, groups, group, first, rel_len, room, META):
+def _sum_rel_key(result, grad_rel, scale, copies, groups, group, first, rel_len, room, META):
     """Rows first .. first + BLOCK_M - 1 of a group's gradient of rel_key: the sum over copies."""
     row = first + tl.arange(0, META.BLOCK_M)
     for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
@@ -70,7 +70,7 @@ NUMBERS = ["scale", "batch", "heads", "row_tiles", "key_tiles", "rel_len", "copi
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def finish_kernel(
+def postprocess_kernel(
     result, sums, key_sums, grad_rel,
     scale, batch, heads, row_tiles, key_tiles, rel_len, copies, groups, room, parts, META,
 ):  # fmt: skip
@@ -78,11 +78,11 @@ def finish_kernel(
     the tiles of each group's gradient of rel_key."""
     number = tl.program_id(0)
     if number < parts * heads:
-        _finish_parameters(
+        _sum_parameters(
             result, sums, key_sums, batch, heads, number // heads, number % heads, row_tiles, key_tiles, META
         )  # fmt: skip
     elif result.rel_key is not None:
         tiles = tl.cdiv(rel_len, META.BLOCK_M)
         of_rel = number - parts * heads
         first = of_rel % tiles * META.BLOCK_M
-        _finish_rel_key(result, grad_rel, scale, copies, groups, of_rel // tiles, first, rel_len, room, META)
+        _sum_rel_key(result, grad_rel, scale, copies, groups, of_rel // tiles, first, rel_len, room, META)

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import matrix_at, of_prepared
+from .arguments import matrix_at, of_padded_rows
+from .compiler import materialise, opaque
 
 # Addresses are a scalar base plus offsets that stay the same from tile to tile: cheaper than a vector of addresses.
 
 
 class RowOperand(NamedTuple):
-    """A tile's rows, as prepare.py leaves them."""
+    """A tile's rows, as preprocess.py leaves them."""
 
     kept: Any  # its chunks (BLOCK_M, BLOCK_D), or none of them: loaded again in each step
     data: Any  # the first of the tile's rows
@@ -149,13 +150,6 @@ def add_bias(chunk, bias, tile, c, META):
 
 
 @triton.jit
-def in_loop(x, step):
-    """`x`, where `step` is below 2^30: the compiler does not see that it is the same in each step of a loop, and so
-    does not load what is made of it once, before the loop, to spill it."""
-    return x + (step >> 30)
-
-
-@triton.jit
 def zeros(ROWS: tl.constexpr, META):
     """The chunks (ROWS, BLOCK_D) of zeros (ROWS, D)."""
     chunks = ()
@@ -175,9 +169,9 @@ def scaled(chunks, factor):
 
 @triton.jit
 def _load_row_chunk(data, c, step, META):
-    """Chunk c (BLOCK_M, BLOCK_D) of rows as prepare.py leaves them."""
+    """Chunk c (BLOCK_M, BLOCK_D) of rows as preprocess.py leaves them."""
     d = columns(c, META)
-    row = in_loop(rows_of_tile(META), step)
+    row = opaque(rows_of_tile(META), step)
     pointer = data + (row[:, None] * META.HEAD_DIM + d[None, :])
     if META.HEAD_DIM % META.BLOCK_D != 0:
         return tl.load(pointer, mask=(d < META.HEAD_DIM)[None, :], other=0.0)
@@ -186,16 +180,16 @@ def _load_row_chunk(data, c, step, META):
 
 
 @triton.jit
-def row_operand(prepared, tile, size, META, KEEP: tl.constexpr, IN_REGISTERS: tl.constexpr = False):
-    """A tile's rows of what prepare.py leaves; KEEP: its chunks are loaded once, into registers with IN_REGISTERS, else
-    into shared memory."""
-    data = prepared + (of_prepared(tile.head, size) + tile.start) * META.HEAD_DIM
+def row_operand(preprocessed, tile, size, META, KEEP: tl.constexpr, IN_REGISTERS: tl.constexpr = False):
+    """A tile's rows as preprocess.py leaves them; KEEP: their chunks are loaded once, into registers with IN_REGISTERS,
+    else into shared memory."""
+    data = preprocessed + (of_padded_rows(tile.head, size) + tile.start) * META.HEAD_DIM
     chunks = ()
     if KEEP:
         for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
             chunk = _load_row_chunk(data, c, 0, META)
-            if IN_REGISTERS:  # the compiler takes from shared memory what comes straight from a load
-                chunk += 0.0
+            if IN_REGISTERS:
+                chunk = materialise(chunk)
             chunks = chunks + (chunk,)
     return RowOperand(chunks, data, tile.head)
 
@@ -225,7 +219,7 @@ def key_chunk(keys, c, step, size, META, KEEP: tl.constexpr):
     if KEEP:
         return keys.kept[c]
     else:
-        return load_keys(keys.memory, keys.current, keys.head, in_loop(keys.j0, step), c, size, META)
+        return load_keys(keys.memory, keys.current, keys.head, opaque(keys.j0, step), c, size, META)
 
 
 @triton.jit

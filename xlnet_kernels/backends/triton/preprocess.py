@@ -19,23 +19,23 @@ from .arguments import (
     load_row,
     matrix_at,
     of_head_rows,
-    of_prepared,
+    of_padded_rows,
     of_rows,
     padded,
     program,
 )
-from .chunks import SomeRows, add_bias, columns, load_query, load_rows
 from .mask import BOUND, HIGHEST, LOWEST
+from .operands import SomeRows, add_bias, columns, load_query, load_rows
 from .segments import store_row_segments
 from .softmax import load_out
 from .unread import copy_rows
 
 
 @triton.jit
-def _store_rows(prepared, chunk, tile, c, size, META):
+def _store_rows(preprocessed, chunk, tile, c, size, META):
     """Keeps a chunk of a tile's rows, which are among the padded ones."""
     d = columns(c, META)
-    base = prepared + (of_prepared(tile.head, size) + tile.start) * META.HEAD_DIM
+    base = preprocessed + (of_padded_rows(tile.head, size) + tile.start) * META.HEAD_DIM
     row = tl.arange(0, META.BLOCK_M)
     tl.store(base + (row[:, None] * META.HEAD_DIM + d[None, :]), chunk, mask=(d < META.HEAD_DIM)[None, :])
 
@@ -52,7 +52,7 @@ def _store_statistics(given, backward, tile, exists, inverse, size, META):
     row = of_head_rows(tile.head, size) + tile.row
     if given.grad_lse is not None:
         delta -= tl.load(given.grad_lse + row, mask=tile.inside, other=0.0)
-    at = of_prepared(tile.head, size) + tile.start + tl.arange(0, META.BLOCK_M)
+    at = of_padded_rows(tile.head, size) + tile.start + tl.arange(0, META.BLOCK_M)
     tl.store(backward.inverse + at, inverse)
     tl.store(backward.delta + at, delta * inverse)
     tl.store(backward.row_max + at, tl.load(given.row_max + row, mask=exists, other=float("inf")))
@@ -89,7 +89,7 @@ def _bound_rows(given, least, largest, positions, b, first, length):
 
 
 @triton.jit
-def _prepare_vectors(vectors, segments, rank_mask, positions, backward, number, length, keys):
+def _preprocess_vectors(vectors, segments, rank_mask, positions, backward, number, length, keys):
     """What main kernels read of keys and, in backward, rows of all heads: program `number` of batches and parts."""
     parts = tl.maximum(padded(keys), padded(length)) // PADDING
     b = (number // parts).to(tl.int64)
@@ -109,7 +109,7 @@ def _prepare_vectors(vectors, segments, rank_mask, positions, backward, number, 
 
 
 @triton.jit
-def _prepare_rows(rows, segments, positions, given, backward, size, META):
+def _preprocess_rows(rows, segments, positions, given, backward, size, META):
     """Query rows plus each of the biases, their segment terms; for backward, grad_out's rows and their statistics.
 
     In backward, what fully masked rows hold is zero: 0 times NaN is NaN.
@@ -139,7 +139,7 @@ PROGRAMS = ["row_programs", "vector_programs", "key_programs"]
 
 
 @triton.jit(do_not_specialize=[*SIZES, "batch", "groups", *PROGRAMS])
-def prepare_kernel(
+def preprocess_kernel(
     rows, vectors, segments, rank_mask, dense_mask, positions, given, backward, copies,
     heads, length, mem_len, key_len, rel_len, max_distance, batch, groups,
     row_programs, vector_programs, key_programs, META,
@@ -149,9 +149,9 @@ def prepare_kernel(
     size = Sizes(heads, length, mem_len, mem_len + key_len, rel_len, max_distance)
     number = tl.program_id(0) - row_programs
     if number < 0:
-        _prepare_rows(rows, segments, positions, given, backward, size, META)
+        _preprocess_rows(rows, segments, positions, given, backward, size, META)
     elif number < vector_programs:
-        _prepare_vectors(vectors, segments, rank_mask, positions, backward, number, length, size.keys)
+        _preprocess_vectors(vectors, segments, rank_mask, positions, backward, number, length, size.keys)
     elif copies.keys.given.data is not None or copies.rel_key.given.data is not None:
         number -= vector_programs
         mask = Mask(rank_mask, dense_mask)

@@ -1,5 +1,5 @@
-"""Compiled Triton kernels that are kept from call to call, and deterministic additions: see plan.py and ordered.py in
-xlnet_kernels/backends/triton."""
+"""Compiled Triton kernels that are kept from call to call, and deterministic additions: see launch_cache.py and
+ordered_atomics.py in xlnet_kernels/backends/triton."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if triton.knobs.runtime.interpret:
 
 from tests.cases import assert_right, make  # noqa: E402
 from tests.machine.package import serving  # noqa: E402
-from xlnet_kernels.backends.triton import plan  # noqa: E402
+from xlnet_kernels.backends.triton import launch_cache  # noqa: E402
 
 
 def test_kept_kernels_get_the_tensors_of_their_call_and_those_of_their_alignment(monkeypatch):
@@ -58,7 +58,7 @@ def test_deterministic_additions_keep_their_order(name):
     for seed in range(3):
         with serving(80, seed=seed):
             found.append(problem.results("triton"))
-            assert {known.chains for known in plan.plans.values()} == {chains}
+            assert {known.chains for known in launch_cache.plans.values()} == {chains}
     for other in found[1:]:
         assert all(torch.equal(values, found[0][of]) for of, values in other.items())
 
@@ -71,6 +71,7 @@ def test_folded_rows_of_tiles_that_are_not_whole(width, length, rel_rows):
     problem = make(1, 1, length, width=width, mask="order", dtype=torch.bfloat16, **kind)
     with serving(90):
         assert_right(problem, "triton")
-        kept = [(name, meta.FOLDED) for known in plan.plans.values() for (name, _), (_, meta) in known.kernels.items()
+        plans = launch_cache.plans.values()
+        kept = [(name, meta.FOLDED) for known in plans for (name, _), (_, meta) in known.kernels.items()
                 if name in ("forward_kernel", "rows_kernel")]  # fmt: skip
     assert {name for name, _ in kept} == {"forward_kernel", "rows_kernel"} and all(folded for _, folded in kept)

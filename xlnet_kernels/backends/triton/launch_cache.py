@@ -24,15 +24,11 @@ from ...dropout import threshold
 from ...ops import INPUT_NAMES
 from . import INTERPRETED, tuning
 from .arguments import PADDING
+from .features import is_on
 
 _LINEAR = ("query", "content_bias", "position_bias", "segment_bias")  # every score is linear in all of these together
 _MATRICES = ("query", "key", "value", "rel_key", "memory_key", "memory_value")
 _TINY = torch.finfo(torch.float32).tiny  # instead of a scale of 0, as 0 times minus infinity is NaN
-_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-# Before 3.8 Triton leaves out half of a TF32 product over 16 rows one factor of which dropout has made: see
-# docs/validation.md. "ieee" does without tensor cores.
-_LOSES_TF32 = _VERSION < (3, 8)
-_KEEPS_FRAGMENTS = _VERSION >= (3, 9)  # where shift.py's `rotate` takes them apart; what older ones do was not tried
 _MOST = 1024  # plans that are kept: each length has one for forward and one for backward
 
 plans: dict[tuple, Plan] = {}
@@ -66,7 +62,7 @@ class Plan:
         }  # fmt: skip
         self.rows = (self.batch, self.heads, self.length)
         self.padded_keys, length = (-(-count // PADDING.value) * PADDING.value for count in (self.keys, self.length))
-        self.prepared_rows = (self.batch, self.heads, length)
+        self.padded_rows = (self.batch, self.heads, length)
         self.strides = {  # of what kernels read as it is
             name: matrix_strides(tensors[name]) if name not in self.negated and is_addressable(tensors[name]) else None
             for name in _MATRICES
@@ -92,16 +88,18 @@ class Plan:
         return None if INTERPRETED else torch.cuda.get_device_capability(self.device)
 
     def config(self, kernel: str) -> tuning.Config:
-        """`kernel`: one of tuning.KERNELS, or "prepare", whose tiles those of prepare.py and finish.py are."""
+        """`kernel`: one of tuning.KERNELS, or "preprocess" for preprocess.py and postprocess.py."""
         if kernel not in self._configs:
-            of = "forward" if kernel == "prepare" else kernel
-            config = tuning.choose(of, self.kind, self.head_dim, self.capability)
-            self._configs[kernel] = tuning.PREPARE._replace(BLOCK_D=config.BLOCK_D) if kernel == "prepare" else config
+            name = "forward" if kernel == "preprocess" else kernel
+            config = tuning.choose(name, self.kind, self.head_dim, self.capability)
+            if kernel == "preprocess":
+                config = tuning.PREPROCESS._replace(BLOCK_D=config.BLOCK_D)
+            self._configs[kernel] = config
         return self._configs[kernel]
 
-    def takes_quads(self, config: tuning.Config) -> bool:
+    def rotates_quads(self, config: tuning.Config) -> bool:
         """See shift.py's `rotate`."""
-        return _KEEPS_FRAGMENTS and tuning.in_quads(config, self.kind, self.capability)
+        return is_on("rotation in quads", self.capability) and tuning.in_quads(config, self.kind, self.capability)
 
     def title(self, kernel: str) -> str:
         """A kernel of this plan, for a reader."""
@@ -115,7 +113,7 @@ class Plan:
 
     @functools.cached_property
     def chains(self) -> tuple[int, int]:
-        """Of additions to rel_key's gradient in a fixed order (ordered.py): tiles of a run, copies for each group.
+        """Tiles of a run and copies for each group, for additions in a fixed order (ordered_atomics.py).
 
         As many copies as give two programs to each processor, where a chain has as many tiles at work as one visits
         blocks of rel_key. So all copies but the first have about a block for each of these programs.
@@ -131,7 +129,7 @@ class Plan:
 
 def precision_of(dtype: torch.dtype, dropout_p: float) -> str:
     """Of products of float32: one of TF32 where torch allows it, else three that are as exact as float32's own."""
-    if dtype != torch.float32 or (dropout_p and _LOSES_TF32):
+    if dtype != torch.float32 or (dropout_p and not is_on("TF32 with dropout")):
         return "ieee"
     return "tf32" if allows_tf32() else "tf32x3"
 
@@ -163,8 +161,8 @@ def find(inputs: Sequence, others: Sequence = ()) -> Plan:
 def _signature(inputs: Sequence, others: Sequence) -> tuple:
     query = inputs[0]
     signature: list = [query.device, query.dtype == torch.float32 and allows_tf32(), len(others)]
-    for of in (inputs, others):
-        for value in of:
+    for values in (inputs, others):
+        for value in values:
             if value is not None and isinstance(value, Tensor):
                 signature += (value.dtype, value.shape, value.stride())
             else:

@@ -1,4 +1,4 @@
-"""What is kept from call to call, and what it is kept by. tests/machine/test_triton_plan.py has compiled kernels."""
+"""Plans that are kept from call to call, and their keys. test_triton_launch_cache.py of tests/machine has kernels."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 pytest.importorskip("triton")
 import triton  # noqa: E402
 
-from xlnet_kernels.backends.triton import plan  # noqa: E402
+from xlnet_kernels.backends.triton import launch_cache  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def no_plans(monkeypatch):
-    monkeypatch.setattr(plan, "plans", {})
+    monkeypatch.setattr(launch_cache, "plans", {})
 
 
 def inputs(length: int = 3, dtype: torch.dtype = torch.float16, scale: float = 1.0, bias: bool = False) -> list:
@@ -25,8 +25,8 @@ def inputs(length: int = 3, dtype: torch.dtype = torch.float16, scale: float = 1
 
 
 def test_a_plan_serves_calls_of_one_signature():
-    known = plan.find(inputs(), (True,))
-    assert plan.find(inputs(), (True,)) is known  # other tensors
+    known = launch_cache.find(inputs(), (True,))
+    assert launch_cache.find(inputs(), (True,)) is known  # other tensors
     strided = inputs()
     strided[1] = strided[1].transpose(0, 1)
     others = [
@@ -41,29 +41,31 @@ def test_a_plan_serves_calls_of_one_signature():
         others.append([*inputs()[: number - 4], changed, *inputs()[len(inputs()) - 3 + number :]])
     found = [
         known,
-        plan.find(inputs(), (False,)),
-        plan.find(inputs()),
-        *(plan.find(other, (True,)) for other in others),
-        *(plan.find(inputs(), (True, grad_out)) for grad_out in (torch.zeros(3, 4), torch.zeros(3, 1).expand(3, 4))),
+        launch_cache.find(inputs(), (False,)),
+        launch_cache.find(inputs()),
+        *(launch_cache.find(other, (True,)) for other in others),
+        *(
+            launch_cache.find(inputs(), (True, grad_out))
+            for grad_out in (torch.zeros(3, 4), torch.zeros(3, 1).expand(3, 4))
+        ),
     ]
-    assert len({id(one) for one in found}) == len(found) == len(plan.plans)
+    assert len({id(one) for one in found}) == len(found) == len(launch_cache.plans)
 
 
 def test_float32_has_a_plan_for_each_precision(monkeypatch):
     found = []
     for allowed in (False, True):
-        monkeypatch.setattr(plan, "allows_tf32", lambda allowed=allowed: allowed)
-        monkeypatch.setattr(plan, "_LOSES_TF32", False)
-        found.append(plan.find(inputs(dtype=torch.float32)).precision)
+        monkeypatch.setattr(launch_cache, "allows_tf32", lambda allowed=allowed: allowed)
+        found.append(launch_cache.find(inputs(dtype=torch.float32)).precision)
     assert found == ["tf32x3", "tf32"]
 
 
-def of_a_call(mem: int = 0, keys: int = 8, rel_len: int = 16, max_distance: int = 8, **tensors) -> plan.Plan:
+def of_a_call(mem: int = 0, keys: int = 8, rel_len: int = 16, max_distance: int = 8, **tensors) -> launch_cache.Plan:
     """Eight rows; by default XLNet's table, whose first row no pair reads."""
     query, key, memory = (torch.zeros(2, 2, count, 16) for count in (8, keys, mem))
-    given = dict.fromkeys(plan.INPUT_NAMES) | {"query": query, "key": key, "value": key, **tensors}
+    given = dict.fromkeys(launch_cache.INPUT_NAMES) | {"query": query, "key": key, "value": key, **tensors}
     given |= {"memory_key": memory, "memory_value": memory} if mem else {}
-    return plan.Plan(given | {"rel_key": torch.zeros(2, rel_len, 16)}, max_distance, 0.0, 1.0)
+    return launch_cache.Plan(given | {"rel_key": torch.zeros(2, rel_len, 16)}, max_distance, 0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +91,13 @@ def test_copies_are_made_where_rows_may_be_unread(call, keys, rel_rows):
 
 
 def test_plans_are_few(monkeypatch):
-    monkeypatch.setattr(plan, "_MOST", 2)
+    monkeypatch.setattr(launch_cache, "_MOST", 2)
     first, second, third = (inputs(length) for length in (1, 2, 3))
-    known = [plan.find(one) for one in (first, second, third)]
-    assert len(plan.plans) == 2 and plan.find(third) is known[2] and plan.find(second) is known[1]
-    assert plan.find(first) is not known[0]  # the oldest went
+    known = [launch_cache.find(one) for one in (first, second, third)]
+    assert (
+        len(launch_cache.plans) == 2 and launch_cache.find(third) is known[2] and launch_cache.find(second) is known[1]
+    )
+    assert launch_cache.find(first) is not known[0]  # the oldest went
 
 
 def test_threads_insert_plans_one_after_the_other(monkeypatch):
@@ -101,23 +105,23 @@ def test_threads_insert_plans_one_after_the_other(monkeypatch):
 
     class Plans(dict):
         def __iter__(self):
-            assert not plan._inserting.acquire(blocking=False)
+            assert not launch_cache._inserting.acquire(blocking=False)
             return super().__iter__()
 
-    monkeypatch.setattr(plan, "plans", Plans())
-    monkeypatch.setattr(plan, "_MOST", 1)
-    plan.find(inputs(1))
-    plan.find(inputs(2))
-    assert len(plan.plans) == 1 and plan._inserting.acquire(blocking=False)
-    plan._inserting.release()
+    monkeypatch.setattr(launch_cache, "plans", Plans())
+    monkeypatch.setattr(launch_cache, "_MOST", 1)
+    launch_cache.find(inputs(1))
+    launch_cache.find(inputs(2))
+    assert len(launch_cache.plans) == 1 and launch_cache._inserting.acquire(blocking=False)
+    launch_cache._inserting.release()
 
 
 def test_alignment_tells_tensors_apart():
     whole = torch.zeros(64, dtype=torch.float16)
     assert whole.data_ptr() % 16 == 0
     near, far = whole[4:], whole[8:]
-    found = [plan.alignment((a, None, 7, b)) for a in (far, near) for b in (far, near)]
-    assert len(set(found)) == 4 and found[0] == plan.alignment((whole, whole))
+    found = [launch_cache.alignment((a, None, 7, b)) for a in (far, near) for b in (far, near)]
+    assert len(set(found)) == 4 and found[0] == launch_cache.alignment((whole, whole))
 
 
 class Kernel:
@@ -148,7 +152,7 @@ class Compiled:
 
 
 def run(known, kernel, aligned: int, x) -> None:
-    plan.run(known, kernel, aligned, 5, {"y": 2, "x": x, "other": 3}, lambda: {"META": "meta", "num_warps": 4})
+    launch_cache.run(known, kernel, aligned, 5, {"y": 2, "x": x, "other": 3}, lambda: {"META": "meta", "num_warps": 4})
 
 
 def test_the_binder_is_asked_once_for_each_alignment(monkeypatch):
@@ -186,11 +190,11 @@ def test_copies_of_a_deterministic_gradient_are_as_many_as_fill_a_gpu(
 ):  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(plan, "INTERPRETED", False)
+    monkeypatch.setattr(launch_cache, "INTERPRETED", False)
     x = torch.empty(batch, heads, length, 64, dtype=torch.bfloat16, device="meta")
     rel_key = torch.empty(heads, rel_len, 64, dtype=torch.bfloat16, device="meta")
-    tensors = dict.fromkeys(plan.INPUT_NAMES) | {"query": x, "key": x, "value": x, "rel_key": rel_key}
-    known = plan.Plan(tensors, rel_len // 2, 0.0, 1.0)
+    tensors = dict.fromkeys(launch_cache.INPUT_NAMES) | {"query": x, "key": x, "value": x, "rel_key": rel_key}
+    known = launch_cache.Plan(tensors, rel_len // 2, 0.0, 1.0)
     known.device = SimpleNamespace(type="cuda")
     assert known.chains == chains
     rows = (chains[1] - 1) * heads * rel_len

@@ -2,9 +2,9 @@
 
 A chain is the tiles of rows that share a copy of it. Each adds its blocks from the first row of rel_key on, as it walks
 over keys, and only once the tile before it in the chain is done with a block. So a chain has as many tiles at work as
-one visits blocks, and there are copies only where all of these would leave processors idle (plan.py's `chains`). A
-program waits for programs of lower numbers alone, which are started first: NVIDIA's GPUs do so, CUDA does not promise
-it.
+one visits blocks, and there are copies only where all of these would leave processors idle (launch_cache.py's
+`chains`). A program waits for programs of lower numbers alone, which are started first: NVIDIA's GPUs do so, CUDA does
+not promise it.
 
 Each tile has a number in memory, its *mark*: up to which row of rel_key it and all before it are done.
 """
@@ -22,7 +22,7 @@ END = tl.constexpr(2**31 - 1)  # beyond any row
 
 
 class Chains(NamedTuple):
-    """How tiles take turns: see plan.py's `chains`."""
+    """How tiles take turns: see launch_cache.py's `chains`."""
 
     groups: Any  # of heads and batches that share rows of rel_key
     run: Any  # tiles of a group that follow one another in one copy

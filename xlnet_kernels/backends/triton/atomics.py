@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .chunks import columns
-from .window import halves
+from .operands import columns
+from .shift_ptx import halves
 
 
 @triton.constexpr_function
@@ -25,7 +25,7 @@ def add_atomically(sums, chunk, c, META):
     sector, and nothing goes through shared memory before it.
     """
     D: tl.constexpr = META.HEAD_DIM
-    if META.WINDOW:
+    if META.SHIFT_PTX:
         ROWS: tl.constexpr = META.BLOCK_N // 2
         WARPS: tl.constexpr = META.BLOCK_M // META.BLOCK_N  # side by side: a warp has 16 rows, here and in a tile
         COUNT: tl.constexpr = META.BLOCK_D // (4 * WARPS)

@@ -33,7 +33,10 @@ def locked(output: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        (output / LOCK).unlink(missing_ok=True)  # while it is held: `_lock` looks whether its file is still there
+        if fcntl is None:
+            file.close()  # because Windows removes no open file
+        with suppress(PermissionError):  # because the next writer may have opened it there
+            (output / LOCK).unlink(missing_ok=True)  # elsewhere while it is held: `_lock` looks whether it is there
         file.close()
         if made:
             with suppress(OSError):  # a folder with files stays

@@ -9,6 +9,8 @@ import pickle
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +55,29 @@ def test_a_fine_tuning_has_one_writer(tmp_path, capsys):
     with locked(tmp_path / "tuned"):
         assert main(["--data", str(rows), "--output", str(tmp_path / "tuned"), "--steps", "1"]) == 2
     assert "another run writes there" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="looks there for open files")
+def test_the_lock_goes_where_open_files_cannot_be_removed(monkeypatch, tmp_path):
+    """As on Windows, whose locks and rule are played here."""
+    from parts import folder
+
+    held, unlink = [], Path.unlink
+
+    def lock(descriptor, mode, count):
+        held.append(descriptor)
+
+    def remove(path, **options):
+        if any(os.path.exists(f"/proc/self/fd/{descriptor}") for descriptor in held):
+            raise PermissionError(errno.EACCES, "it is open")
+        unlink(path, **options)
+
+    monkeypatch.setattr(folder, "fcntl", None)
+    monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(LK_NBLCK=2, locking=lock))
+    monkeypatch.setattr(Path, "unlink", remove)
+    with folder.locked(tmp_path / "run"):
+        assert held and (tmp_path / "run" / folder.LOCK).exists()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")

@@ -151,10 +151,12 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
   const KeyTile<S> tile(a, item.tile, b, item.h);
   Turns turns(a, item, tiles);
   sync_block();  // no one clears labels any more
-  copy_rows<S::THREADS, BLOCK_N>(memory.keys, 0, tile.key_rows, tile.j0, keys, head_dim);
+  const UnreadRows unread = unread_keys(call, b, tile.h);
+  copy_rows_inside<S::THREADS, BLOCK_N>(memory.keys, 0, tile.key_rows, tile.j0, head_dim, thread_index(),
+                                        [&](int j) { return j < keys && !unread.has(j); });
   copy_rows<S::THREADS, BLOCK_N>(memory.values, 0, tile.value_rows, tile.j0, keys, head_dim);
   copy_key_labels<S::THREADS, BLOCK_N>(call, memory.labels, b, tile.h, tile.j0);
-  BackwardSteps<S> steps(call, tile);
+  BackwardSteps<S> steps(call, tile, lane.id);
   const Step& step = steps.step;
   steps.find_tile(lane.id);
   if (!steps.is_at_end()) steps.copy(memory, CopiedRows<S>(p, tile, steps.first_row()), true, LOWEST);

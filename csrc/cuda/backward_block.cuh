@@ -4,6 +4,7 @@
 
 #include "scheduler.cuh"
 #include "shift.cuh"
+#include "unread.cuh"
 
 namespace xlnet_kernels::cuda {
 
@@ -151,10 +152,14 @@ struct BackwardSteps {
   const Call& call;
   const KeyTile<S>& tile;
   TileScheduler scheduler;
+  const bool has_unread_rel_rows;
   Step step;
 
-  DEVICE BackwardSteps(const Call& call, const KeyTile<S>& tile)
-      : call(call), tile(tile), scheduler(rows_within_reach(call.p, tile.j0, S::BLOCK_N), S::BLOCK_M) {}
+  DEVICE BackwardSteps(const Call& call, const KeyTile<S>& tile, int lane)
+      : call(call),
+        tile(tile),
+        scheduler(rows_within_reach(call.p, tile.j0, S::BLOCK_N), S::BLOCK_M),
+        has_unread_rel_rows(unread_rel_rows(call, tile.b, tile.h).any(int(call.p.rel_len), lane)) {}
 
   DEVICE bool is_at_end() const { return step.row_tile >= scheduler.tiles; }
   DEVICE int first_row() const { return step.row_tile * S::BLOCK_M; }
@@ -190,8 +195,14 @@ struct BackwardSteps {
       sorted.copy(memory.grad_out, tile.grad_out_rows, head_dim);
     }
     const auto copy_half_window = [&](int begin) {
-      copy_rows<S::THREADS, S::BLOCK_M>(memory.ring, begin, tile.rel_rows, begin, int(call.p.rel_len), head_dim,
-                                        thread_of_step());
+      const int rel_len = int(call.p.rel_len);
+      if (!has_unread_rel_rows)
+        return copy_rows<S::THREADS, S::BLOCK_M>(memory.ring, begin, tile.rel_rows, begin, rel_len, head_dim,
+                                                 thread_of_step());
+      const UnreadRows unread = unread_rel_rows(call, tile.b, tile.h);
+      copy_rows_inside<S::THREADS, S::BLOCK_M>(
+          memory.ring, begin, tile.rel_rows, begin, head_dim, thread_of_step(),
+          [&](int row) { return uint32_t(row) < uint32_t(rel_len) && !unread.has(row); });
     };
     copy_half_window(step.window);
     // rows of later positions: the window moves down

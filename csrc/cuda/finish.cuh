@@ -121,6 +121,8 @@ DEVICE void finish_query(const Backward& a, const HeadPart& part) {
   RowWalk<const float> from({grad.sums.query + first_row * head_dim, head_dim}, part.first, lanes);
   RowWalk<T> to(rows_of<T>(grad.query, part.b, part.h), part.first, lanes);
   float same[FOUR] = {}, difference[FOUR] = {}, own_different = 0, own_lse = 0;
+  const bool own_inside = part.first + lanes.lane < length;
+  const float own_inverse = own_inside ? grad.row_values[INVERSE * all_rows + first_row + part.first + lanes.lane] : 0;
   if (has_segments) {
     if (lanes.inside) {
       const SegmentEmbed<T> embed(p, part.h);
@@ -130,9 +132,9 @@ DEVICE void finish_query(const Backward& a, const HeadPart& part) {
       for (int d = 0; d < FOUR; ++d) difference[d] = (difference[d] - same[d]) * scale, same[d] *= scale;
     }
     const int64_t row = first_row + part.first + lanes.lane;
-    if (part.first + lanes.lane < length) {
+    if (own_inside) {
       own_different = grad.sums.different[row];
-      if (has_lse && grad.row_values[INVERSE * all_rows + row] != 0) own_lse = grad.lse[row];
+      if (has_lse && own_inverse != 0) own_lse = grad.lse[row];
     }
   }
   float sums[QUERY_PARTS][FOUR] = {};
@@ -158,6 +160,9 @@ DEVICE void finish_query(const Backward& a, const HeadPart& part) {
       unpack_four<float>(sum[i], x);
 #pragma unroll
       for (int d = 0; d < FOUR; ++d) x[d] = x[d] * scale + different * difference[d];
+      if (lanes.of_row(own_inverse, base + i * lanes.rows) == 0)  // fully masked: zero times NaN may be in the sum
+#pragma unroll
+        for (int d = 0; d < FOUR; ++d) x[d] = 0;
       if (has_lse) {
         const float of_lse = lanes.of_row(own_lse, base + i * lanes.rows);
         add_weighted<T>(sums[LSE_PART], of_lse, query[i]);

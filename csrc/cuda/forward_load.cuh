@@ -7,6 +7,7 @@
 #include "scheduler.cuh"
 #include "shift.cuh"
 #include "softmax.cuh"
+#include "unread.cuh"
 
 namespace xlnet_kernels::cuda {
 
@@ -177,7 +178,7 @@ struct ForwardPipeline {
   DEVICE void start() {
     tile = next_tile(visibility);
     sync_block();  // labels are cleared
-    if (has_tile()) copy_keys(tile * S::BLOCK_N, 0);
+    if (has_tile()) copy_keys(tile * S::BLOCK_N, 0, visibility);
     commit_copies();
   }
 
@@ -193,7 +194,7 @@ struct ForwardPipeline {
     }
     keeps_window = next == tile + 1 && next < scheduler.tiles && rows.span < S::BLOCK_M;
     if (keeps_window) copy_rel_key(rows.origin + j0 + S::WINDOW);
-    if (next < scheduler.tiles) copy_keys(next * S::BLOCK_N, 1 - stage);
+    if (next < scheduler.tiles) copy_keys(next * S::BLOCK_N, 1 - stage, next_visibility);
     commit_copies();
     return j0;
   }
@@ -219,14 +220,19 @@ struct ForwardPipeline {
     stage = 1 - stage;
   }
 
-  DEVICE void copy_keys(int j0, int to) {
-    if (j0 >= key_rows.mem_len) {
-      copy_rows<S::THREADS, S::BLOCK_N>(memory.keys(to), 0, key_rows.segment, j0, keys, head_dim);
-      copy_rows<S::THREADS, S::BLOCK_N>(memory.values(to), 0, value_rows.segment, j0, keys, head_dim);
-    } else {
+  // Scores of unread keys are hidden, whatever they are: their values alone have to be zeros.
+  DEVICE void copy_keys(int j0, int to, Visibility of) {
+    const auto unread = unread_bits<S::BLOCK_N>(
+        of == Visibility::all ? UnreadRows{nullptr} : unread_keys(call, rows.b, rows.h), j0);
+    const auto copy = [&](auto key_rows, auto value_rows) {
       copy_rows<S::THREADS, S::BLOCK_N>(memory.keys(to), 0, key_rows, j0, keys, head_dim);
-      copy_rows<S::THREADS, S::BLOCK_N>(memory.values(to), 0, value_rows, j0, keys, head_dim);
-    }
+      copy_rows_inside<S::THREADS, S::BLOCK_N>(memory.values(to), 0, value_rows, j0, head_dim, thread_index(),
+                                               [&](int j) { return j < keys && !(unread >> (j - j0) & 1); });
+    };
+    if (j0 >= key_rows.mem_len)
+      copy(key_rows.segment, value_rows.segment);
+    else
+      copy(key_rows, value_rows);
     if (rows.lane.warp * WARP >= S::BLOCK_N) return;
     copy_key_labels<S::THREADS, S::BLOCK_N>(call, memory.labels(to), rows.b, rows.h, j0);
     if constexpr (S::RANK_PAIRS) copy_rank_pairs<S::BLOCK_N>(call, memory.rank_pairs(to), rows.b, j0, thread_index());

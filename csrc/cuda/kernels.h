@@ -42,6 +42,8 @@ struct Workspace {
   KeySegment* key_segments;       // (B, tiles of keys)
   uint32_t* rank_pairs;           // (B, tiles of keys, BOUNDS_TILE / 2), ranks of two keys: mask.cuh
   RowBounds* row_bounds;          // (B, tiles of rows)
+  uint32_t* unread_keys;          // (B, mask_heads, key_words), a bit a key: unread.cuh; null: rows see all of them
+  uint32_t* unread_rel_rows;      // (B or 1, H, words of 32 rows), a bit a row of rel_key; null: not wanted
   float *split_out, *split_rows;  // (splits, B, H, L, D) and (SPLIT_VALUES, splits, B, H, L), where keys are split
 };
 
@@ -100,8 +102,18 @@ struct Call {
   bool tf32;              // float32: one TF32 product instead of three
   bool shared_rel_key;    // rel_key has no batch dimension
   int64_t rel_bias_rows;  // P + 2 REL_MARGIN
+  int mask_heads;         // H where a dense mask has masks of its own for each head, else 1
+  int key_words;          // of 32 keys, as many as tiles of keys have
   int splits;             // how many blocks of forward share the keys of one tile of rows
 };
+
+// Whether there may be a key that no row sees: a mask hides some, or rel_key has no row for some distance.
+inline bool may_have_unread_keys(const RelAttention& p) {
+  const int64_t keys = p.mem_len + p.key_len, positions = p.rows.position ? p.key_len : p.length;
+  const bool is_within_reach = p.mem_len + positions - 1 <= p.rel_key.max_distance &&
+                               p.mem_len - p.rel_key.max_distance + p.rel_len >= keys;
+  return p.rank_mask.query_rank || p.mask.data || !is_within_reach;
+}
 
 struct Backward {
   Call call;

@@ -39,18 +39,22 @@ struct QueryRow : RowLabels {
   int own_key;          // that it sees whatever the ranks say, or -1
 };
 
-DEVICE QueryRow load_query_row(const RelAttention& p, int b, int sorted_row) {
+// Labels of the row at `index` in the tensors
+DEVICE QueryRow load_labels(const RelAttention& p, int b, bool inside, int index, int position) {
   QueryRow row;
-  row.inside = sorted_row < p.length;
-  sorted_row = row.inside ? sorted_row : int(p.length) - 1;
-  row.index = row_index(p, b, sorted_row);
-  row.position = row_position(p, b, sorted_row);
+  row.inside = inside;
+  row.index = index;
+  row.position = position;
   const int64_t at = b * p.length + row.index;
   row.rank = !row.inside ? LOWEST : p.rank_mask.query_rank ? p.rank_mask.query_rank[at] : HIGHEST;
   row.floor = p.rank_mask.query_floor ? p.rank_mask.query_floor[at] : LOWEST;
   row.segment = p.segments.query_ids ? p.segments.query_ids[at] : 0;
   row.own_key = row.inside && p.rank_mask.sees_self && p.rank_mask.sees_self[at] ? row.position + int(p.mem_len) : -1;
   return row;
+}
+DEVICE QueryRow load_query_row(const RelAttention& p, int b, int sorted_row) {
+  const int cut = smaller(sorted_row, int(p.length) - 1);
+  return load_labels(p, b, sorted_row < p.length, row_index(p, b, cut), row_position(p, b, cut));
 }
 
 // Labels of a tile of keys, in shared memory: zeros where there are none, and for keys beyond the last.
@@ -155,19 +159,27 @@ DEVICE uint32_t visible_columns(const RelAttention& p, const QueryRow& row, int 
   return p.mask.data ? visible & unmasked_columns<COLUMNS>(p, row, b, h, j0, t) : visible;
 }
 
-// Whether a row sees any of the keys t, t + 4, .., asked one by one.
-DEVICE bool sees_any_key(const RelAttention& p, const QueryRow& row, int b, int h, int t) {
-  const int keys = int(p.mem_len + p.key_len);
-  const int own = row.position + int(p.mem_len);
-  const Range reach = keys_within_reach(p, own, own);
-  const int32_t* key_rank = p.rank_mask.key_rank ? p.rank_mask.key_rank + int64_t(b) * keys : nullptr;
+// Whether labels and the dense mask show key j, which is within the row's reach, to it.
+DEVICE bool is_shown(const RelAttention& p, const QueryRow& row, int b, int h, int j) {
+  const int32_t* key_rank = p.rank_mask.key_rank;
   const int64_t* stride = p.mask.stride;
   const bool* mask = static_cast<const bool*>(p.mask.data);
-  if (mask) mask += b * stride[0] + h * stride[1] + row.index * stride[2];
-  for (int j = reach.begin + t; j < reach.end; j += 4) {
-    const bool by_labels = key_rank == nullptr || sees_by_rank(row, key_rank[j]) || j == row.own_key;
-    if (by_labels && (mask == nullptr || mask[j * stride[3]])) return true;
-  }
+  const bool by_labels =
+      key_rank == nullptr || sees_by_rank(row, key_rank[b * (p.mem_len + p.key_len) + j]) || j == row.own_key;
+  return by_labels && (mask == nullptr || mask[b * stride[0] + h * stride[1] + row.index * stride[2] + j * stride[3]]);
+}
+DEVICE bool sees_key(const RelAttention& p, const QueryRow& row, int b, int h, int j) {
+  const int own = row.position + int(p.mem_len);
+  const Range reach = keys_within_reach(p, own, own);
+  return row.inside && j >= reach.begin && j < reach.end && is_shown(p, row, b, h, j);
+}
+
+// Whether a row sees any of the keys t, t + 4, .., asked one by one.
+DEVICE bool sees_any_key(const RelAttention& p, const QueryRow& row, int b, int h, int t) {
+  const int own = row.position + int(p.mem_len);
+  const Range reach = keys_within_reach(p, own, own);
+  for (int j = reach.begin + t; j < reach.end; j += 4)
+    if (is_shown(p, row, b, h, j)) return true;
   return false;
 }
 

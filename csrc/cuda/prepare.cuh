@@ -1,10 +1,11 @@
-// What both passes need first: bounds of tiles, and u.k and v.r of every key and row of rel_key; before backward also
-// its row statistics and the zeros that its sums begin with.
+// What both passes need first: bounds of tiles, unread keys, and u.k and v.r of every key and row of rel_key; before
+// backward also unread rows of rel_key, its row statistics and the zeros that its sums begin with.
 #pragma once
 
 #include "backward_rows.cuh"
 #include "bias.cuh"
 #include "scheduler.cuh"
+#include "unread.cuh"
 
 namespace xlnet_kernels::cuda {
 
@@ -13,7 +14,7 @@ constexpr int PREPARE_THREADS = 128, ZERO_CHUNKS = 16 * WARP;  // chunks of 16 b
 // One item for each warp, section after section. Items of rows are ROWS_AT_ONCE of one head.
 struct Prepare {
   Backward a;
-  int key_tiles, row_tiles, key_items, rel_items, row_items, zero_items;
+  int key_tiles, row_tiles, unread_items, key_items, rel_items, row_items, zero_items;
 };
 
 DEVICE void bound_keys(const Call& call, int tile, int lane) {
@@ -58,6 +59,24 @@ DEVICE void find_segment(const Call& call, int tile, int lane) {
   if (lane == 0) call.workspace.key_segments[tile] = {of_key[first], is_only};
 }
 
+DEVICE void mark_unread_keys(const Call& call, int word, int lane) {
+  const int head = word / call.key_words, first = word % call.key_words * 32;
+  const uint32_t unread = find_unread_keys(call.p, head / call.mask_heads, head % call.mask_heads, first, lane);
+  if (lane == 0) call.workspace.unread_keys[word] = unread;
+}
+
+// Their v.r are zeros, too.
+template <typename T>
+DEVICE void mark_unread_rel_rows(const Call& call, int head, int first, float* rel_bias, int lane) {
+  static_assert(ROWS_AT_ONCE == 32);
+  const RelAttention& p = call.p;
+  const int heads = int(p.heads), b = head / heads, end = call.shared_rel_key ? int(p.batch) : b + 1;
+  const uint32_t unread = find_unread_rel_rows<T>(p, b, end, head % heads, first, lane);
+  if (lane == 0) call.workspace.unread_rel_rows[int64_t(head) * tiles_of(p.rel_len, 32) + first / 32] = unread;
+  sync_warp();  // other lanes have stored the bias
+  if (unread >> lane & 1) rel_bias[lane] = 0;
+}
+
 template <typename T>
 KERNEL THREADS_PER_BLOCK(PREPARE_THREADS, 1) prepare_kernel(Prepare prepare) {
   const Call& call = prepare.a.call;
@@ -73,6 +92,8 @@ KERNEL THREADS_PER_BLOCK(PREPARE_THREADS, 1) prepare_kernel(Prepare prepare) {
   item -= prepare.key_tiles;
   if (item < prepare.row_tiles) return bound_rows(call, item, lane);
   item -= prepare.row_tiles;
+  if (item < prepare.unread_items) return mark_unread_keys(call, item, lane);
+  item -= prepare.unread_items;
   if (item < prepare.key_items) {
     const int keys = int(p.mem_len + p.key_len);
     const auto [head, first] = head_item(item, keys);
@@ -87,8 +108,10 @@ KERNEL THREADS_PER_BLOCK(PREPARE_THREADS, 1) prepare_kernel(Prepare prepare) {
     const auto [head, first] = head_item(item, int(p.rel_len));
     const int b = head / heads, h = head % heads;
     const T* const bias = static_cast<const T*>(p.position_bias);
+    float* const rel_bias = w.rel_bias + head * call.rel_bias_rows + first;
     bias_products(bias ? bias + h * head_dim : nullptr, rows_of<const T>(p.rel_key.rows, b, h), first, int(p.rel_len),
-                  head_dim, w.rel_bias + head * call.rel_bias_rows + first);
+                  head_dim, rel_bias);
+    if (w.unread_rel_rows) mark_unread_rel_rows<T>(call, head, first, rel_bias, lane);
     return;
   }
   item -= prepare.rel_items;
@@ -113,15 +136,17 @@ const char* prepare(const Backward& a, Stream stream) {
   const int64_t keys = p.mem_len + p.key_len;
   const int heads = int(p.heads), all_heads = int(p.batch) * heads;
   const auto parts = [](int64_t count, int64_t size) { return int((count + size - 1) / size); };
-  Prepare prepare{a, 0, 0, 0, 0, 0, 0};
+  Prepare prepare{a, 0, 0, 0, 0, 0, 0, 0};
   if (p.rank_mask.query_rank || p.segments.key_ids) prepare.key_tiles = int(p.batch) * parts(keys, BOUNDS_TILE);
   if (p.rank_mask.query_rank) prepare.row_tiles = int(p.batch) * parts(p.length, BOUNDS_TILE);
+  if (a.call.workspace.unread_keys)
+    prepare.unread_items = int(p.batch) * a.call.mask_heads * a.call.key_words;
   if (a.call.workspace.key_bias) prepare.key_items = all_heads * parts(keys, ROWS_AT_ONCE);
   prepare.rel_items = (a.call.shared_rel_key ? heads : all_heads) * parts(p.rel_len, ROWS_AT_ONCE);
   if (a.gradients.row_values) prepare.row_items = all_heads * parts(p.length, ROWS_AT_ONCE);
   prepare.zero_items = parts(a.gradients.sums.zero_chunks, ZERO_CHUNKS);
-  const int warps = prepare.key_tiles + prepare.row_tiles + prepare.key_items + prepare.rel_items +
-                        prepare.row_items + prepare.zero_items;
+  const int warps = prepare.key_tiles + prepare.row_tiles + prepare.unread_items + prepare.key_items +
+                    prepare.rel_items + prepare.row_items + prepare.zero_items;
   if (warps == 0) return nullptr;
   const Index grid{parts(warps, PREPARE_THREADS / WARP), 1, 1};
   return launch(prepare_kernel<T>, grid, PREPARE_THREADS, 0, stream, prepare);

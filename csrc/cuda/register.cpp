@@ -93,6 +93,8 @@ struct DeviceCall {
     call.tf32 = inputs.query.scalar_type() == at::kFloat && allows_tf32();
     call.shared_rel_key = inputs.rel_key.dim() == 3;
     call.rel_bias_rows = call.p.rel_len + 2 * REL_MARGIN;
+    call.mask_heads = call.p.mask.stride[1] ? int(call.p.heads) : 1;
+    call.key_words = int((call.p.mem_len + call.p.key_len + BOUNDS_TILE - 1) / BOUNDS_TILE * (BOUNDS_TILE / 32));
     call.splits = 1;
   }
 
@@ -115,6 +117,7 @@ struct DeviceCall {
       arena.add(&w.rank_pairs, key_tiles * BOUNDS_TILE / 2);
       arena.add(&w.row_bounds, p.batch * ((p.length + BOUNDS_TILE - 1) / BOUNDS_TILE));
     }
+    if (may_have_unread_keys(p)) arena.add(&w.unread_keys, p.batch * call.mask_heads * call.key_words);
     keep(arena.allocate(inputs.query));
     w.rel_bias += REL_MARGIN;
   }
@@ -234,6 +237,7 @@ InputGradients gradients(const Inputs& in, const OutputGradients& from, const Ne
   give_outputs(from, device, g);
   Arena arena;
   add_sums(device, needs, arena, g);
+  arena.add(&device.call.workspace.unread_rel_rows, device.rel_heads() * ((device.call.p.rel_len + 31) / 32));
   device.allocate(arena);
 
   const Inputs& aligned_in = device.inputs;

@@ -169,15 +169,21 @@ DEVICE void for_each_chunk(int thread, Use use) {
 }
 
 // Copies rows from .. from + COUNT - 1 of `source`, each of `head_dim` elements, to rows to .. of the tile; zeros for
-// those that are not among its `count` rows.
+// one that is not is_inside(row).
+template <int THREADS, int COUNT, typename T, int COLUMNS, int RING, typename Source, typename Inside>
+DEVICE void copy_rows_inside(const Tile<T, COLUMNS, RING>& tile, int to, Source source, int from, int head_dim,
+                             int thread, Inside is_inside) {
+  for_each_chunk<THREADS, COUNT, T, COLUMNS>(thread, [&](int i, int column) {
+    const int row = from + i;
+    copy_async<16>(tile.at(to + i, column), source(row) + column, column < head_dim && is_inside(row));
+  });
+}
+// Zeros for those that are not among the source's `count` rows
 template <int THREADS, int COUNT, typename T, int COLUMNS, int RING, typename Source>
 DEVICE void copy_rows(const Tile<T, COLUMNS, RING>& tile, int to, Source source, int from, int count, int head_dim,
                       int thread = thread_index()) {
-  for_each_chunk<THREADS, COUNT, T, COLUMNS>(thread, [&](int i, int column) {
-    const int row = from + i;
-    const bool inside = uint32_t(row) < uint32_t(count) && column < head_dim;
-    copy_async<16>(tile.at(to + i, column), source(row) + column, inside);
-  });
+  copy_rows_inside<THREADS, COUNT>(tile, to, source, from, head_dim, thread,
+                                   [&](int row) { return uint32_t(row) < uint32_t(count); });
 }
 
 }  // namespace xlnet_kernels::cuda

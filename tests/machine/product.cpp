@@ -49,10 +49,13 @@ Floats sum(const Floats* terms, int count, int extra) {
     const Ints exponent = bits_of(terms[i]) & 0x7f800000;
     largest = exponent > largest ? exponent : largest;
   }
-  if (any(largest == 0x7f800000)) {  // infinite or not a number
-    Floats total = terms[0];
+  const Ints special = largest == 0x7f800000;  // infinite or not a number: of these columns alone a plain sum
+  if (any(special)) {
+    Floats finite[33], total = terms[0];
     for (int i = 1; i < count; ++i) total += terms[i];
-    return total;
+    if (!any(~special)) return total;
+    for (int i = 0; i < count; ++i) finite[i] = floats_of(bits_of(terms[i]) & ~special);
+    return floats_of((bits_of(total) & special) | (bits_of(sum(finite, count, extra)) & ~special));
   }
   Ints field = 277 + extra - (largest >> 23);
   field = field > 253 ? Ints{} + 253 : field;

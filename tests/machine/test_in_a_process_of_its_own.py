@@ -16,6 +16,7 @@ NAMES = (
     "test_operator_on_machine.py",
     "../benchmarks/test_gpu_counts.py",
     "test_triton_launch_cache.py",
+    "test_unread_on_machine.py",
 )
 
 

@@ -23,7 +23,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) warpgroup_backward_kernel(const __grid_c
   if (thread_index() < WARPGROUP) {
     shrink_registers<S::PRODUCER_REGISTERS>();
     if (thread_index() < WARP)
-      BackwardProducer<S>{a, memory, b, block_index().y, key_tile * S::KEYS, {}, {}}.run();
+      BackwardProducer<S>{a, memory, b, block_index().y, key_tile * S::KEYS, {}, {}, false}.run();
   } else {
     grow_registers<S::CONSUMER_REGISTERS>();
     Lane lane = this_lane();

@@ -202,7 +202,7 @@ struct BackwardConsumer {
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
         if (n % 4 == 0)
-          load_key_ranks(key_ranks, a.call, tile, tile.j0 + 8 * n, rows.first + 8 * r, visibility, owns,
+          load_key_ranks(key_ranks, a.call, tile, tile.j0 + 8 * n, rows, r, visibility, owns,
                          labels().rank + 8 * n, lane.t);
         float weight[2], gradient[2];
 #pragma unroll

@@ -6,6 +6,7 @@
 
 #include "../scheduler.cuh"
 #include "../shift.cuh"
+#include "../unread.cuh"
 #include "backward_memory.cuh"
 #include "copies.cuh"
 
@@ -19,6 +20,7 @@ struct BackwardProducer {
   const int b, h, j0;
   RingPlace<S::STAGES> stage;
   RingPlace<S::SLOTS> slot;
+  bool has_unread_rel_rows = false;
 
   // Asked for where it is needed: else all addresses that depend on it alone would be kept.
   DEVICE static int own_lane() { return kept_in_register(thread_index()); }
@@ -27,6 +29,7 @@ struct BackwardProducer {
     const Call& call = a.call;
     const RelAttention& p = call.p;
     copy_keys();
+    has_unread_rel_rows = unread_rel_rows(call, b, h).any(int(p.rel_len), own_lane());
     TileScheduler scheduler(rows_within_reach(p, j0, S::KEYS), S::BLOCK_M);
     int before = -2;  // the tile before
     for (;;) {
@@ -152,11 +155,13 @@ struct BackwardProducer {
     const int keys = int(p.mem_len + p.key_len);
     const auto key_rows = key_rows_of<const T>(p, p.memory.key, p.keys.key, b, h);
     const auto value_rows = key_rows_of<const T>(p, p.memory.value, p.keys.value, b, h);
+    const UnreadRows unread = unread_keys(a.call, b, h);
     const auto is_inside = [&](int j) { return j < keys; };
     const int lane = own_lane();
 #pragma unroll 1
     for (int i = 0; i < S::CONSUMERS; ++i) {
-      copy_rows_inside(memory.keys(i), key_rows, j0 + i * S::BLOCK_N, lane, is_inside);
+      copy_rows_inside(memory.keys(i), key_rows, j0 + i * S::BLOCK_N, lane,
+                       [&](int j) { return j < keys && !unread.has(j); });
       copy_rows_inside(memory.values(i), value_rows, j0 + i * S::BLOCK_N, lane, is_inside);
     }
     copy_key_labels<WARP, S::KEYS>(a.call, memory.labels(), b, h, j0, lane);
@@ -209,14 +214,14 @@ struct BackwardProducer {
     memory.empty_slot(slot.index()).wait(slot.parity() ^ 1);
     const RelAttention& p = a.call.p;
     const int lane = own_lane();
-    // Rows that no pair reads count as outside: the tile's rows beyond the last would read them, and NaN stays NaN.
-    const int64_t positions = S::POSITIONS ? p.key_len : p.length;
-    const int first = max(0, int(p.rel_key.max_distance - p.mem_len - positions + 1)),
-              read = max(0, min(int(p.rel_len), int(p.rel_key.max_distance + p.key_len)) - first);
-    const auto is_read = [&](int row) { return uint32_t(row - first) < uint32_t(read); };
+    const Range read = read_rel_rows<S::POSITIONS>(p);
+    const UnreadRows unread = unread_rel_rows(a.call, b, h);
+    const auto is_read = [&](int row) {
+      return row >= read.begin && row < read.end && !(has_unread_rel_rows && unread.has(row));
+    };
     const auto rel_rows = rows_of<const T>(p.rel_key.rows, b, h);
     const auto rel_key = memory.rel_key(slot.index());
-    if (begin >= first && begin + 64 <= first + read)
+    if (begin >= read.begin && begin + 64 <= read.end && !has_unread_rel_rows)
       copy_whole_rows(rel_key, rel_rows, begin, lane);
     else
       copy_rows_inside(rel_key, rel_rows, begin, lane, is_read);

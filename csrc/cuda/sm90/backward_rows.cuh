@@ -26,6 +26,13 @@ struct TileRows {
     return S::POSITIONS ? of_run.index[first - first_of_tile + 8 * r] : first + 8 * r;
   }
   DEVICE bool inside(int r) const { return S::POSITIONS ? index(r) >= 0 : first + 8 * r < int(p.length); }
+  // The run knows where a row is: to look it up again would take registers.
+  DEVICE QueryRow load(int b, int r) const {
+    const int row = first + 8 * r;
+    if constexpr (!S::POSITIONS) return load_query_row(p, b, row);
+    const int position = row_position(p, b, smaller(row, int(p.length) - 1));
+    return load_labels(p, b, inside(r), larger(0, index(r)), position);
+  }
 };
 
 // Of the keys of a consumer: the first one's segment, and whether others are of another one.
@@ -162,12 +169,13 @@ DEVICE uint32_t row_rank(const RelAttention& p, const KeyTile<S>& tile, const Ti
 // The ranks of 32 keys from j0 on as a row is to see them, by pairs of columns 8 n + 2 t and its neighbour. Where more
 // than ranks decides, they are such that a comparison with the row's finds it.
 template <typename S>
-DEVICE void load_key_ranks(uint32_t (&ranks)[4], const Call& call, const KeyTile<S>& tile, int j0, int sorted_row,
-                           Visibility visibility, bool owns, const int32_t* key_rank, int t) {
+DEVICE void load_key_ranks(uint32_t (&ranks)[4], const Call& call, const KeyTile<S>& tile, int j0,
+                           const TileRows<S>& rows, int r, Visibility visibility, bool owns, const int32_t* key_rank,
+                           int t) {
   const RelAttention& p = call.p;
   if (visibility == Visibility::some) {
     const uint32_t bits =
-        visible_columns<32>(p, load_query_row(p, tile.b, sorted_row), tile.b, tile.h, j0, key_rank, t);
+        visible_columns<32>(p, rows.load(tile.b, r), tile.b, tile.h, j0, key_rank, t);
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       ranks[n] = (bits >> (2 * n) & 1 ? 0 : ABOVE_ALL) | (bits >> (2 * n + 1) & 1 ? 0 : ABOVE_ALL << 16);
@@ -180,7 +188,7 @@ DEVICE void load_key_ranks(uint32_t (&ranks)[4], const Call& call, const KeyTile
 #pragma unroll
   for (int n = 0; n < 4; ++n) ranks[n] = pairs.word[n];
   if (!owns) return;
-  const int own = load_query_row(p, tile.b, sorted_row).own_key - j0 - 2 * t;  // a column, less 2 t
+  const int own = rows.load(tile.b, r).own_key - j0 - 2 * t;  // a column, less 2 t
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     if (own == 8 * n) ranks[n] = (ranks[n] & 0xffff0000) | BELOW_ALL;

@@ -69,7 +69,7 @@ struct Consumer {
 
   // All tiles; the window's halves change places, so that the upper one is the next tile's lower one.
   DEVICE void run() {
-    Band first, second;
+    Band first = {}, second;  // because ptxas waits after each wgmma whose operands may begin unset
     while (step(first, second) && step(second, first)) {
     }
   }

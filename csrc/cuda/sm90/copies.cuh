@@ -1,10 +1,19 @@
 // How a producer's warp copies 64 rows of a matrix into shared memory.
 #pragma once
 
-#include "../rows.cuh"
+#include "../mask.cuh"
 #include "memory.cuh"
 
 namespace xlnet_kernels::cuda {
+
+// The rows of rel_key that some row has a key for. Others count as outside, because rows of a tile beyond the last one
+// would read them: NaN there would decide how the warp goes on.
+template <bool POSITIONS>
+DEVICE Range read_rel_rows(const RelAttention& p) {
+  const int64_t positions = POSITIONS ? p.key_len : p.length;
+  const int begin = larger(0, int(p.rel_key.max_distance - p.mem_len - positions + 1));
+  return {begin, larger(begin, smaller(int(p.rel_len), int(p.rel_key.max_distance + p.key_len)))};
+}
 
 // All of them, as mostly: nothing to ask.
 template <typename T, int COLUMNS>

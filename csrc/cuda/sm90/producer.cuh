@@ -11,6 +11,7 @@
 
 #include "../scheduler.cuh"
 #include "../shift.cuh"
+#include "../unread.cuh"
 #include "copies.cuh"
 
 namespace xlnet_kernels::cuda {
@@ -101,7 +102,7 @@ struct Producer {
         publish();
       }
       announce({hides | (segment.is_only ? TileInfo::ONE_SEGMENT : 0) | some_rows, segment.first, tile * S::BLOCK_N});
-      copy_keys(tile * S::BLOCK_N, hides & TileInfo::PAIR_BY_PAIR, !S::HAS_ONE_SEGMENT_WAY || !segment.is_only);
+      copy_keys(tile * S::BLOCK_N, visibility, hides & TileInfo::PAIR_BY_PAIR, !S::HAS_ONE_SEGMENT_WAY || !segment.is_only);
       copy_rel_key(stage().rel_key(), window + 2 * S::BLOCK_N);
       publish();
       before = tile;
@@ -137,38 +138,44 @@ struct Producer {
     place.advance();
   }
 
+  // 64 rows from `from` on, of those that there are: all.begin to all.end - 1
   template <typename Source>
-  DEVICE void copy_rows(const Panels<T, S::HEAD_DIM>& to, Source source, int from, int count) {
+  DEVICE void copy_rows(const Panels<T, S::HEAD_DIM>& to, Source source, int from, Range all) {
     if constexpr (std::is_same_v<Source, HeadRows<const T>>)
-      if (from >= 0 && from + S::BLOCK_N <= count) return copy_whole_rows(to, source, from, lane);
-    copy_rows_inside(to, source, from, lane, [&](int row) { return uint32_t(row) < uint32_t(count); });
+      if (from >= all.begin && from + S::BLOCK_N <= all.end) return copy_whole_rows(to, source, from, lane);
+    copy_rows_inside(to, source, from, lane, [&](int row) { return row >= all.begin && row < all.end; });
   }
 
-  DEVICE void copy_keys(int j0, bool asks_rank, bool asks_segment) {
+  // Scores of unread keys are hidden, whatever they are: their values alone have to be zeros.
+  DEVICE void copy_keys(int j0, Visibility visibility, bool asks_rank, bool asks_segment) {
+    const UnreadRows unread = unread_keys(call, b, h);
+    const bool has_unread = visibility != Visibility::all && unread_bits<S::BLOCK_N>(unread, j0) != 0;
+    if (has_unread)
+      copy_rows_inside(stage().values(), value_rows, j0, lane, [&](int j) { return j < keys && !unread.has(j); });
     if (j0 >= key_rows.mem_len || j0 + S::BLOCK_N <= key_rows.mem_len) {
       const bool in_memory = j0 < key_rows.mem_len;
-      copy_rows(stage().keys().rows(), in_memory ? key_rows.memory : key_rows.segment, j0, keys);
-      copy_rows(stage().values(), in_memory ? value_rows.memory : value_rows.segment, j0, keys);
+      copy_rows(stage().keys().rows(), in_memory ? key_rows.memory : key_rows.segment, j0, {0, keys});
+      if (!has_unread) copy_rows(stage().values(), in_memory ? value_rows.memory : value_rows.segment, j0, {0, keys});
     } else {
-      copy_rows(stage().keys().rows(), key_rows, j0, keys);
-      copy_rows(stage().values(), value_rows, j0, keys);
+      copy_rows(stage().keys().rows(), key_rows, j0, {0, keys});
+      if (!has_unread) copy_rows(stage().values(), value_rows, j0, {0, keys});
     }
     copy_key_labels<WARP, S::BLOCK_N>(call, stage().labels(), b, h, j0, lane, asks_rank, asks_segment);
-    if (call.workspace.key_bias == nullptr) copy_rel_bias(stage().keys(), 0, 0);  // zeros: v.r may be there
+    if (call.workspace.key_bias == nullptr) copy_rel_bias(stage().keys(), 0, {0, 0});  // zeros: v.r may be there
     copy_rank_pairs<S::BLOCK_N>(call, stage().rank_pairs(), b, j0, lane);
   }
 
   DEVICE void copy_rel_key(const BiasedRows<S>& to, int begin) {
-    const int rel_len = int(call.p.rel_len);
-    copy_rows(to.rows(), rel_rows, begin, rel_len);
-    copy_rel_bias(to, begin, rel_len);
+    const Range read = read_rel_rows<S::POSITIONS>(call.p);
+    copy_rows(to.rows(), rel_rows, begin, read);
+    copy_rel_bias(to, begin, read);
   }
-  // v.r of rows from `begin` on; zeros where they are not among the first `count`.
-  DEVICE void copy_rel_bias(const BiasedRows<S>& to, int begin, int count) {
+  // v.r of rows from `begin` on; zeros where they are not among all.begin to all.end - 1.
+  DEVICE void copy_rel_bias(const BiasedRows<S>& to, int begin, Range all) {
 #pragma unroll
     for (int first = 0; first < S::BLOCK_N; first += WARP) {
       const int i = first + lane;
-      copy_async<4>(to.bias() + i, rel_bias + begin + i, uint32_t(begin + i) < uint32_t(count));
+      copy_async<4>(to.bias() + i, rel_bias + begin + i, begin + i >= all.begin && begin + i < all.end);
     }
   }
 };

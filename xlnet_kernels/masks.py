@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._checks import shortened
+from ._checks import check_matrix, check_range, shortened
 from ._ranks import (
     HIGHEST,
     LOWEST,
@@ -287,10 +287,13 @@ class RankMask:
         """The same mask for `batch` sequences, from one or as many."""
         if self.query_rank.shape[0] == batch:
             return self
+        if self.query_rank.shape[0] != 1:
+            raise ValueError(f"RankMask: batch must be {self.query_rank.shape[0]}, the mask's own, got {batch}")
         return self._map(lambda values: values.expand(batch, -1))
 
     def rows(self, positions: Tensor) -> RankMask:
         """The mask of the query rows at `positions` (B, N), in that order."""
+        check_range("RankMask: positions", check_matrix("RankMask: positions", positions), 0, self.query_rank.shape[1])
         mask, index = self.expand(positions.shape[0]), positions.long()
         floor, sees_self = mask.query_floor, mask.sees_self
         return RankMask(

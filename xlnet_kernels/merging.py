@@ -66,7 +66,8 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
                 f"{out.dtype} of shape {tuple(out.shape)}"
             )
         if lse.shape != out.shape[:-1] or lse.dtype != lses[0].dtype or not lse.is_floating_point():
+            dtype = f"{lses[0].dtype} like lses[0]" if index else "floating"
             raise ValueError(
-                f"lses[{index}] must be floating, of lses[0]'s dtype {lses[0].dtype} and of shape "
-                f"{tuple(out.shape[:-1])}, got {lse.dtype} of shape {tuple(lse.shape)}"
+                f"lses[{index}] must be {dtype} and of shape {tuple(out.shape[:-1])}, got {lse.dtype} of shape "
+                f"{tuple(lse.shape)}"
             )

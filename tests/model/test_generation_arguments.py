@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,11 +52,21 @@ def test_do_sample_is_a_word_for_the_temperature(lm):
     assert lm.generate([[7, 8]], 6, temperature=2.0, do_sample=True, seed=1, eos_token_id=())[0].tolist() == drawn
 
 
+def test_numbers_of_numpy_are_numbers(lm):
+    plain = dict(max_new_tokens=4, temperature=0.5, top_k=3, top_p=0.5, seed=1, eos_token_id=2, causal_prompt=True)
+    given = {name: np.asarray(value)[()] for name, value in plain.items()}
+    assert all(type(value).__module__ == "numpy" for value in given.values())
+    wanted = lm.generate([[7, 8]], **plain)[0].tolist()
+    assert lm.generate([[7, 8]], **given)[0].tolist() == wanted
+    assert lm.generate([[7, 8]], **given | {"eos_token_id": [np.int64(2)]})[0].tolist() == wanted
+
+
 @pytest.mark.parametrize(
     "prompts,options,message",
     [
         ([[1, VOCABULARY]], {}, r"prompt_ids\[0\] must lie in \[0, 50\), got values from 1 to 50"),
         ([[1], [-1]], {}, r"prompt_ids\[1\] must lie in"),
+        ([[1]], {"eos_token_id": 2.0}, r"eos_token_id must be one or several integers in \[0, 50\), got 2.0"),
         ([[1], []], {}, "prompt_ids must have at least one token in each prompt, got none in prompt 1"),
         ([], {}, "prompt_ids must hold at least one prompt"),
         (torch.zeros(0, 3).long(), {}, "prompt_ids must hold at least one prompt"),

@@ -121,3 +121,13 @@ def test_without_mask_no_target_is_seen_by_its_query_row(options):
 def test_memory_of_another_kind_is_named(mems, got):
     with pytest.raises(ValueError, match=f"mems must be a list of tensors .*, got ({got})"):
         ours()(make_inputs()["input_ids"], mems=mems)
+
+
+@pytest.mark.parametrize("added", [-1e9, -torch.inf, torch.nan, 2])
+def test_attention_masks_of_another_sense_are_named(added):
+    """Such as those that other models add to scores, where 0 shows."""
+    for name in ("attention_mask", "input_mask"):
+        mask = torch.zeros(B, L)
+        mask[0, 0] = added
+        with pytest.raises(ValueError, match=f"{name} must hold 1 for .* and 0 for .*: a mask that is added to scores"):
+            ours()(make_inputs()["input_ids"], **{name: mask})

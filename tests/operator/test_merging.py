@@ -73,7 +73,7 @@ OUT, LSE = torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3)
         ([OUT, OUT[:, :, :2]], [LSE, LSE], r"outs\[1\] must be floating and like outs\[0\]"),
         ([OUT, OUT.double()], [LSE, LSE], r"outs\[1\] must be floating and like outs\[0\]"),
         ([OUT, OUT], [LSE, LSE[..., None]], r"lses\[1\] must be .*shape \(1, 1, 3\), got"),
-        ([OUT, OUT], [LSE, LSE.double()], r"lses\[1\] must be .*dtype torch.float32"),
+        ([OUT, OUT], [LSE, LSE.double()], r"lses\[1\] must be torch.float32 like lses\[0\]"),
     ],
 )
 def test_parts_that_do_not_fit(outs, lses, text):

@@ -33,6 +33,8 @@ def test_sizes_of_numpy_are_sizes():
     size = np.int64
     assert torch.equal(xk.RankMask.causal(size(1), size(3), size(1), window=size(2)).to_bool(),
                        xk.RankMask.causal(1, 3, 1, window=2).to_bool())  # fmt: skip
+    xk.integrations.conformer.RelPositionAttention(size(2), size(8), np.float32(0.5))
+    assert type(xk.pretraining.PermutationLM(num_predict=size(3)).num_predict) is int
     attn = xk.TwoStreamAttention(size(8), size(2), dropout=np.float32(0.5))
     assert (attn.d_model, attn.n_head, attn.d_head) == (8, 2, 4) and type(attn.n_head) is int
     with pytest.raises(ValueError, match="scale must be a finite number, got nan"):
@@ -108,6 +110,11 @@ def large(*shape):
     (lambda: xk.integrations.conformer.conformer_positions(3.5, 8), "length must be an integer, got 3.5"),
     (lambda: xk.integrations.conformer.RelPositionAttention(large(), 8), "n_head must be a positive integer, got Ten"),
     (lambda: xk.pretraining.PermutationLM(num_predict=[0] * 9999), "num_predict must be a positive integer, got [0, "),
+    (lambda: xk.RankMask.causal(2, 5).expand(3), "RankMask: batch must be 2, the mask's own, got 3"),
+    (lambda: xk.RankMask.causal(2, 5).rows(torch.tensor([[9], [0]])), "positions must lie in [0, 5), got values"),
+    (lambda: xk.RankMask.causal(2, 5).rows(torch.tensor([1])), "positions must be a 2-dimensional tensor"),
+    (lambda: xk.merge([large(2)], [large().bool()]), "lses[0] must be floating and of shape (), got torch.bool"),
+    (lambda: xk.tensor_parallel_plan(None), "model must be a torch.nn.Module, got NoneType"),
 ])  # fmt: skip
 def test_values_are_quoted_in_a_line(call, text):
     with pytest.raises(ValueError) as raised:

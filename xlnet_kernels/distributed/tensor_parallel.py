@@ -50,6 +50,8 @@ def tensor_parallel_plan(model: nn.Module) -> ParallelStyle | dict[str, Parallel
         ) from None
     if isinstance(model, TwoStreamAttention):
         return HeadParallel()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     plan: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         if isinstance(module, TwoStreamAttention):

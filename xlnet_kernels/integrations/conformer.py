@@ -7,7 +7,7 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
-from .._checks import is_integer, shortened
+from .._checks import as_python, is_integer, shortened
 from ..backends import check_name
 from ..functional import rel_attention
 from ..linear import Linear
@@ -63,6 +63,7 @@ class RelPositionAttention(nn.Module):
         self, n_head: int, n_feat: int, dropout_rate: float = 0.0, use_bias: bool = True, backend: str | None = None
     ) -> None:
         super().__init__()
+        n_head, n_feat, dropout_rate = map(as_python, (n_head, n_feat, dropout_rate))
         for name, size in (("n_head", n_head), ("n_feat", n_feat)):
             if type(size) is not int or size < 1:
                 raise ValueError(f"{name} must be a positive integer, got {shortened(size)}")

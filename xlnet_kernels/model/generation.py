@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import shortened
+from .._checks import as_python, shortened
 from ..masks import HIGHEST, RankMask
 from .config import XLNetConfig
 from .decoding import Decoder, flagged_positions, right_pad
@@ -69,6 +69,7 @@ class Generation(nn.Module):
         """
         config, device = self.config, _device_of(self, prompt_ids)
         prompts = _read_prompts(prompt_ids, lengths, config.vocab_size, device)
+        max_new_tokens, causal_prompt = map(as_python, (max_new_tokens, causal_prompt))
         if type(max_new_tokens) is not int or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be an integer of at least 1, got {shortened(max_new_tokens)}")
         if stream not in (None, "query", "content"):
@@ -305,8 +306,8 @@ def _check_ids(name: str, ids: Tensor, vocab_size: int) -> None:
 
 
 def _stop_tokens(given: int | Sequence[int] | None, config: XLNetConfig, device: torch.device) -> Tensor:
-    stop = config.eos_token_id if given is None else given
-    stop = [] if stop is None else [stop] if isinstance(stop, int) else list(stop)
+    stop = as_python(config.eos_token_id if given is None else given)
+    stop = [] if stop is None else [as_python(one) for one in stop] if isinstance(stop, Iterable) else [stop]
     if not all(type(token) is int and (given is None or 0 <= token < config.vocab_size) for token in stop):
         got = shortened(given)
         raise ValueError(f"eos_token_id must be one or several integers in [0, {config.vocab_size}), got {got}")

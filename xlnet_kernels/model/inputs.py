@@ -95,12 +95,21 @@ def find_padding(attention_mask: Tensor | None, input_mask: Tensor | None, h: Te
     if attention_mask is not None and input_mask is not None:
         raise ValueError("attention_mask (1 = token) and input_mask (1 = padding) are one thing: give one of them")
     if attention_mask is not None:
-        check_tensor("attention_mask", attention_mask, h.shape[:2], h)
+        _check_flags("attention_mask", attention_mask, h, "1 for tokens and 0 for padding")
         return ~attention_mask if attention_mask.dtype == torch.bool else attention_mask < 1
     if input_mask is not None:
-        check_tensor("input_mask", input_mask, h.shape[:2], h)
+        _check_flags("input_mask", input_mask, h, "1 for padding and 0 for tokens")
         return input_mask > 0
     return None
+
+
+def _check_flags(name: str, x: Tensor, h: Tensor, meaning: str) -> None:
+    check_tensor(name, x, h.shape[:2], h)
+    if x.dtype != torch.bool and x.device.type == "cpu" and readable(x) and not ((x >= 0) & (x <= 1)).all():
+        raise ValueError(
+            f"{name} must hold {meaning}, got values from {x.min()} to {x.max()}: a mask that is added to scores has "
+            f"another meaning"
+        )
 
 
 def find_mask(

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._checks import shortened
+from .._checks import as_python, shortened
 
 
 class Sampler:
@@ -38,6 +38,7 @@ class Sampler:
         top_p: float | None = None,
         seed: int | None = None,
     ) -> None:
+        temperature, top_k, top_p, seed = map(as_python, (temperature, top_k, top_p, seed))
         if not _is_number(temperature) or not 0 <= temperature < math.inf:
             raise ValueError(f"temperature must be a finite number of at least 0, got {shortened(temperature)}")
         if top_k is not None and (type(top_k) is not int or top_k < 1):
@@ -80,4 +81,4 @@ class Sampler:
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, Dataset
 
-from .._checks import shortened
+from .._checks import as_python, shortened
 from ..masks import HIGHEST, LOWEST, RankMask
 from .objective import Example, Objective
 from .tokens import TokenFile, Vocabulary
@@ -169,6 +169,7 @@ class PretrainingBatches(Dataset):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
+        batch_size, seq_len, seed = map(as_python, (batch_size, seq_len, seed))
         for name, value, least in (("batch_size", batch_size, 1), ("seq_len", seq_len, 1), ("seed", seed, 0)):
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {shortened(value)}")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_matrix, shortened
+from .._checks import as_python, check_matrix, shortened
 from ..masks import HIGHEST, RankMask
 from .orders import block_order, permutation_ranks, share_targets, span_targets, split_parts
 from .tokens import Vocabulary
@@ -279,6 +279,7 @@ def _num_predict(objective: PermutationLM | MaskedLM, parts: Sequence[int], spec
 
 def _check_counts(objective: object, *names: str) -> None:
     for name in names:
-        value = getattr(objective, name)
+        value = as_python(getattr(objective, name))
+        object.__setattr__(objective, name, value)  # the objectives are frozen
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name} must be a positive integer, got {shortened(value)}")

@@ -29,7 +29,6 @@ from lib.problem import Case
 from lib.session import positive
 
 SECTIONS = ("core", "streams", "module", "precision", "long", "terms")
-FIRST = ("xlnet_kernels ", BASELINE, TRANSFORMERS)  # measured before everything else
 # seconds of the budget that core leaves them
 RESERVED = {"streams": 12, "module": 15, "precision": 12, "long": 25, "terms": 60}
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -91,16 +90,16 @@ def case(options: argparse.Namespace, length: int) -> Case:
 
 
 def measure(options: argparse.Namespace, bench: Bench) -> None:
-    """The chosen sections. Within a budget: core with FIRST, the other sections, then core with what is left."""
+    """The chosen sections. Within a budget: core with what comes first, the other sections, then core with the rest."""
     implementations = chosen(options.implementations, options.device)
-    first = {name: one for name, one in implementations.items() if name.startswith(FIRST)}
+    first = _first(implementations, options.device)
     cases = [case(options, length) for length in options.lengths]
     within_budget = math.isfinite(bench.budget)
     if "core" in options.sections:
         reserved = min(sum(RESERVED.get(section, 0) for section in options.sections), 0.4 * options.budget)
         # Without a budget all are timed in turn.
         sections.core(bench, first if within_budget else implementations, cases, options.compiled_lengths, reserved)
-    _other_sections(options, bench, implementations, cases)
+    _other_sections(options, bench, first | implementations, cases)
     if "core" in options.sections and within_budget:
         for compiled in (False, True):  # because compiling may take all that is left
             others = {name: one for name, one in implementations.items() if one.compiled == compiled}
@@ -120,7 +119,6 @@ def _other_sections(options: argparse.Namespace, bench: Bench, implementations: 
         return
     absent = {f"xlnet_kernels {name}" for name, state in xk.backends().items() if not state.available}
     present = {name: one for name, one in implementations.items() if name not in absent}
-    present = dict(sorted(present.items(), key=lambda item: not item[0].startswith(FIRST)))
     layer = case(options, 512 if options.device == "cpu" else 1024)
     long = case(options, sections.LONG_LENGTHS[options.device])
     fused = [f"xlnet_kernels {name}" for name in ready if name != "reference"] or ["xlnet_kernels reference"]
@@ -142,6 +140,17 @@ def _other_sections(options: argparse.Namespace, bench: Bench, implementations: 
         elif name in options.sections:
             for one in measured:
                 bench.skip(name, "all", sections.labels(one), sections.USED_UP)
+
+
+def _first(implementations: dict, device: str) -> dict[str, Implementation]:
+    """This package's kernels, or the best of its backends without any, plain SDPA and transformers' eager attention.
+
+    The slowest of them comes last.
+    """
+    best = _own_backends(implementations, device)[:1]
+    own = dict.fromkeys([name for name in xk.backends() if name not in ("torch", "reference")] + best)
+    names = [*(f"xlnet_kernels {name}" for name in own), BASELINE, TRANSFORMERS]
+    return {name: one for start in names for name, one in implementations.items() if name.startswith(start)}
 
 
 def _own_backends(implementations: dict, device: str) -> list[str]:

@@ -108,10 +108,11 @@ def test_ours_and_the_baselines_come_first(clock, monkeypatch, tmp_path, capsys,
     import attn
     from lib import sections
 
-    first = ["xlnet_kernels cpu", "xlnet_kernels torch", "transformers eager", "plain SDPA, no positions"]
-    late = ["transformers compiled", "FlexAttention"]
-    offered = [timed(clock, late[0], each, compiling), *(timed(clock, name, each) for name in first)]
-    offered += [timed(clock, late[1], each, compiling), timed(clock, "SDPA + bias", each)]
+    first = ["xlnet_kernels cpu", "plain SDPA, no positions", "transformers eager"]
+    later, late = ["xlnet_kernels torch", "SDPA + bias"], ["transformers compiled", "FlexAttention"]
+    offered = [timed(clock, name, each, compiling) for name in late]
+    offered += [timed(clock, name, each) for name in (*later, *reversed(first))]
+    monkeypatch.setattr(attn, "_own_backends", lambda *_: ["cpu", "torch"])
     measured = []
     for name in ("streams", "module", "precision", "long"):
         monkeypatch.setattr(sections, name, lambda bench, *rest, name=name: measured.append((name, len(bench.rows))))
@@ -126,17 +127,18 @@ def test_ours_and_the_baselines_come_first(clock, monkeypatch, tmp_path, capsys,
     timed_rows = [(row["implementation"], row["length"]) for row in rows if "median_ms" in row]
     wanted = {(name, length) for name in first for length in lengths}
     assert set(timed_rows[: 2 * len(wanted)]) == wanted  # both directions
+    assert [name for name, _ in timed_rows[: 2 * len(first)]] == [name for name in first for _ in range(2)]
     # The other sections come next, each of them, then what is left.
     assert measured == [(name, 2 * len(wanted)) for name in ("streams", "module", "precision", "long")]
-    assert timed_rows[2 * len(wanted)][0] == "SDPA + bias"
+    assert timed_rows[2 * len(wanted)][0] == later[0]
     # One that has begun is not stopped: two calls, one of them compiling, and a sample.
     assert clock.now <= 240 + compiling + 3 * each and results["settings"]["budget"] == 240
 
     # What was left out is said twice, in the file with its reason.
     reasons = {(row["implementation"], row["length"]): row["reason"] for row in rows if row["status"] != "ok"}
-    assert each > 1 or {("SDPA + bias", length) for length in lengths} <= set(timed_rows)
+    assert each > 1 or {(name, length) for name in later for length in lengths} <= set(timed_rows)
     names = {name for name, _ in timed_rows} | {name for name, _ in reasons}
-    assert names == {*first, *late, "SDPA + bias"}
+    assert names == {*first, *later, *late}
     said = capsys.readouterr().out
     for (name, _), reason in reasons.items():
         assert "budget" in reason and f"{name} (" in said and reason in said

@@ -13,7 +13,7 @@ from ._layer_arguments import check_hidden, check_integers, check_not_projected,
 from .backends import check_name
 from .ddp_unused import with_unused
 from .distributed.tensors import alike, whole
-from .dropout import Dropout
+from .dropout import Dropout, in_force
 from .functional import rel_attention
 from .linear import linear
 from .masks import RankMask
@@ -131,9 +131,8 @@ class TwoStreamAttention(nn.Module):
         q = state["q"]
         given: Any = module
         d_model, n_head, d_head = q.shape
-        copy = cls(
-            d_model, n_head, d_head, given.dropout.p, given.layer_norm.eps, backend, device=q.device, dtype=q.dtype
-        )
+        dropout_p = getattr(given.dropout, "p", 0.0)
+        copy = cls(d_model, n_head, d_head, dropout_p, given.layer_norm.eps, backend, device=q.device, dtype=q.dtype)
         missing = copy.state_dict().keys() ^ state.keys()
         if missing:
             raise ValueError(f"module must have the parameters of XLNetRelativeAttention, differs in {sorted(missing)}")
@@ -286,7 +285,7 @@ class TwoStreamAttention(nn.Module):
             segments=None if segment_rows is None else Segments(*segment_rows, self.seg_embed, self.r_s_bias),
             mask=mask,
             query_positions=positions,
-            dropout_p=self.dropout.p if self.training else 0.0,
+            dropout_p=in_force(self.dropout),
         )
         if mapping is not None:
             out = torch.cat([out[:, :, :length], mapping[:, None] @ out[:, :, length:]], 2)

@@ -99,6 +99,14 @@ class Dropout(nn.Dropout):
         return x * replicated(kept, x).redistribute(placements=x.placements)
 
 
+def in_force(dropout: nn.Module) -> float:
+    """The probability with which a dropout module drops now: 0 in evaluation, and of others, such as nn.Identity.
+
+    The module's own mode counts, as in its call: dropout alone may be on in evaluation, or off in training.
+    """
+    return getattr(dropout, "p", 0.0) if dropout.training else 0.0
+
+
 class _DropOut(torch.autograd.Function):
     @staticmethod
     def forward(input: Tensor, state: Tensor, p: float) -> Tensor:

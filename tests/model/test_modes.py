@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 
 import xlnet_kernels as xk
 from tests.model.twins import SIZES, B, L, N, assert_same, make_inputs, make_mems, ours
+from xlnet_kernels import attention
 
 STREAMS = [False, True]
 
@@ -180,6 +182,24 @@ def test_dropout_where_it_belongs():
     assert (first == 0).any()  # the final dropout
     model.eval()
     assert torch.equal(model(ids).last_hidden_state, model(ids).last_hidden_state)
+
+
+def test_dropout_has_a_mode_of_its_own():
+    """As for Monte Carlo estimates, or to train without it; and it may be taken out."""
+    layer, x = xk.TwoStreamAttention(16, 2, dropout=0.5), torch.randn(2, 9, 16)
+    seen = []
+
+    def spy(*inputs, **options):
+        seen.append(options["dropout_p"])
+        return xk.rel_attention(*inputs, **options)
+
+    with mock.patch.object(attention, "rel_attention", spy):
+        for training, own in ((True, True), (True, False), (False, True), (False, False)):
+            layer.train(training).dropout.train(own)
+            layer(x)
+        layer.train().dropout = torch.nn.Identity()
+        layer(x)
+    assert seen == [0.5, 0.0, 0.5, 0.0, 0.0]
 
 
 def test_initialisation():

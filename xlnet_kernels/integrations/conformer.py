@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .._checks import as_python, is_integer, shortened
 from ..backends import check_name
+from ..dropout import in_force
 from ..functional import rel_attention
 from ..linear import Linear
 from ..masks import RankMask
@@ -137,7 +138,7 @@ class RelPositionAttention(nn.Module):
             mask=mask,
             query_positions=positions,
             max_distance=keys - 1,
-            dropout_p=self.dropout.p if self.training else 0.0,
+            dropout_p=in_force(self.dropout),
             backend=self.backend,
         )
         return self.linear_out(out.transpose(1, 2).flatten(2))

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..dropout import in_force
 from ._masks import visible_ranks
 from .adapter import Original, attend, attention_map, check_forward, project_positions, shared
 
@@ -55,7 +56,7 @@ class RelPositionMultiHeadedAttention(Original):
             self.pos_bias_v,
             visible,
             backend=self.backend,
-            dropout_p=self.dropout.p if self.dropout.training else 0.0,
+            dropout_p=in_force(self.dropout),
         )
         if not torch.compiler.is_compiling():
             self.attn = None

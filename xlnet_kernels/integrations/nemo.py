@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..dropout import in_force
 from ..masks import HIGHEST, LOWEST, RankMask
 from ._masks import visible_ranks
 from .adapter import Original, attend, check_forward, project_positions, shared
@@ -69,7 +70,7 @@ class RelPositionMultiHeadAttention(Original):
                 mask,
                 max_distance=max_distance,
                 backend=self.backend,
-                dropout_p=self.dropout.p if self.training else 0.0,
+                dropout_p=in_force(self.dropout),
             )
             return self.linear_out(out)
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dropout import in_force
 from ._masks import EVERYTHING, LayerMask, layer_mask, padding_mask
 from .adapter import Original, attend, project_positions, say_once, shared, split
 
@@ -81,7 +82,7 @@ class _RelativeAttention(Original):
             position_bias,
             mask.visible,
             backend=self.backend,
-            dropout_p=dropout_p if self.training else 0.0,
+            dropout_p=dropout_p,
         )
         out = self._fill_fully_masked_rows(out, mask, query, key, value, content_bias)
         return getattr(self, self.projections[3])(out), None
@@ -143,7 +144,9 @@ class _Parakeet(_RelativeAttention):
         if mask is None or self._wants_original(options):
             caches = (cache,) if self.takes_cache else ()
             return super().forward(hidden_states, position_embeddings, attention_mask, *caches, **options)
-        return self._attend(hidden_states, position_embeddings, mask, self.attention_dropout, cache)
+        return self._attend(
+            hidden_states, position_embeddings, mask, self.attention_dropout if self.training else 0.0, cache
+        )
 
 
 class _NemotronStreaming(_Parakeet):
@@ -169,7 +172,7 @@ class _FastSpeech2(_RelativeAttention):
         if output_attentions or (attention_mask is not None and attention_mask.shape != (batch, 1, length)):
             return super().forward(hidden_states, attention_mask, pos_emb, output_attentions)
         mask = EVERYTHING if attention_mask is None else padding_mask(attention_mask)
-        return self._attend(hidden_states, pos_emb, mask, self.dropout.p)
+        return self._attend(hidden_states, pos_emb, mask, in_force(self.dropout))
 
 
 class _Wav2Vec2(_RelativeAttention):
@@ -196,7 +199,8 @@ class _Wav2Vec2(_RelativeAttention):
             if relative_position_embeddings is not None:
                 options["relative_position_embeddings"] = relative_position_embeddings
             return super().forward(hidden_states, attention_mask, **options)
-        return self._attend(hidden_states, relative_position_embeddings, mask, self.dropout.p)
+        dropout_p = self.dropout.p if self.training else 0.0  # as transformers, whatever the mode of the dropout
+        return self._attend(hidden_states, relative_position_embeddings, mask, dropout_p)
 
 
 # Name of transformers' class -> its folder, and what takes the place of its methods.

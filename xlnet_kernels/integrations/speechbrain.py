@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..dropout import in_force
 from ..masks import HIGHEST, RankMask
 from ._masks import visible_ranks
 from .adapter import Original, attend, check_forward, project_positions, shared
@@ -60,7 +61,7 @@ class RelPosMHAXL(Original):
             self.pos_bias_v.view(self.num_heads, self.head_dim),
             mask,
             backend=self.backend,
-            dropout_p=self.dropout_att.p if self.dropout_att.training else 0.0,
+            dropout_p=in_force(self.dropout_att),
             scale=self.scale,
         )
         out = self.out_proj(out)

@@ -29,7 +29,7 @@ from .softmax import LOG2_E, load_statistics, softmax_backward
 
 
 @triton.jit
-def _maopaque(
+def _main_loop(
     rows, keys, memory, head, span, j0, rel_key, segments, mask, positions, dropout, backward, size, META,
     NARROW: tl.constexpr,
 ):  # fmt: skip
@@ -144,9 +144,9 @@ def keys_kernel(
             rows, keys, memory, head, span, j0, rel_key, segments, mask, positions, dropout, backward, size,
         )  # fmt: skip
         if are_narrow(positions, head, span, size, META):
-            acc_k, acc_v, column_sum = _maopaque(*arguments, META, True)
+            acc_k, acc_v, column_sum = _main_loop(*arguments, META, True)
         else:
-            acc_k, acc_v, column_sum = _maopaque(*arguments, META, False)
+            acc_k, acc_v, column_sum = _main_loop(*arguments, META, False)
         j0 = opaque(j0, span.end)  # what follows loads keys again: the main loop has no registers to spare
 
     # epilogue

@@ -86,12 +86,48 @@ def _add_band(grad_rel, grad_query, rel_key, start, end, band, position_query, s
     for c in tl.static_range(CHUNKS):
         tile_r = load_rel_key(rel_key, position_query.head, start, c, size, META)  # (BLOCK_N, BLOCK_D)
         sums = sums + (tl.dot(band, tile_r, acc=grad_query[c], input_precision=META.PRECISION),)
-    if len(grad_query) > CHUNKS:
+    if META.PRECISION == "tf32":
         column_sum = tl.sum(band, 0)  # (BLOCK_N,)
         for c in tl.static_range(CHUNKS):
             tile_r = load_rel_key(rel_key, position_query.head, start, c, size, META)
             sums = sums + (grad_query[CHUNKS + c] + tl.sum(column_sum[:, None] * tile_r, 0),)
     return sums
+
+
+@triton.jit
+def _add_far_blocks(grad_rel, acc, rel_key, start, dS, tile, position_query, size, META, MASKED: tl.constexpr):
+    """Takes dS of a tile whose positions are too far apart for the ring, block by block of its band: see _add_band."""
+    dS = rotate(dS, -tile.shift, META.QUADS)
+    block = block_of(tile.shift, META)
+    blocks = tl.cdiv(size.rel_len - start, META.BLOCK_N)  # beyond them dS is 0, and grad_rel may have ended
+    before = 0
+    if META.BOUNDED_BEHIND:
+        before = tl.maximum(-start, 0) // META.BLOCK_N
+    for index in range(before, tl.minimum(blocks, blocks_of(tile, META))):
+        band = tl.where(block == index, dS, 0.0)
+        at = start + index * META.BLOCK_N
+        acc = _add_band(grad_rel, acc, rel_key, at, size.rel_len, band, position_query, index, size, META, MASKED)
+    return acc
+
+
+@triton.jit
+def _add_open_blocks(
+    grad_rel, acc, rel_key, first_dS, middle_dS, tile, span, position_query, size, META, MASKED: tl.constexpr
+):  # fmt: skip
+    """Takes the blocks that the ring leaves open behind the last tile of keys: see _add_band."""
+    start = tile.origin + span.begin + tl.cdiv(span.end - span.begin, META.BLOCK_N) * META.BLOCK_N
+    if META.BOUNDED_BEHIND or META.BOUNDED_AHEAD:  # where there was no tile they may be anywhere, and are zero
+        start = tl.where(span.begin < span.end, start, 0)
+    if META.FOLDED:
+        nothing = tl.zeros((META.BLOCK_M, META.BLOCK_N), tl.float32)
+        first, first_dS, _ = shift_out(nothing, first_dS, middle_dS, tile.shift, META)
+        middle_dS, _, _ = shift_out(nothing, first_dS, nothing, tile.shift, META)
+        first_dS = first
+    acc = _add_band(grad_rel, acc, rel_key, start, size.rel_len, first_dS, position_query, 0, size, META, MASKED)
+    if META.BLOCK_M > META.BLOCK_N:
+        start += META.BLOCK_N
+        acc = _add_band(grad_rel, acc, rel_key, start, size.rel_len, middle_dS, position_query, 0, size, META, MASKED)
+    return acc
 
 
 @triton.jit
@@ -112,13 +148,15 @@ def _add_to_keys(key_sums, head, j0, dropped, dS, content_query, grad_rows, size
 
 
 @triton.jit
-def _maopaque(
+def _main_loop(
     tile, content_query, position_query, grad_rows, terms, row_mask, span, statistics, grad_rel, key_sums, keys, memory,
     rel_key, segments, mask, dropout, scale, size, META, RING: tl.constexpr,
 ):  # fmt: skip
-    """dQ / scale of a tile of rows less the segment term, in chunks (BLOCK_M, BLOCK_D), behind which TF32 has the sums
-    over rows of its position term, in chunks (BLOCK_D,); and rowsum(dS) / scale over the keys of other segments
-    (BLOCK_M,)."""
+    """(acc, rowsum(dS) / scale (BLOCK_M,) over the keys of other segments) of a tile of rows.
+
+    acc: dQ / scale less the segment term, in chunks (BLOCK_M, BLOCK_D). With META.PRECISION "tf32" as many chunks
+    (BLOCK_D,) follow: the sums over rows of its position term.
+    """
     KEEP: tl.constexpr = META.KEEP
     CHUNKS: tl.constexpr = (META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D
     # grad_rel has room for whole blocks; but without a mask the compiler unrolls a loop over chunks
@@ -175,8 +213,9 @@ def _maopaque(
         for c in tl.static_range(CHUNKS):
             chunk = key_chunk(tile_k, c, 0, size, META, KEEP)
             sums = sums + (tl.dot(narrowed, chunk, acc=acc[c], input_precision=META.PRECISION),)
-        for c in tl.static_range(CHUNKS, len(acc)):
-            sums = sums + (acc[c],)
+        if META.PRECISION == "tf32":
+            for c in tl.static_range(CHUNKS):
+                sums = sums + (acc[CHUNKS + c],)
         acc = sums
         if META.ONE_PASS:
             _add_to_keys(key_sums, tile.head, j0, dropped, narrowed, content_query, grad_rows, size, META)
@@ -187,34 +226,12 @@ def _maopaque(
             band, first_dS, middle_dS = shift_out(dS, first_dS, middle_dS, shift, META)
             acc = _add_band(grad_rel, acc, rel_key, start, size.rel_len, band, position_query, j0, size, META, MASKED)
         else:
-            dS = rotate(dS, -tile.shift, META.QUADS)
-            block = block_of(tile.shift, META)
-            blocks = tl.cdiv(size.rel_len - start, META.BLOCK_N)  # beyond them dS is 0, and grad_rel may have ended
-            before = 0
-            if META.BOUNDED_BEHIND:
-                before = tl.maximum(-start, 0) // META.BLOCK_N
-            for index in range(before, tl.minimum(blocks, blocks_of(tile, META))):
-                band = tl.where(block == index, dS, 0.0)
-                at = start + index * META.BLOCK_N
-                acc = _add_band(
-                    grad_rel, acc, rel_key, at, size.rel_len, band, position_query, index, size, META, MASKED
-                )
+            acc = _add_far_blocks(grad_rel, acc, rel_key, start, dS, tile, position_query, size, META, MASKED)
         pass_on(grad_rel, start + META.BLOCK_N, META)
-    if RING:  # the blocks that are still open
-        start = tile.origin + span.begin + tl.cdiv(span.end - span.begin, META.BLOCK_N) * META.BLOCK_N
-        if META.BOUNDED_BEHIND or META.BOUNDED_AHEAD:  # where there was no tile they may be anywhere, and are zero
-            start = tl.where(span.begin < span.end, start, 0)
-        if META.FOLDED:
-            nothing = tl.zeros((META.BLOCK_M, META.BLOCK_N), tl.float32)
-            first, first_dS, _ = shift_out(nothing, first_dS, middle_dS, tile.shift, META)
-            middle_dS, _, _ = shift_out(nothing, first_dS, nothing, tile.shift, META)
-            first_dS = first
-        acc = _add_band(grad_rel, acc, rel_key, start, size.rel_len, first_dS, position_query, 0, size, META, MASKED)
-        if META.BLOCK_M > META.BLOCK_N:
-            start += META.BLOCK_N
-            acc = _add_band(
-                grad_rel, acc, rel_key, start, size.rel_len, middle_dS, position_query, 0, size, META, MASKED
-            )
+    if RING:
+        acc = _add_open_blocks(
+            grad_rel, acc, rel_key, first_dS, middle_dS, tile, span, position_query, size, META, MASKED
+        )
     wait(grad_rel, END, META)
     pass_on(grad_rel, END, META)
     return acc, dS_different
@@ -231,7 +248,7 @@ def _store_gradients(result, rows, segments, tile, alive, sums_row, out_row, acc
         d = columns(c, META)
         total = tl.where(alive.inside[:, None], acc[c] * rows.scale, 0.0)  # (BLOCK_M, BLOCK_D); others may be NaN
         sums = result.sums + sums_row * 4 * D + d
-        if len(acc) > CHUNKS:
+        if META.PRECISION == "tf32":
             tl.store(sums, acc[CHUNKS + c] * rows.scale, mask=d < D)
         else:
             tl.store(sums, tl.sum(total, 0), mask=d < D)
@@ -265,7 +282,7 @@ def rows_kernel(
     if not META.ORDERED:
         first = tiles - 1 - first  # with a causal mask the longest are the last
     head = head_at(index, size)
-    # A loop of one: without it ptxas gives some calls on sm_80 32 registers, and spills thousands of words.
+    # A loop of one: see compiler.py. Without it ptxas spills thousands of words.
     for number in range(first, first + 1):
         grad_rel = rel_sums(result.rel_key, Chains(groups, run, copies), index, number, tiles, rel_len, META)
 
@@ -285,9 +302,9 @@ def rows_kernel(
             keys, memory, rel_key, segments, mask, dropout, rows.scale, size,
         )  # fmt: skip
         if is_narrow(positions, tile, META):
-            acc, dS_different = _maopaque(*arguments, META, True)
+            acc, dS_different = _main_loop(*arguments, META, True)
         else:
-            acc, dS_different = _maopaque(*arguments, META, False)
+            acc, dS_different = _main_loop(*arguments, META, False)
 
         # epilogue
         sums_row = head.index.to(tl.int64) * tiles + number

@@ -16,7 +16,7 @@ from .softmax import LARGEST_SUM, LOG2_E, UNSEEN, exponentials, fully_masked_or_
 
 
 @triton.jit
-def _maopaque(
+def _main_loop(
     tile, content_query, position_query, terms, row_mask, span, keys, memory, rel_key, segments, mask, dropout,
     scale, size, META, RING: tl.constexpr,
 ):  # fmt: skip
@@ -124,9 +124,9 @@ def forward_kernel(
         dropout, rows.scale * LOG2_E, size,
     )  # fmt: skip
     if is_narrow(positions, tile, META):
-        row_max, row_sum, rounded_sum, acc = _maopaque(*arguments, META, True)
+        row_max, row_sum, rounded_sum, acc = _main_loop(*arguments, META, True)
     else:
-        row_max, row_sum, rounded_sum, acc = _maopaque(*arguments, META, False)
+        row_max, row_sum, rounded_sum, acc = _main_loop(*arguments, META, False)
 
     # epilogue
     turn, index = program(opaque(tiles, span.end))  # again, as all below: the main loop has no registers to keep it in

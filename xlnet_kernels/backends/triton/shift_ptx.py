@@ -2,11 +2,23 @@
 and `shift_out` in PTX.
 
 Four lanes have eight columns of a row, lane t of them columns 2 t and 2 t + 1 of each *group* of eight. The scores of
-a row with shift s are columns s to s + 63 of its window, two blocks of 64. Each register first takes the first column
-from s on that has its place in a group, and those that follow in steps of eight: from the group that s is in, or from
-the next. So the rows of a warp, 16 that come one after the other, take the same registers: a branch finds them, where
-selections would have to try every bit of the group's number. Then the columns of a pair change places where s is odd,
-and each is read from its lane.
+a row with shift s are columns s to s + 63 of two blocks of 64. Each register first *takes* the first column from s on
+that has its place in a group, and those that follow in steps of eight: from the group that s is in, or from the next.
+Then the columns of a pair change places where s is odd, and each is read from its lane. With s = 11:
+
+    lane                  0     0     1     1     2     2     3     3
+    place in a group      0     1     2     3     4     5     6     7
+    group 1 of blocks                      11    12    13    14    15     places from 11 % 8 on: the group of s
+    group 2 of blocks    16    17    18                                   places below: the next group
+    taken                16    17    18    11    12    13    14    15
+    pairs exchanged      17    16    11    18    13    12    15    14     because 11 is odd
+    read from lane        1     2     2     3     3     0     0     1     (place + s) // 2 % 4
+    scores               11    12    13    14    15    16    17    18     columns s + place
+
+All groups do so at once, and the next group of scores begins with column 19. Rows of a warp, 16 that come one after
+the other, take the same registers: a branch finds them, where selections would have to try every bit of the group's
+number. Backward *gives* dS back in the opposite order: read from lanes, exchanged, and put where `_take` has found it,
+into the block that is complete and the one behind it. tests/triton/test_shift_ptx.py has a model of both in numpy.
 
 The PTX is elementwise, over tensors each of which is one register of a fragment. So it is right wherever the compiler
 lets tensors lie, and for rows at any positions, which take another branch.
@@ -28,8 +40,8 @@ def _register(column: int, half: int, group: int) -> int:
     return (2 * column + half) * 8 + (group % 2 * 4 + group // 2 % 2 * 2 + group // 4)
 
 
-def _window(column: int, half: int, group: int) -> str:
-    """The operand that holds it, of the 16 groups of both blocks."""
+def _operand(column: int, half: int, group: int) -> str:
+    """The operand that has a column of a pair, in one of the 16 groups of both blocks."""
     return f"${(1 + group // 8) * _REGISTERS + _register(column, half, group % 8)}"
 
 
@@ -37,8 +49,8 @@ def _take(half: int, begin: int) -> list[str]:
     """What rows take whose shift is in group `begin`."""
     places = [(column, group) for column in (0, 1) for group in range(8)]
     return [
-        f"selp.f32 taken{_register(column, half, group)}, {_window(column, half, begin + group + 1)}, "
-        f"{_window(column, half, begin + group)}, later{column}{half};"
+        f"selp.f32 taken{_register(column, half, group)}, {_operand(column, half, begin + group + 1)}, "
+        f"{_operand(column, half, begin + group)}, later{column}{half};"
         for column, group in places
     ]
 
@@ -81,7 +93,7 @@ def _program(lines: list[str], lane: str) -> str:
 
 
 def _pick() -> str:
-    """Operands: registers of a block for the result and for both blocks of the window, the shifts of rows of either
+    """Operands: registers of a block for the result and for both given blocks, the shifts of rows of either
     half, and the lane's number among four."""
     lines = [line for half in (0, 1) for line in _conditions(half, f"${3 * _REGISTERS + half}")]
     # one after the other: rows of the second half begin in an even group, those of the first in the one behind it
@@ -110,9 +122,10 @@ def _give(half: int, begin: int) -> list[str]:
     lines = []
     for column in (0, 1):
         for group in range(8):
-            of = [f"${block * _REGISTERS + _register(column, half, group)}" for block in range(4)]
+            complete, behind, _, before = (
+                f"${block * _REGISTERS + _register(column, half, group)}" for block in range(4)
+            )
             given = [f"${2 * _REGISTERS + _register(column, half, k)}" for k in range(8)]
-            complete, behind, before = of[0], of[1], of[3]
             near, far = group - begin, group - begin + 8
             lines += [
                 f"mov.f32 {complete}, {before};" if near < 0
@@ -194,7 +207,7 @@ def join_fragment(parts, GROUPS: tl.constexpr):
 
 @triton.jit
 def shift_blocks_in_ptx(first, second, shift):
-    """out[i, c] = window[i, shift[i] + c] for the blocks `first` and `second` (BLOCK_M, 64) of the window and shifts
+    """out[i, c] = blocks[i, shift[i] + c] for `first` and `second` (BLOCK_M, 64) side by side as blocks and shifts
     (BLOCK_M,) from 0 to 63."""
     shape: tl.constexpr = (first.shape[0], GROUPS, 8)
     lower = split_fragment(tl.reshape(first, shape))
@@ -214,7 +227,7 @@ def shift_blocks_in_ptx(first, second, shift):
 def shift_folded(delayed, old, new):
     """(scores (128, 64) of a folded tile (see `rows_of_tile`), what `delayed` is at the next tile of keys).
 
-    Row i takes columns from 63 - i % 64 on of the window that the blocks `old` and `new` (128, 64) are. Those of the
+    Row i takes columns from 63 - i % 64 on of the blocks `old` and `new` (128, 64) side by side. Those of the
     second half of the tile are one block ahead: theirs are put into place and kept for the next tile of keys.
     """
     shape: tl.constexpr = (old.shape[0], GROUPS, 8)

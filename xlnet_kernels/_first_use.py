@@ -4,23 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
+import sys
 import threading
 from collections.abc import Iterator
 
 _LOGGER = logging.getLogger("xlnet_kernels")
-SECONDS = 1.0  # taking a compiled kernel from a cache on disk needs less
+SECONDS = 1.0  # what takes less is not worth a line
+# Triton's files that are at work where it compiles a kernel or its launcher, and nowhere else: not where it takes one
+# from its cache. Other versions may have other files; nothing is said then.
+TRITON = re.compile(r"triton/(compiler/code_generator|backends/\w+/compiler|runtime/build)\.py$")
 
 
 @contextlib.contextmanager
-def compiling(what: str) -> Iterator[None]:
-    """Log that `what` is being compiled if the block takes longer than `SECONDS`."""
-    timer = threading.Timer(SECONDS, say, (what,))
-    timer.daemon = True
-    timer.start()
+def compiling(what: str, compiler: re.Pattern[str] = TRITON) -> Iterator[None]:
+    """Log that `what` is being compiled if the block takes longer than `SECONDS` and is in a file of `compiler`."""
+    done, thread = threading.Event(), threading.get_ident()
+
+    def watch() -> None:
+        while not done.wait(SECONDS):
+            if _is_inside(thread, compiler):
+                say(what)
+                return
+
+    threading.Thread(target=watch, name=what, daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        done.set()
+
+
+def _is_inside(thread: int, files: re.Pattern[str]) -> bool:
+    """Whether a thread runs a function of one of `files`, or has called what runs."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if files.search(frame.f_code.co_filename.replace("\\", "/")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def say(what: str) -> None:

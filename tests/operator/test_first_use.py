@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,56 +30,77 @@ def lines(caplog, monkeypatch):
     return SimpleNamespace(text=lambda: [record.getMessage() for record in caplog.records], said=said)
 
 
-def test_a_triton_kernel_that_compiles_says_so_once(lines, monkeypatch):
+class Kernel:
+    """A kernel whose launch calls `wait`, from a function of the file `file`."""
+
+    __name__, arg_names, pre_run_hooks = "forward_kernel", ["META"], []
+
+    def __init__(self, wait, file: str) -> None:
+        found = {"wait": wait}
+        exec(compile("def launch(**named):\n    wait()\n", file, "exec"), found)
+        self.launch = found["launch"]
+
+    def __getitem__(self, grid):
+        return self.launch
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """A first launch of a plan, or one of a plan that has kept its kernel."""
     launch_cache = pytest.importorskip("xlnet_kernels.backends.triton.launch_cache")
     monkeypatch.setattr(launch_cache, "INTERPRETED", False)
-    monkeypatch.setattr(_first_use, "SECONDS", 0.0)
-    launches = []
+    monkeypatch.setattr(_first_use, "SECONDS", 0.001)
 
-    class Kernel:
-        """It "compiles" until that is said; its second launch is from the plan."""
+    def run(kernel: Kernel, **kept) -> None:
+        known = SimpleNamespace(kernels=kept.get("kernels", {}), title=lambda name: f"the Triton kernel {name}")
+        launch_cache.run(known, kernel, 1, 2, {}, lambda: {"META": None})
 
-        __name__, arg_names, pre_run_hooks = "forward_kernel", ["META"], []
+    return run
 
-        def __getitem__(self, grid):
-            def launch(**named):
-                assert lines.said.wait(30)
-                launches.append(grid)
-                return lambda *arguments: launches.append("kept")
 
-            return launch
+def until(event: threading.Event) -> None:
+    assert event.wait(60)
 
-    class Compiled:
-        def __getitem__(self, grid):
-            return lambda *arguments: launches.append("kept")
 
-    kernel = Kernel()
-    known = SimpleNamespace(kernels={}, title=lambda name: f"the Triton kernel {name}")
-    launch_cache.run(known, kernel, 1, 2, {}, lambda: {"META": None})
+@pytest.mark.parametrize("file", ["compiler/code_generator.py", "backends/nvidia/compiler.py", "runtime/build.py"])
+def test_a_triton_kernel_that_compiles_says_so_once(lines, launch, file):
+    """It "compiles" until that is said."""
+    triton = pytest.importorskip("triton")
+    path = Path(triton.__file__).parent / file
+    assert path.is_file()  # so that a Triton with other files is noticed
+    launch(Kernel(lambda: until(lines.said), str(path)))
     assert lines.text() == ["compiling the Triton kernel forward_kernel once; a cache on disk keeps the result"]
-    known.kernels["forward_kernel", 1] = Compiled(), None
-    launch_cache.run(known, kernel, 1, 2, {}, lambda: {"META": None})
-    assert launches == [(2,), "kept"] and len(lines.text()) == 1
 
 
-def test_a_kernel_from_a_cache_or_of_the_interpreter_says_nothing(lines, monkeypatch):
-    launch_cache = pytest.importorskip("xlnet_kernels.backends.triton.launch_cache")
+def test_a_launch_that_takes_long_without_a_compiler_says_nothing(lines, launch, monkeypatch):
+    """Taking a kernel from Triton's cache is in a file of Triton's, too."""
+    looked, looks, is_inside = threading.Event(), [], _first_use._is_inside
 
-    class Kernel:
-        __name__, arg_names, pre_run_hooks = "forward_kernel", ["META"], []
+    def look(*given) -> bool:
+        looks.append(is_inside(*given))
+        if len(looks) == 3:
+            looked.set()
+        return looks[-1]
 
+    monkeypatch.setattr(_first_use, "_is_inside", look)
+    launch(Kernel(lambda: until(looked), "/lib/triton/compiler/compiler.py"))
+    assert lines.text() == [] and not any(looks)
+
+
+def test_later_launches_and_the_interpreter_are_not_watched(launch, monkeypatch):
+    from xlnet_kernels.backends.triton import launch_cache
+
+    ran = []
+    monkeypatch.setattr(_first_use.threading, "Thread", None)
+
+    class Kept:
         def __getitem__(self, grid):
-            return lambda **named: None
+            return lambda *arguments: ran.append("kept")
 
-    known = SimpleNamespace(kernels={}, title=lambda name: name)
-    for interpreted, seconds in ((False, 3600.0), (True, 0.0)):
-        monkeypatch.setattr(launch_cache, "INTERPRETED", interpreted)
-        monkeypatch.setattr(_first_use, "SECONDS", seconds)
-        launch_cache.run(known, Kernel(), 1, 2, {}, lambda: {"META": None})
-    waiting = [thread for thread in threading.enumerate() if getattr(thread, "function", None) is _first_use.say]
-    for thread in waiting:
-        thread.join(30)
-    assert lines.text() == [] and not any(thread.is_alive() for thread in waiting)
+    launch(Kernel(None, "here.py"), kernels={("forward_kernel", 1): (Kept(), None)})
+    monkeypatch.setattr(launch_cache, "INTERPRETED", True)
+    launch(Kernel(lambda: ran.append("interpreted"), "here.py"))
+    assert ran == ["kept", "interpreted"]
 
 
 def test_a_title_names_the_kernel_the_gpu_and_the_problem(monkeypatch):

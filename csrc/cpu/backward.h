@@ -284,8 +284,7 @@ static bool for_each_backward_task(const RelAttention& p, const RelAttentionGrad
   Carver measure{nullptr, 0};
   Scratch(measure, sizes, p.head_dim);
   RowBlock<T>(measure, sizes);
-  const OrderedAccumulation order{
-      static_cast<int64_t*>(calloc(static_cast<size_t>(larger(p.heads, 1)), sizeof(int64_t)))};
+  const OrderedAccumulation order(p.heads);
   if (order.next_ticket == nullptr) return false;
   const auto run = [&](const Chunk& chunk, char* memory) {
     Carver carver{memory, 0};
@@ -305,9 +304,7 @@ static bool for_each_backward_task(const RelAttention& p, const RelAttentionGrad
     scratch.sums.add_shared(g, wanted, p, sizes, chunk);
     order.pass(chunk.h, ticket);
   };
-  const bool ran = for_each_chunk(p, sizes, threads, measure.used, parallel, run);
-  free(order.next_ticket);
-  return ran;
+  return for_each_chunk(p, sizes, threads, measure.used, parallel, run);
 }
 
 // All rows of a chunk, range by range of its keys

@@ -1,14 +1,20 @@
 // Ordered accumulation: tasks add to sums that they share in the order of their tickets.
 #pragma once
 
-#include "instruction_set.h"
+#include "arithmetic.h"
 
 namespace xlnet_kernels::cpu::NAMESPACE {
 namespace {
 
 // One queue per shared sum. A task waits only for tasks that were started earlier.
 struct OrderedAccumulation {
-  int64_t* next_ticket;  // by queue
+  int64_t* next_ticket;  // by queue; null if memory runs out
+
+  explicit OrderedAccumulation(int64_t queues)
+      : next_ticket(static_cast<int64_t*>(calloc(static_cast<size_t>(larger(queues, 1)), sizeof(int64_t)))) {}
+  ~OrderedAccumulation() { free(next_ticket); }
+  OrderedAccumulation(const OrderedAccumulation&) = delete;
+  OrderedAccumulation& operator=(const OrderedAccumulation&) = delete;
 
   void wait(int64_t queue, int64_t ticket) const {
     while (__atomic_load_n(next_ticket + queue, __ATOMIC_ACQUIRE) != ticket) sched_yield();

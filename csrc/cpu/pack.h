@@ -187,11 +187,10 @@ struct RowSequence {
   Tensor4 part[2];
   int64_t rows[2];
   int64_t start;
-  const bool* unread = nullptr;  // by row of the sequence (unread.h), or null
+  const bool* unread = nullptr;  // by row of the sequence (unread.h), of those that are loaded; or null
 
-  // The tensor that holds row j and the row's index there; null for zeros. `left`: rows from there to its end, or to
-  // one that may be zeros.
-  const Tensor4* find(int64_t j, int64_t& row, int64_t& left) const {
+  // The tensor that row j lies in and its index there; null outside of both. `left`: rows from there to its end
+  const Tensor4* locate(int64_t j, int64_t& row, int64_t& left) const {
     row = start + j;
     int which = 0;
     if (row >= rows[0]) {
@@ -199,17 +198,23 @@ struct RowSequence {
       which = 1;
     }
     left = rows[which] - row;
-    if (row < 0 || left <= 0) return nullptr;
-    if (unread == nullptr) return &part[which];
+    return row < 0 || left <= 0 ? nullptr : &part[which];
+  }
+
+  // As `locate`, but null for unread rows as well, and `left` does not reach beyond the flag of row j.
+  const Tensor4* find(int64_t j, int64_t& row, int64_t& left) const {
+    const Tensor4* tensor = locate(j, row, left);
+    if (tensor == nullptr || unread == nullptr) return tensor;
     left = 1;
-    return unread[j] ? nullptr : &part[which];
+    return unread[j] ? nullptr : tensor;
   }
 };
 
+// Row j may be one that is never loaded, which has no flag in `unread`.
 INLINE void prefetch_row(const RelAttention& p, const RowSequence& sequence, int64_t b, int64_t h, int64_t j,
                          int64_t size) {
   int64_t row, left;
-  const Tensor4* tensor = sequence.find(j, row, left);
+  const Tensor4* tensor = sequence.locate(j, row, left);
   if (tensor != nullptr) prefetch_row(p, *tensor, b, h, row, size);
 }
 

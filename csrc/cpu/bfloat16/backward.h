@@ -311,8 +311,7 @@ static bool bfloat16_backward(const RelAttention& p, const RelAttentionGradients
   Carver measure{nullptr, 0};
   BFloat16BackwardScratch(measure, sizes);
   BFloat16Rows(measure, sizes);
-  const OrderedAccumulation order{
-      static_cast<int64_t*>(calloc(static_cast<size_t>(larger(p.heads, 1)), sizeof(int64_t)))};
+  const OrderedAccumulation order(p.heads);
   if (order.next_ticket == nullptr) return false;
   const auto run = [&](const Chunk& chunk, char* memory) {
     Carver carver{memory, 0};
@@ -333,9 +332,7 @@ static bool bfloat16_backward(const RelAttention& p, const RelAttentionGradients
     scratch.sums.add_to(g, wanted, p, sizes, chunk, window_rows, scratch.terms, scratch.gradient_rows);
     order.pass(chunk.h, ticket);
   };
-  const bool ran = for_each_chunk(p, base, threads, measure.used, parallel, run);
-  free(order.next_ticket);
-  return ran;
+  return for_each_chunk(p, base, threads, measure.used, parallel, run);
 }
 
 }  // namespace

@@ -275,7 +275,7 @@ static void backward_block(const BackwardTask<T>& task, const RowBlock<T>& block
     statistics.segments.keep(r, scratch.segment_sums + (row + r) * SegmentRowSums<T>::NUMBERS);
 }
 
-// body(task, block) takes a chunk's rows through its keys; what it sums over rows is added to the results here.
+// Calls body(task, block) for each chunk, then adds the chunk's sums over rows to the results.
 template <typename T, typename Scratch, typename F>
 static bool for_each_backward_task(const RelAttention& p, const RelAttentionGradients& g, int64_t threads,
                                    Parallel parallel, F body) {

@@ -30,7 +30,7 @@ INLINE void store_columns(uint8_t* to, const uint32_t* words) {
 }
 
 // For each column of four groups `kept` where its byte is not below the threshold, else 0. Words are the lower halves
-// of 64-bit lanes; what stands above them is not read.
+// of 64-bit lanes; the upper halves are not read.
 template <typename T>
 static void block_factors(const Dropout& dropout, uint64_t group, uint32_t row, uint32_t head, T kept, T* factors) {
   constexpr int64_t WIDTH = VECTOR_BYTES / sizeof(uint64_t), VECTORS = 16 / WIDTH;

@@ -31,8 +31,8 @@
 
 #define INLINE_MEMBER inline __attribute__((always_inline))
 #define INLINE static INLINE_MEMBER
-// Loops over a row of scores. Inlined, their constants are kept for the loops around them, beside calls, and what calls
-// do not preserve is then loaded in every iteration: GCC does so for NEON, Clang for AVX2.
+// Loops over a row of scores are no inline functions where the compiler would keep their constants in registers beside
+// calls, because it then loads them again in every iteration: GCC does so for NEON, Clang for AVX2.
 #if defined(__clang__) || defined(__aarch64__)
 #define ROW_LOOP __attribute__((noinline))
 #else

@@ -37,7 +37,7 @@ struct Choice {
   const Products* products;  // of bfloat16, or null
 };
 
-// The best for this processor; the environment variable XLNET_KERNELS_CPU asks for another: amx_bf16, avx512_bf16,
+// The best for this processor; the environment variable XLNET_KERNELS_CPU selects another: amx_bf16, avx512_bf16,
 // avx512, avx2, neon_bf16, neon, generic, or emulated_bf16, which is the best for float32 with avx512_bf16's
 // instruction in C++.
 Choice choose_kernels();

@@ -132,7 +132,7 @@ static bool sees_any_key(const RelAttention& p, const Chunk& chunk, const KeyRan
   return false;
 }
 
-// The dense mask: hides what a row may not see of keys first .. first + count - 1.
+// The dense mask: sets the row's scores of hidden keys among first .. first + count - 1 to -inf.
 template <typename T>
 static void hide_by_dense_mask(const RelAttention& p, int64_t b, int64_t h, int64_t row_index, int64_t first,
                                int64_t count, T* score) {

@@ -71,7 +71,7 @@ struct RowBlock : BlockRows<T> {
     carver.take(elements(sizes), content_query, position_query, segments.query, content_panels, position_panels);
   }
 
-  // One block of rows, and what transposing it touches past the end
+  // One block of rows, and the rows past its end that transposing touches
   static int64_t elements(const Sizes<T>& sizes) { return (BLOCK_M + 2 * LANES<T>)*sizes.padded_dim; }
 
   void clear_row(int64_t r, int64_t padded_dim) const {

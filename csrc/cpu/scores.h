@@ -110,7 +110,7 @@ struct VisibleKeys {
   T max;
 };
 
-// Adds the segment term to row r of a tile and hides (-inf) what the row may not see. Past the visible keys, up to
+// Adds the segment term to row r of a tile and sets keys that are hidden from it to -inf. Past the visible keys, up to
 // whole vectors, is -inf too.
 template <typename T, typename Keys, typename Scores>
 static VisibleKeys<T> segments_and_mask(const RelAttention& p, const KeyTerms& keys, const BlockRows<T>& block,
@@ -148,7 +148,7 @@ static VisibleKeys<T> segments_and_mask(const RelAttention& p, const KeyTerms& k
     score[own] = own_score;
     if (own_score > visible.max) visible.max = own_score;
   }
-  if (!is_finite(segments.different)) {  // added to -inf it may have undone what was hidden before
+  if (!is_finite(segments.different)) {  // added to -inf it may have made a hidden score NaN or inf
     hide_without_ranks();
     max = broadcast(-static_cast<T>(INFINITY));
     add_segments_and_ranks<T, false, false>(segments, ranks, stored, 0, whole, max);

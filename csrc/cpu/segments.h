@@ -1,5 +1,5 @@
-// The segment term, (q_i + b).s[different?(i, j)]. Softmax does not see what all keys of a row share: scores get
-// (q + b).(s1 - s0) where segments differ, and (q + b).s0 is left to the log-sum-exp.
+// The segment term, (q_i + b).s[different?(i, j)]. Softmax ignores a term that all keys of a row share: scores get
+// (q + b).(s1 - s0) where segments differ, the log-sum-exp gets (q + b).s0.
 #pragma once
 
 #include "chunks.h"

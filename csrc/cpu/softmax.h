@@ -94,7 +94,7 @@ struct SoftmaxRow {
 
   bool is_fully_masked() const { return inverse == 0; }
 
-  // Nothing of what a row does not see reaches its gradients, NaN and infinity included.
+  // Hidden pairs have no P and no dS, to keep NaN and infinity of hidden keys out of the row's gradients.
   INLINE_MEMBER IntVec<T> hidden(Vec<T> score) const { return score == -static_cast<T>(INFINITY); }
   INLINE_MEMBER Vec<T> P(Vec<T> score) const {
     return select<T>(hidden(score), Vec<T>{}, exp2(score - row_max) * inverse);

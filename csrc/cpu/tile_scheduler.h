@@ -9,8 +9,8 @@
 namespace xlnet_kernels::cpu::NAMESPACE {
 namespace {
 
-// The groups of keys that backward takes all rows of a chunk through before the next ones: what is summed for each of
-// them stays in the cache. All of them unless said otherwise.
+// A range of groups of keys, by default all. Backward takes all rows of a chunk through one range before the next, to
+// keep the range's sums over rows in the cache.
 struct KeyRange {
   int64_t begin = 0, end = INT64_MAX;
   bool is_first = true, is_last = true;

@@ -1,6 +1,6 @@
-// Rows of keys, values and rel_key that hold NaN or infinity and that no query row of a chunk reads, as those of
-// padding may: they count as zeros, because zero times NaN would be NaN. Nothing is looked at where all numbers are
-// finite.
+// Unread rows: keys, values and rows of rel_key that no query row of a chunk reads, padding for example. Unread rows
+// with NaN or infinity count as zeros, because zero times NaN would be NaN. Problems without such numbers pay for one
+// pass over the rows that are copied.
 #pragma once
 
 #include "chunks.h"
@@ -33,7 +33,7 @@ static bool is_seen(const RelAttention& p, const Chunk& chunk, int64_t b, F key_
   return false;
 }
 
-// use(sequence), and where that turns out not to be finite, again with zeros for the rows that find() gives, if any
+// Calls use(sequence). If that returns false (not finite), calls it again with zeros for the rows that find() flags.
 template <typename Use, typename Find>
 static void with_unread_as_zeros(RowSequence sequence, Use use, Find find) {
   if (use(sequence)) return;

@@ -47,7 +47,7 @@ void pack_panel(const uint16_t* b, int64_t depth, uint16_t* to) {
 
 // clang-format off
 
-// v<C> += v<A> . v<B>^T; not every assembler knows the instruction
+// v<C> += v<A> . v<B>^T; written as a number, because some assemblers do not have the instruction
 #define BFMMLA(A, B, C) ".inst 0x6e40ec00 + (" #B " << 16) + (" #A " << 5) + " #C "\n\t"
 #define FOUR_BLOCKS(A, C0, C1, C2, C3) BFMMLA(A, 0, C0) BFMMLA(A, 1, C1) BFMMLA(A, 2, C2) BFMMLA(A, 3, C3)
 #define FOUR_COLUMN_PAIRS "ld1 {v0.8h, v1.8h, v2.8h, v3.8h}, [%[b]], #64\n\t"

@@ -155,7 +155,7 @@ struct BFloat16BackwardScratch {
 // One task, for the functions below
 struct BFloat16Task : BackwardTask<float, BFloat16BackwardScratch> {
   const Products& products;
-  const BFloat16Sizes& sizes;  // with what bfloat16 adds to them
+  const BFloat16Sizes& sizes;  // the base's sizes and those of 16-bit operands
 };
 
 static void bfloat16_output_gradients(const BFloat16Task& task, const BFloat16Rows& rows,

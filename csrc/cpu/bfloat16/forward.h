@@ -1,5 +1,6 @@
-// Forward in bfloat16: as forward.h, but for the products, whose operands stay in 16 bits. Of what comes between them
-// only the probabilities are rounded; the output is divided by the sum of the rounded ones, since it is a mean.
+// Forward in bfloat16: as forward.h, but for the products, whose operands stay in 16 bits. Between
+// products only the probabilities are rounded; the output is divided by the sum of the rounded ones, since it is a
+// mean.
 #pragma once
 
 #include "../dropout.h"
@@ -16,7 +17,7 @@ namespace {
 
 struct BFloat16Softmax : OnlineSoftmax<float> {
   float rounded_sum[MAX_ROWS] = {};
-  float kept_scale;  // what dropout multiplies the rest with
+  float kept_scale;  // dropout's factor of kept probabilities
 
   explicit BFloat16Softmax(const RelAttention& p) : kept_scale(static_cast<float>(p.dropout.kept_scale)) {}
 

@@ -60,7 +60,7 @@ INLINE void store_upper_halves(uint16_t* p, PairVec first, PairVec second) {
   *reinterpret_cast<loose*>(p) = shuffle((Halves)first, (Halves)second, decltype(every_second<1>(HalfLanes()))());
 }
 
-// Makes what follows the `visible` scores -inf, as far as a second vector beside the last one reaches.
+// Sets the vector after the `visible` scores to -inf where pairs of vectors reach beyond them.
 INLINE void end_pairs(float* score, int64_t visible) {
   const int64_t whole = round_up(visible, LANES<float>);
   if (whole % (2 * LANES<float>) != 0) store(score + whole, broadcast(-static_cast<float>(INFINITY)));

@@ -1,4 +1,4 @@
-// Products of bfloat16 matrices with float32 sums: what the kernels ask for, and who can do it. No torch, no vectors.
+// Products of bfloat16 matrices with float32 sums: their arguments, and their implementations. No torch, no vectors.
 #pragma once
 
 #include <stdint.h>

@@ -48,6 +48,9 @@ class _WithFormulas(importlib.abc.Loader):
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["loader"], name)  # because runpy and debuggers ask it for the code
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
@@ -69,7 +72,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname != _COUNTER:
             return None
         for finder in [*sys.meta_path]:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            find = None if finder is self else getattr(finder, "find_spec", None)  # some have an older method
+            spec = None if find is None else find(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
                     spec.loader = _WithFormulas(spec.loader)

@@ -88,7 +88,7 @@ NAME = "torch.utils.flop_counter"
 NAMES = [f"rel_attention{backend}{way}" for backend in ("", "_torch") for way in ("", "_backward")]
 finders = [*sys.meta_path]
 assert NAME not in sys.modules, "it is imported by nobody"
-importlib.util.find_spec(NAME)  # looked for, not imported
+assert "FlopCounterMode" in importlib.util.find_spec(NAME).loader.get_source(NAME)  # looked for, not imported
 sys.modules["torch.utils.module_tracker"] = None
 try:
     importlib.import_module(NAME)

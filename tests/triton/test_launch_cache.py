@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 import triton  # noqa: E402
 
-from xlnet_kernels.backends.triton import launch_cache  # noqa: E402
+from xlnet_kernels.backends.triton import features, launch_cache  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +88,24 @@ def of_a_call(mem: int = 0, keys: int = 8, rel_len: int = 16, max_distance: int 
 def test_copies_are_made_where_rows_may_be_unread(call, keys, rel_rows):
     known = of_a_call(**call)
     assert (known.has_unread_keys, known.has_unread_rel_rows) == (keys, rel_rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "on"),
+    [
+        ("backend", {(3, 6), (3, 8), (3, 9)}),
+        ("TF32 with dropout", {(3, 8), (3, 9)}),
+        ("rotation in quads", {(3, 9)}),
+        ("shift in PTX", {(3, 6), (3, 8), (3, 9)}),
+    ],
+)
+def test_features_are_on_by_version_and_gpu(name, on, monkeypatch):
+    for version in ((3, 5), (3, 6), (3, 8), (3, 9)):
+        monkeypatch.setattr(features, "version", lambda version=version: version)
+        assert features.is_on(name, (9, 0)) == (version in on)
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        family = features.family(capability)
+        assert features.is_on(name, capability) == (family in features.FEATURES[name].families)
 
 
 def test_plans_are_few(monkeypatch):

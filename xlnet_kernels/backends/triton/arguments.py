@@ -1,4 +1,4 @@
-"""What the kernels are given: named tuples, grouped as the terms of the score are.
+"""The arguments of the kernels: named tuples, grouped as the terms of the score are.
 
 A term that a call does not have is its tuple of Nones: a member is asked, never the tuple. Triton 3.6 takes None inside
 of tuples, but can neither compare such a tuple with None nor return one from a function; so tuples that may hold None
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
     content: Pointer  # (B, H, padded L, D): plus content_bias
     position: Pointer  # (B, H, padded L, D): plus position_bias
     same: Pointer  # (B, H, padded L) float32 or None: the segment term of a key in the same segment
-    different: Pointer  # as same: what a key in another segment has in addition
+    different: Pointer  # as same: the further term of a key in another segment
 
 
 class Keys(NamedTuple):
@@ -93,7 +93,7 @@ class Copies(NamedTuple):
 
 
 class KeyVectors(NamedTuple):
-    """What preprocess.py pads."""
+    """Vectors over keys for preprocess.py to pad."""
 
     ids: Pointer = None  # (B, M + K) int32: segments of keys
     rank: Pointer = None  # (B, M + K) int32
@@ -110,7 +110,7 @@ class DenseMask(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """One of the two, or none; what has no row in rel_key is hidden on top."""
+    """One of the two, or none. Pairs without a row in rel_key are hidden too."""
 
     rank: RankMask
     dense: DenseMask
@@ -132,17 +132,17 @@ class Dropout(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What forward writes."""
+    """The results of forward."""
 
     out: Pointer  # (B, L, H, D)
     lse: Pointer  # (B, H, L) float32
-    row_max: Pointer  # as lse: what exponentials were taken relative to, in units of log2, less the term `same`
+    row_max: Pointer  # as lse: subtracted before exponentials, in units of log2, less the term `same`
     row_sum: Pointer  # as lse: the sum of these exponentials; 0 in fully masked rows
-    out_residual: Pointer  # as out: what rounding took from it; or None
+    out_residual: Pointer  # as out: its rounding error; or None
 
 
 class Given(NamedTuple):
-    """What backward is given."""
+    """The inputs of backward beside those of forward."""
 
     out: Pointer = None  # (B, L, H, D)
     out_residual: Pointer = None  # as out, or None
@@ -153,7 +153,7 @@ class Given(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What preprocess.py makes of it, in the order of the rows' positions and padded."""
+    """Rows of backward as preprocess.py leaves them: in the order of their positions, and padded."""
 
     grad_out: Pointer = None  # (B, H, padded L, D), zeros in fully masked rows
     row_max: Pointer = None  # (B, H, padded L) float32, infinity in rows that do not exist
@@ -166,7 +166,7 @@ class Backward(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """What the kernel of rows writes."""
+    """The results of the kernel of rows."""
 
     query: Pointer  # (B, L, H, D)
     rel_key: Pointer  # (copies, H or B * H, room for blocks that reach beyond, rel_len, room, D) float32, and an
@@ -176,7 +176,7 @@ class RowGradients(NamedTuple):
 
 
 class KeySums(NamedTuple):
-    """What the kernel of rows adds to where it serves keys too; zeros before it. Memory first, without scale."""
+    """Sums that the kernel of rows adds to where it serves keys too, zeros before it. Memory first, without scale."""
 
     key: Pointer = None  # (B, H, padded M + K, D) float32: dK
     value: Pointer = None  # as key: dV
@@ -184,7 +184,7 @@ class KeySums(NamedTuple):
 
 
 class KeyGradients(NamedTuple):
-    """What the kernel of keys writes."""
+    """The results of the kernel of keys."""
 
     key: Pointer  # (B, K, H, D)
     value: Pointer  # (B, K, H, D)
@@ -194,7 +194,7 @@ class KeyGradients(NamedTuple):
 
 
 class ParameterGradients(NamedTuple):
-    """What postprocess.py writes; None: not asked for."""
+    """The results of postprocess.py; None: not asked for."""
 
     rel_key: Pointer  # (H or B * H, P, D)
     content_bias: Pointer  # (H, D)
@@ -204,7 +204,7 @@ class ParameterGradients(NamedTuple):
 
 
 class Meta(NamedTuple):
-    """What a kernel is compiled for. For BLOCK_D and KEEP see operands.py."""
+    """The constants that a kernel is compiled for. For BLOCK_D and KEEP see operands.py."""
 
     BLOCK_M: Any
     BLOCK_N: Any
@@ -221,7 +221,7 @@ class Meta(NamedTuple):
     IN_REGISTERS: Any  # see tuning.py's `in_registers`
     NEEDS_REL: Any = None  # the gradient of rel_key is asked for
     ORDERED: Any = None  # and added to in a fixed order: see ordered_atomics.py
-    ONE_PASS: Any = None  # the kernel of rows makes the sums over rows, too, that of keys only finishes them
+    ONE_PASS: Any = None  # the kernel of rows makes the sums over rows, too, and that of keys only rounds them
 
 
 class Sizes(NamedTuple):
@@ -262,13 +262,13 @@ def matrix_at(matrix, head):
 
 @triton.jit
 def of_rows(head, size):
-    """Where a batch's elements begin in what has one per row."""
+    """Where a batch's elements begin in a vector over rows."""
     return head.b * size.length
 
 
 @triton.jit
 def of_head_rows(head, size):
-    """Where a head's elements begin in what has one per head and row."""
+    """Where a head's elements begin in a matrix over heads and rows."""
     return head.index.to(tl.int64) * size.length
 
 
@@ -285,7 +285,7 @@ def of_key_sums(head, size):
 
 @triton.jit
 def of_padded_rows(head, size):
-    """Where a head's rows begin in what preprocess.py leaves."""
+    """Where a head's rows begin in the padded rows of preprocess.py."""
     return head.index.to(tl.int64) * padded(size.length)
 
 
@@ -300,13 +300,13 @@ def load_or(pointer, start, index, inside, other):
 
 @triton.jit
 def load_row(positions, at, inside, length):
-    """Rows number `at`, among those that there are: no one has looked at them on a GPU."""
+    """Rows number `at`, clamped to the rows of the call, because values are not checked on a GPU."""
     return tl.maximum(tl.minimum(tl.load(positions.row + at, mask=inside, other=0), length - 1), 0)
 
 
 @triton.jit
 def load_position(positions, at, exists, size):
-    """Positions number `at`, inside of the segment: no one has looked at them on a GPU, and additions to rel_key's
+    """Positions number `at`, clamped to the segment, because values are not checked on a GPU and additions to rel_key's
     gradient are not tested."""
     position = tl.load(positions.position + at, mask=exists, other=0)
     return tl.maximum(tl.minimum(position, size.keys - size.mem_len - 1), 0)

@@ -1,7 +1,7 @@
 """The backward kernel that visits the rows of each tile of keys: gradients of key and value, the memory's too. With
-ONE_PASS the kernel of rows was there already, and this one finishes its sums.
+ONE_PASS the kernel of rows has made the sums, and this one rounds them.
 
-Rows and what dS is made of are as preprocess.py leaves them.
+Rows and their statistics are as preprocess.py leaves them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _main_loop(
 
 @triton.jit
 def _load_sums(key_sums, head, j0, size, META):
-    """The same of one pass."""
+    """The results of `_main_loop` from the sums of one pass."""
     at = of_key_sums(head, size) + j0
     column = tl.arange(0, META.BLOCK_N)
     acc_k = ()
@@ -125,8 +125,8 @@ def keys_kernel(
     rows, keys, memory, rel_key, segments, rank_mask, dense_mask, positions, dropout, backward, result, key_sums,
     heads, length, mem_len, key_len, rel_len, max_distance, threshold, META,
 ):  # fmt: skip
-    """dK and dV, the memory's too, and what content_bias's gradient is made of. Program (tile, b * heads + h);
-    arguments.py says what the tuples hold."""
+    """dK and dV, the memory's too, and the sums for content_bias's gradient. Program (tile, b * heads + h);
+    arguments.py has the tuples."""
     size = Sizes(heads, length, mem_len, mem_len + key_len, rel_len, max_distance)
     mask = Mask(rank_mask, dense_mask)
     dropout = Dropout(dropout.state, dropout.kept_scale, threshold)
@@ -147,7 +147,7 @@ def keys_kernel(
             acc_k, acc_v, column_sum = _main_loop(*arguments, META, True)
         else:
             acc_k, acc_v, column_sum = _main_loop(*arguments, META, False)
-        j0 = opaque(j0, span.end)  # what follows loads keys again: the main loop has no registers to spare
+        j0 = opaque(j0, span.end)  # to load keys again below, because the main loop has no registers to spare
 
     # epilogue
     store_keys(result.memory_key, result.key, head, j0, acc_k, rows.scale, size, META)

@@ -2,8 +2,8 @@
 with ONE_PASS also the sums over rows that the gradients of key and value are.
 
 The probabilities are recomputed from row_max and row_sum. With dP = dO V^T and delta = rowsum(dO * O) - dlse,
-dS = P * (dP - delta) * scale; the rest is products of dS with what the scores were made of. O is the output before it
-was rounded: the rounding would be common to a row of dS, and would add up in sums over rows.
+dS = P * (dP - delta) * scale; gradients are products of dS with the factors of the scores. O is the output before it
+was rounded, because a rounding error would be common to a row of dS, and would add up in sums over rows.
 
 The sum over rows of dQ, less its segment term, is the sum of both biases' gradients. postprocess.py subtracts that of
 content_bias, so that the gradient of position_bias has a share of the other's rounding error. Products of TF32 have far
@@ -133,7 +133,7 @@ def _add_open_blocks(
 @triton.jit
 def _add_to_keys(key_sums, head, j0, dropped, dS, content_query, grad_rows, size, META):
     """Adds dK / scale, dV and colsum(dS) / scale of one tile (BLOCK_M, BLOCK_N) atomically: P after dropout, and dS as
-    dQ takes it. What is added for padding is zero."""
+    dQ takes it. Padding adds zeros."""
     at = of_key_sums(head, size) + j0
     dropped = tl.trans(dropped.to(dS.dtype))  # (BLOCK_N, BLOCK_M)
     dS = tl.trans(dS)
@@ -270,7 +270,7 @@ def rows_kernel(
     heads, length, mem_len, key_len, rel_len, max_distance, threshold, groups, run, copies, META,
 ):  # fmt: skip
     """dQ, drel_key and the sums that the biases' gradients are made of. Program (tile, b * heads + h); arguments.py
-    says what the tuples hold.
+    has the tuples.
 
     The gradient of rel_key is added to as it comes, or with ORDERED in a fixed order.
     """
@@ -311,7 +311,7 @@ def rows_kernel(
         out_row = (head.b * length + tile.row) * heads + head.h
         alive = SomeRows(head, tile.start, tile.row, statistics.inverse != 0)  # others' rows may hold NaN
         dS_same = -dS_different
-        if given.grad_lse is not None:  # what dS of a row sums up to
+        if given.grad_lse is not None:  # the sum of a row of dS
             row = of_head_rows(head, size) + tile.row
             dS_same += tl.load(given.grad_lse + row, mask=alive.inside, other=0.0)
         _store_gradients(result, rows, segments, tile, alive, sums_row, out_row, acc, dS_same, dS_different, size, META)

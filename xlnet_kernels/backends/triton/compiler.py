@@ -1,10 +1,10 @@
-"""Tricks on Triton's compiler: functions that give their argument back, and what they keep the compiler from.
+"""Tricks on Triton's compiler: functions that return their argument, and hide from the compiler how it was made.
 
 | trick | needed by | without it |
 |---|---|---|
 | `opaque` | 3.6 to 3.9 | loads are moved in front of a loop, and their values spilled |
 | `materialise` | 3.6 to 3.9 | an operand of a product stays in shared memory, where registers are faster |
-| `computed_once` | 3.9 on sm_90 | what comes out of branches is computed again for each layout |
+| `computed_once` | 3.9 on sm_90 | a value that comes out of branches is computed again for each layout |
 | `without_joins` | 3.9 | products with the result of tl.join are laid out for operands of 8 bits |
 | a loop of one, in backward_rows.py's kernel | 3.9 on sm_80 | ptxas gives some calls 32 registers and spills |
 

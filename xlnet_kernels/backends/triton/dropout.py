@@ -24,7 +24,7 @@ def kept(dropout, tile, j0, META):
         seed, first, zeros + tile.row[:, None], zeros + head,
         (zeros.to(tl.uint32) + low).to(tl.int32, bitcast=True),
     )  # fmt: skip
-    # what drops a byte that is less: 256 p, rounded up where the phase is late enough
+    # the bound below which a byte drops: 256 p, rounded up where the phase is late enough
     phase = seed.to(tl.uint32) + head.to(tl.uint32) * 0xC2B2AE35 + tile.row.to(tl.uint32)[:, None] * 0x85EBCA6B
     phase += group.to(tl.uint32) * 0x9E3779B9
     p = dropout.threshold.to(tl.uint32, bitcast=True)

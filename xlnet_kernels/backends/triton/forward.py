@@ -44,7 +44,7 @@ def _main_loop(
             score = shift_blocks(position_query, tile, rel_key, j0, j0, size, META, KEEP, False)
 
         # content, segments
-        if KEEP:  # before the product of content: Triton 3.6 computes twice what comes right after a branch
+        if KEEP:  # before the product of content, because Triton 3.6 computes code right after a branch twice
             id_least, id_largest = id_range(segments, tile.head, j0, size, META)
             score, term = add_segments(score, terms, segments, tile.head, id_least, id_largest, j0, size, META)
         tile_k = KeyOperand((), keys.key, memory.key, tile.head, j0)
@@ -79,7 +79,7 @@ def _main_loop(
         if META.SHIFT_PTX and ROUNDED:
             operand = computed_once(operand)
         row_sum += sums
-        if ROUNDED:  # normalised by its own sum, P weighs what values have in common right: delta depends on it
+        if ROUNDED:  # normalised by its own sum, P gives a constant value exactly, and delta depends on it
             ones = tl.full((META.BLOCK_N, 16), 1.0, operand.dtype)
             rounded_sum = tl.dot(operand, ones, acc=rounded_sum)
         if dropout.state is not None:
@@ -100,7 +100,7 @@ def forward_kernel(
     rows, keys, memory, rel_key, segments, rank_mask, dense_mask, positions, dropout, output,
     heads, length, mem_len, key_len, rel_len, max_distance, threshold, META,
 ):  # fmt: skip
-    """out, lse and what backward needs. Program (tile, b * heads + h); arguments.py says what the tuples hold."""
+    """The output, and rows' statistics for backward. Program (tile, b * heads + h); arguments.py has the tuples."""
     size = Sizes(heads, length, mem_len, mem_len + key_len, rel_len, max_distance)
     mask = Mask(rank_mask, dense_mask)
     dropout = Dropout(dropout.state, dropout.kept_scale, threshold)

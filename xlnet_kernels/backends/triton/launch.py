@@ -127,7 +127,7 @@ class Call:
     """One call of the operator: its `tensors` as given, its `arguments` as every kernel takes them."""
 
     def __init__(self, inputs: Sequence, others: Sequence = ()) -> None:
-        """`others`: what an operator was given beside its inputs."""
+        """`others`: an operator's other arguments, behind its inputs."""
         self.given = (*inputs[: len(INPUT_NAMES)], *others)
         self.plan = known = launch_cache.find(inputs, others)
         self.tensors = t = dict(zip(INPUT_NAMES, inputs, strict=False))
@@ -154,11 +154,11 @@ class Call:
         return _matrix(tensor) if strides is None else args.Matrix(tensor, *strides)
 
     def _new_rows(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Of preprocessed rows, which are padded."""
+        """A tensor over padded rows."""
         return self.tensors["query"].new_empty(*self.plan.padded_rows, *size, dtype=dtype)
 
     def _room_for_rows(self) -> tuple[Tensor | None, ...]:
-        """What preprocess.py makes of query rows."""
+        """Tensors for the query rows of preprocess.py."""
         content, position = (self._new_rows(self.plan.head_dim, dtype=self.tensors["query"].dtype) for _ in range(2))
         has_segments = self.tensors["key_ids"] is not None
         return content, position, *(self._new_rows() if has_segments else None for _ in range(2))
@@ -215,7 +215,7 @@ class Call:
         return args.Copies(**found)
 
     def preprocess(self, given: args.Given, copies: args.Copies, bounds_rows: bool = False) -> args.Backward:
-        """Launches what comes before the main kernels; `given` to backward, and then what it makes of that."""
+        """Launches the kernel before the main kernels; `given` to backward, and returns the rows made from that."""
         preprocessed = args.Backward()
         if given.row_sum is not None:
             grad_out = self._new_rows(self.plan.head_dim, dtype=given.grad_out.data.dtype)
@@ -241,7 +241,7 @@ class Call:
         self, gradients: Sequence[Tensor | None], sums: Tensor, key_sums: Tensor, grad_rel: Tensor, copies: int,
         room: int,
     ) -> None:  # fmt: skip
-        """Launches what makes `gradients` of parameters from sums over tiles, and of copies."""
+        """Launches the kernel that sums `gradients` of parameters over tiles and copies."""
         result = args.ParameterGradients(*gradients)
         config = self.plan.config("preprocess")
         parts = 4 if result.segment_embed is not None or result.segment_bias is not None else 1
@@ -303,7 +303,7 @@ class Call:
             launch_cache.run(known, kernel, self.alignment, count, given, describe)
 
     def shift_options(self, config: tuning.Config) -> dict[str, bool]:
-        """Of a walk over keys: see shift_ptx.py, and operands.py's `rows_of_tile`."""
+        """Options of a walk over keys: see shift_ptx.py, and operands.py's `rows_of_tile`."""
         in_ptx = tuning.shifts_in_ptx(config, self.plan.kind, self.plan.capability)
         two = config.BLOCK_M > config.BLOCK_N
         return {"shift_ptx": in_ptx, "folded": in_ptx and two and self.tensors["query_positions"] is None}
@@ -348,7 +348,7 @@ def _room_for_copy(matrix: args.Matrix) -> args.Copy:
 
 
 def _of_rows(tensor: Tensor) -> Tensor:
-    """(B, H, L, D), dense as (B, L, H, D): what `rows_first` makes is so already."""
+    """(B, H, L, D), dense as (B, L, H, D): results of `rows_first` are not copied."""
     _, heads, length, width = tensor.shape
     is_dense = tensor.stride() == (length * heads * width, width, heads * width, 1)
     return tensor if is_dense else tensor.transpose(1, 2).contiguous()

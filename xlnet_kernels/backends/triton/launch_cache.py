@@ -1,9 +1,8 @@
-"""What a call of the operator needs that follows from its signature: made by the first such call and kept.
+"""Plans of calls: all values that follow from a call's signature, made by the first such call and kept.
 
 A signature is the shapes, strides and dtypes of all tensors, which of them there are, and every number: all that
-kernels are compiled for, but for the alignment of pointers. Nothing of a plan depends on what a tensor holds. Whoever
-changes the table of tiles, or what Triton's knobs say of compiling (debug, instrumentation, stages), while Python runs
-clears `plans`.
+kernels are compiled for, but for the alignment of pointers. No plan depends on the values of a tensor. To change the
+table of tiles or Triton's knobs of compiling (debug, instrumentation, stages) while Python runs, clear `plans`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _inserting = threading.Lock()  # backward runs in threads of autograd's
 
 
 class Plan:
-    """Of calls with one signature."""
+    """All values that calls with one signature share."""
 
     def __init__(self, tensors: dict[str, Tensor], max_distance: int, dropout_p: float, scale: float) -> None:
         query, key, rel_key, memory_key = (tensors[name] for name in ("query", "key", "rel_key", "memory_key"))
@@ -63,7 +62,7 @@ class Plan:
         self.rows = (self.batch, self.heads, self.length)
         self.padded_keys, length = (-(-count // PADDING.value) * PADDING.value for count in (self.keys, self.length))
         self.padded_rows = (self.batch, self.heads, length)
-        self.strides = {  # of what kernels read as it is
+        self.strides = {  # of matrices that kernels read without a copy
             name: matrix_strides(tensors[name]) if name not in self.negated and is_addressable(tensors[name]) else None
             for name in _MATRICES
             if tensors[name] is not None
@@ -77,8 +76,8 @@ class Plan:
             return True, True
         if tensors["query_positions"] is not None:
             return any(self.bounded), True
-        first_key = self.mem_len - max_distance  # of those for which the first row of the call finds a row of rel_key
-        last_key = first_key + self.length - 1 + self.rel_len - 1  # of the last row
+        first_key = self.mem_len - max_distance  # the first that row 0 of the call finds a row of rel_key for
+        last_key = first_key + self.length - 1 + self.rel_len - 1  # the last that the last row finds one for
         first_rel_row = 1 - self.length - first_key  # for the last row's first key
         last_rel_row = self.keys - 1 - first_key  # for the first row's last key
         return first_key > 0 or last_key < self.keys - 1, first_rel_row > 0 or last_rel_row < self.rel_len - 1
@@ -128,7 +127,7 @@ class Plan:
 
 
 def precision_of(dtype: torch.dtype, dropout_p: float) -> str:
-    """Of products of float32: one of TF32 where torch allows it, else three that are as exact as float32's own."""
+    """The precision of float32 products: one of TF32 where torch allows it, else three, as exact as float32's own."""
     if dtype != torch.float32 or (dropout_p and not is_on("TF32 with dropout")):
         return "ieee"
     return "tf32" if allows_tf32() else "tf32x3"
@@ -140,7 +139,7 @@ def is_addressable(tensor: Tensor) -> bool:
 
 
 def matrix_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Of batches, heads and rows; (H, rows, D) is the same for every batch."""
+    """Strides of batches, heads and rows; (H, rows, D) is the same for every batch."""
     return tensor.stride()[:3] if tensor.dim() == 4 else (0, *tensor.stride()[:2])
 
 

@@ -1,4 +1,4 @@
-"""Who sees whom: ranks, floors, own keys, dense masks and the reach of rel_key; and which tiles need no test at all."""
+"""Visible pairs: ranks, floors, own keys, dense masks and the reach of rel_key; and tiles that need no test at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BOUND = tl.constexpr(32)  # so many keys, or rows, have their least and largest 
 
 
 class RowMask(NamedTuple):
-    """Of a tile's rows."""
+    """The mask of a tile's rows."""
 
     rank: Any  # (BLOCK_M,)
     floor: Any  # (BLOCK_M,)
@@ -224,7 +224,7 @@ def span_of_rows(positions, mask, backward, head, j0, size, META):
         start = head.b * (padded(size.length) // BOUND)
         for chunk in range(0, tl.cdiv(size.length, BOUND), CHUNK):
             bound = chunk + tl.arange(0, CHUNK)
-            first = bound * BOUND  # of the rows of a bound, and of what their positions are
+            first = bound * BOUND  # of the rows of a bound, and below of their positions
             some = first < size.length
             last = tl.minimum(first + BOUND, size.length) - 1
             if positions.position is not None:

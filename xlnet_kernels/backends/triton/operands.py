@@ -1,4 +1,4 @@
-"""Heads in chunks of BLOCK_D columns: what the products of a tile take their operands from.
+"""Heads in chunks of BLOCK_D columns: the operands of a tile's products.
 
 Widths are rounded up to whole chunks. An accumulator is a tuple of chunks, so that the compiler lays its warps over
 rows whatever the width. With KEEP the operands that a loop takes again in each step stay in registers or shared memory.
@@ -79,7 +79,7 @@ def load_rel_key(rel_key, head, start, c, size, META):
     """Chunk c (BLOCK_N, BLOCK_D) of rows start .. start + BLOCK_N - 1 of rel_key; zeros for those it does not have."""
     row = start + tl.arange(0, META.BLOCK_N)
     inside = row < size.rel_len
-    if META.BOUNDED_BEHIND or META.FOLDED:  # what only rows beyond the last need may be before the first: huge numbers
+    if META.BOUNDED_BEHIND or META.FOLDED:  # rows beyond the last read before the first row: huge numbers
         inside = row.to(tl.uint32, bitcast=True) < size.rel_len.to(tl.uint32, bitcast=True)
     if META.FOLDED:  # and rows that none but those beyond the last need may hold anything, NaN too
         inside = inside & (row >= size.max_distance - size.mem_len - size.length + 1)
@@ -122,7 +122,7 @@ def load_keys(memory, current, head, j0, c, size, META):
 @triton.jit
 def store_keys(memory, current, head, j0, chunks, scale, size, META):
     """The transposed map of `load_keys`, of all chunks times `scale`, into contiguous (B, M, H, D) and (B, K, H, D)."""
-    stride = tl.cast(size.heads * META.HEAD_DIM, tl.int64)  # what came in another layout may be larger here
+    stride = tl.cast(size.heads * META.HEAD_DIM, tl.int64)  # because a tensor of another layout may be larger here
     if memory is not None:
         memory += head.b * size.mem_len * size.heads * META.HEAD_DIM + head.h * META.HEAD_DIM
     current += head.b * (size.keys - size.mem_len) * size.heads * META.HEAD_DIM + head.h * META.HEAD_DIM
@@ -205,7 +205,7 @@ def row_chunk(rows, c, step, META, KEEP: tl.constexpr):
 
 @triton.jit
 def keep_keys(memory, current, head, j0, size, META, KEEP: tl.constexpr):
-    """What a KeyOperand keeps."""
+    """The chunks that a KeyOperand keeps."""
     chunks = ()
     if KEEP:
         for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):

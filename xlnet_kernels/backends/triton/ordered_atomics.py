@@ -40,7 +40,7 @@ class RelSums(NamedTuple):
 
 @triton.jit
 def rel_sums(grad_rel, chains, index, number, tiles, rel_len, META):
-    """Of tile `number` of the `tiles` of b * heads + h = `index`; the marks lie behind the copies."""
+    """The sums of tile `number` of the `tiles` of b * heads + h = `index`; the marks lie behind the copies."""
     room = ROOM * tl.maximum(META.BLOCK_M, META.BLOCK_N)
     rows = (rel_len + 2 * room).to(tl.int64)
     group = index % chains.groups

@@ -1,4 +1,4 @@
-"""What backward makes of its kernels' sums: gradients of rel_key, of the biases and of the segment embeddings."""
+"""Reduces the sums of backward's kernels to gradients of rel_key, of the biases and of the segment embeddings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _store(gradient, h, values, c, META):
 
 @triton.jit
 def _sum_parameters(result, sums, key_sums, batch, heads, part, h, row_tiles, key_tiles, META):
-    """Of one head: part 0 the biases of content and position, 1 and 2 the segment embeddings, 3 the segment bias."""
+    """One head: part 0 the biases of content and position, 1 and 2 the segment embeddings, 3 the segment bias."""
     D: tl.constexpr = META.HEAD_DIM
     for c in tl.static_range((D + META.BLOCK_D - 1) // META.BLOCK_D):
         total = _sum_over_tiles(sums + part * D, 4 * D, batch, heads, h, row_tiles, c, META)

@@ -1,8 +1,8 @@
-"""What a pass makes of its inputs before its main kernel: of query rows, once for a row instead of once for each tile
-of keys; of ranks and segments, once for all heads; and copies without the NaN of unread rows (unread.py).
+"""Makes the operands of a pass before its main kernel: query rows, once for a row instead of once for each tile of
+keys; ranks and segments, once for all heads; and copies without the NaN of unread rows (unread.py).
 
-Operands that come straight from memory are what wgmma can take from shared memory; with a bias added on the way there
-they would fill registers. Rows are written in the order of their positions.
+wgmma can take operands from shared memory that come there straight from memory; with a bias added on the way they
+would fill registers. Rows are written in the order of their positions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _store_rows(preprocessed, chunk, tile, c, size, META):
 
 @triton.jit
 def _store_statistics(given, backward, tile, exists, inverse, size, META):
-    """Keeps the rows of grad_out and what dS is made of: see `Statistics`."""
+    """Keeps the rows of grad_out and their statistics: see `Statistics`."""
     out_row = (tile.head.b * size.length + tile.row) * size.heads + tile.head.h
     delta = tl.zeros((META.BLOCK_M,), tl.float32)
     for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
@@ -90,7 +90,7 @@ def _bound_rows(given, least, largest, positions, b, first, length):
 
 @triton.jit
 def _preprocess_vectors(vectors, segments, rank_mask, positions, backward, number, length, keys):
-    """What main kernels read of keys and, in backward, rows of all heads: program `number` of batches and parts."""
+    """Vectors over keys and, in backward, over rows, which all heads share: program `number` of batches and parts."""
     parts = tl.maximum(padded(keys), padded(length)) // PADDING
     b = (number // parts).to(tl.int64)
     first = number % parts * PADDING
@@ -112,7 +112,7 @@ def _preprocess_vectors(vectors, segments, rank_mask, positions, backward, numbe
 def _preprocess_rows(rows, segments, positions, given, backward, size, META):
     """Query rows plus each of the biases, their segment terms; for backward, grad_out's rows and their statistics.
 
-    In backward, what fully masked rows hold is zero: 0 times NaN is NaN.
+    In backward fully masked rows are zeros, because 0 times NaN is NaN.
     """
     number, index = program(padded(size.length) // META.BLOCK_M)
     head = head_at(index, size)
@@ -145,7 +145,7 @@ def preprocess_kernel(
     row_programs, vector_programs, key_programs, META,
 ):  # fmt: skip
     """Programs (tile, b * heads + h) for rows, `row_programs` in all; then `vector_programs` (b, part) for vectors that
-    all heads share; then those that copy. arguments.py says what the tuples hold."""
+    all heads share; then those that copy. arguments.py has the tuples."""
     size = Sizes(heads, length, mem_len, mem_len + key_len, rel_len, max_distance)
     number = tl.program_id(0) - row_programs
     if number < 0:

@@ -13,11 +13,11 @@ from .operands import add_bias, columns, load_query, rows_of_tile
 
 
 class RowSegments(NamedTuple):
-    """Of a tile's rows."""
+    """The segments of a tile's rows."""
 
     ids: Any  # (BLOCK_M,) int32
     same: Any  # (BLOCK_M,) float32: the term of a key in the same segment, which softmax does not see
-    different: Any  # (BLOCK_M,) float32: what a key in another segment has in addition
+    different: Any  # (BLOCK_M,) float32: the further term of a key in another segment
 
 
 @triton.jit

@@ -125,7 +125,7 @@ def _roll(x, BIT: tl.constexpr):
 def rotate(x, shift, QUADS: tl.constexpr):
     """out[i, c] = x[i, (c + shift[i]) % BLOCK_N] for float32 x (BLOCK_M, BLOCK_N).
 
-    First within groups of 8 columns, then whole groups, by the bits of what is left: log2(BLOCK_N / 8) selections an
+    First within groups of 8 columns, then whole groups, by the bits that are left: log2(BLOCK_N / 8) selections an
     element. Groups live in registers; of the bits within a group one does too and two are lanes of a tensor-core
     fragment. With QUADS, where the tile is such a fragment (see tuning.py's `in_quads`): columns exchanged in pairs,
     then pairs taken from their lanes, one selection and one shuffle. Else a butterfly: step k puts bit k of the column

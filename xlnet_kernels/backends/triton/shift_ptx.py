@@ -46,7 +46,7 @@ def _operand(column: int, half: int, group: int) -> str:
 
 
 def _take(half: int, begin: int) -> list[str]:
-    """What rows take whose shift is in group `begin`."""
+    """Lines that take for rows whose shift is in group `begin`."""
     places = [(column, group) for column in (0, 1) for group in range(8)]
     return [
         f"selp.f32 taken{_register(column, half, group)}, {_operand(column, half, begin + group + 1)}, "
@@ -71,8 +71,8 @@ def _one_of(ways: list[list[str]], number: str, name: str, first: int = 0) -> li
 
 
 def _conditions(half: int, shift: str) -> list[str]:
-    """Of rows of one half with a shift: the group that it is in, which lanes take from the group behind it, and whether
-    columns of a pair change places."""
+    """Lines for rows of one half with a shift: the group that it is in, the lanes that take from the next group, and
+    whether columns of a pair change places."""
     lines = [f"shr.u32 begin{half}, {shift}, 3;", f"and.b32 bits, {shift}, 7;"]
     lines += [f"setp.lt.s32 later{column}{half}, column{column}, bits;" for column in (0, 1)]
     return [*lines, f"and.b32 bits, {shift}, 1;", f"setp.ne.b32 odd{half}, bits, 0;"]
@@ -225,7 +225,7 @@ def shift_blocks_in_ptx(first, second, shift):
 
 @triton.jit
 def shift_folded(delayed, old, new):
-    """(scores (128, 64) of a folded tile (see `rows_of_tile`), what `delayed` is at the next tile of keys).
+    """(scores (128, 64) of a folded tile (see `rows_of_tile`), `delayed` at the next tile of keys).
 
     Row i takes columns from 63 - i % 64 on of the blocks `old` and `new` (128, 64) side by side. Those of the
     second half of the tile are one block ahead: theirs are put into place and kept for the next tile of keys.

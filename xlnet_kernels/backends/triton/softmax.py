@@ -21,7 +21,7 @@ UNSEEN = tl.constexpr(-3.4028234663852886e38)  # row_max before the first key: a
 
 
 class Statistics(NamedTuple):
-    """Of a tile's rows, as forward left them; P = exp2(scaled score - row_max) * inverse."""
+    """The statistics of a tile's rows, as forward left them; P = exp2(scaled score - row_max) * inverse."""
 
     row_max: Any  # (BLOCK_M,); infinity in rows that do not exist
     inverse: Any  # (BLOCK_M,): 1 / row_sum, 0 in fully masked rows
@@ -45,7 +45,7 @@ def exponentials(score, term, row_max, scale):
 
 @triton.jit
 def raised(score, term, row_max, scale):
-    """(row_max, no less than the largest score; what earlier sums are multiplied with; P and its sums)."""
+    """(row_max, no less than the largest score; the factor of earlier sums; P and its sums)."""
     larger = tl.maximum(row_max, (tl.max(score, 1) + term) * scale)
     unseen = larger == UNSEEN  # the term of a row that sees nothing may be NaN
     probability = _exponential(score, scale, tl.where(unseen, 0.0, term * scale - larger))
@@ -79,7 +79,7 @@ def largest_of(DTYPE: tl.constexpr):
 
 @triton.jit
 def residual_of(chunk, rounded):
-    """What rounding to 16 bits took from a chunk of the output."""
+    """The rounding error of a chunk of the output."""
     largest = largest_of(rounded.dtype)
     return (chunk - tl.clamp(rounded.to(tl.float32), -largest, largest)).to(rounded.dtype)
 
@@ -109,7 +109,7 @@ def softmax_backward(
     """(P with dropout, dS / scale) of one tile, both (BLOCK_M, BLOCK_N).
 
     The scores are those of forward's `raised`; every, near: as mask.py's `visibility` says. 16 bits have no room for dS
-    times scale: whoever sums it multiplies the sum.
+    times scale: its sums are multiplied.
     """
     if dropout.state is not None:
         keep = kept(dropout, tile, j0, META)

@@ -3,7 +3,7 @@
 Not measured on a GPU yet. Entries "by counts" are those whose busiest resource has least to do, as tests/machine counts
 it (docs/notebook/triton.md); those "by spills" compile with the fewest register spills among those that use the widest
 matrix instructions of their GPUs. Family 80 stays within the 99 KB of shared memory that a program may have on sm_86,
-sm_89 and sm_120, the others within 227 KB. benchmarks/results/triton-compiled.json holds what the compiler made of
+sm_89 and sm_120, the others within 227 KB. benchmarks/results/triton-compiled.json has the compiler's counts of
 them. benchmarks/tune_triton.py measures candidates on a GPU and writes entries of this form.
 """
 
@@ -61,7 +61,7 @@ _INTERPRETED = Config(64, 64, 64, True, 4, 1)  # few and large tiles
 
 def in_registers(head_dim: int, tests: bool, capability: tuple[int, int] | None) -> bool:
     """Whether the forward kernel keeps query rows in registers, on sm_90 those of the position product: else each tile
-    reads them again from shared memory. On sm_90 they are copied for each product: not where issue is what bounds, in
+    reads them again from shared memory. On sm_90 they are copied for each product: not where issue bounds, in
     narrow heads with a mask or segments to test. Backward has no registers to spare."""
     if capability is None or not is_on("queries in registers", capability):
         return False
@@ -93,7 +93,7 @@ def takes_one_pass(config: Config, kind: str, capability: tuple[int, int] | None
 def choose(kernel: str, kind: str, head_dim: int, capability: tuple[int, int] | None) -> Config:
     """The configuration of `kernel`, one of KERNELS; `kind`: see kind_of. `capability` None: for Triton's interpreter.
 
-    What the table lacks for a family of GPUs is taken from the next lower one.
+    A family of GPUs without an entry takes that of the next lower one.
     """
     config = _INTERPRETED
     if capability is not None:
@@ -104,5 +104,5 @@ def choose(kernel: str, kind: str, head_dim: int, capability: tuple[int, int] | 
 
 
 def kind_of(dtype: torch.dtype, precision: str) -> str:
-    """What the table calls products: "16-bit", "float32" by tensor cores, or "ieee", float32 without them."""
+    """The table's name of products: "16-bit", "float32" by tensor cores, or "ieee", float32 without them."""
     return "16-bit" if dtype.itemsize == 2 else "ieee" if precision == "ieee" else "float32"

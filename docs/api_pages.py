@@ -54,7 +54,10 @@ def entry(found: griffe.Object, level: int = 2) -> str:
 
 
 def _object(package: griffe.Module, path: str) -> griffe.Object:
-    found = package[path.removeprefix(f"{package.name}.")]
+    try:
+        found = package[path.removeprefix(f"{package.name}.")]
+    except KeyError:
+        raise LookupError(f"{path}, which a page of docs/api names, is not in the sources") from None
     return found.final_target if found.is_alias else found
 
 
@@ -63,12 +66,17 @@ def _is_property(found: griffe.Object) -> bool:
 
 
 def _is_shown(member: griffe.Object) -> bool:
-    return bool(member.docstring) and (not member.name.startswith("_") or member.name == "__getitem__")
+    is_documented = bool(member.docstring) and (not member.name.startswith("_") or member.name == "__getitem__")
+    return is_documented or member.name == "forward"  # whose arguments the docstring of the class may explain
 
 
 def _signature(found: griffe.Object) -> str:
-    kind = "class " if found.is_class else ""
-    text = kind + (found.signature() or found.name)
+    text = found.signature()
+    if found.is_class:
+        init = found.all_members.get("__init__")
+        if init is not None and init.is_alias and init.resolved:  # inherited
+            text = init.final_target.signature(return_type=False, name=found.name)
+        text = f"class {text or found.name}"
     if len(text) <= WIDTH:
         return text
     start, _, rest = text.partition("(")
@@ -81,10 +89,10 @@ def _docstring(found: griffe.Object) -> str:
     sections = found.docstring.parsed if found.docstring else []
     if found.is_class and "__init__" in found.members and found.members["__init__"].docstring:
         sections = [*sections, *found.members["__init__"].docstring.parsed]
-    return "\n\n".join(_section(section) for section in sections)
+    return "\n\n".join(_section(section, str(getattr(found, "annotation", None))) for section in sections)
 
 
-def _section(section: griffe.DocstringSection) -> str:
+def _section(section: griffe.DocstringSection, returned: str) -> str:
     kind = section.kind.value
     if kind == "text":
         return DOCTEST.sub(r"```pycon\n\g<0>\n```", section.value)
@@ -92,6 +100,8 @@ def _section(section: griffe.DocstringSection) -> str:
     for item in section.value:
         name = str(item.annotation) if kind == "raises" else getattr(item, "name", "")
         body = textwrap.indent(item.description, "    ").strip()
+        if kind == "returns" and str(item.annotation) != returned:  # griffe takes words before a colon for a type
+            body = f"{item.annotation}: {body}"
         lines.append(f"* `{name}`: {body}" if name else f"* {body}")
     return "\n".join(lines)
 

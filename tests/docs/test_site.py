@@ -44,6 +44,9 @@ def test_an_entry_has_signature_arguments_errors_and_example(api_pages):
     assert shown.startswith(f"\n```py\n{head}\n```\n\nAdds ")
     assert "\n**Arguments**\n\n* `query_ids`: (B, L) integers" in shown and "\n**Raises**\n\n* `ValueError`: " in shown
     assert "\n```pycon\n>>> ids = " in shown and shown.endswith("torch.Size([1, 4, 5, 8])\n```\n\n")
+    model = (ROOT / "docs/api/model.md").read_text()
+    assert "\nclass XLNetLMHeadModel(config: XLNetConfig, backend: str | None = None)\n" in model
+    assert "\n### PretrainedModel.from_pretrained\n" in model and "\n* Prompts and what follows them: a list" in model
     assert "\n### RankMask.causal\n\n```py\ncausal(\n    batch: int,\n" in PAGES[1].read_text()
 
 

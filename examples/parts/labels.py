@@ -85,7 +85,7 @@ def number_of(row: Row, columns: Columns) -> float:
     """The number that the row is to be given."""
     try:
         value = float(row[columns.label])
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not math.isfinite(value):
         raise ValueError(f"--data: column {columns.label!r} must hold numbers, got {show(row)}")
@@ -97,7 +97,7 @@ def choice_of(row: Row, columns: Columns) -> int:
     count, value = len(choices_of(row, columns)), row[columns.label]
     try:
         index = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         index = -1
     if not 0 <= index < count or float(value) != index:
         raise _wrong(columns.label, f"the index of the right one of {count} choices", value)
@@ -165,6 +165,7 @@ def _list(row: Row, name: str) -> list[Any]:
 
 def _numbers_first(label: str) -> tuple[int, float, str]:
     try:
-        return 0, float(label), label
+        number = float(label)
     except ValueError:
-        return 1, 0.0, label
+        number = math.nan
+    return (1, 0.0, label) if math.isnan(number) else (0, number, label)  # because NaN would leave no order

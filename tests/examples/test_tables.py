@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -90,6 +91,8 @@ def test_forms_that_are_refused(tmp_path, name, content, message):
         ("classification", {"text": {"a": 1}}, "column 'text' must hold text, got"),
         ("regression", {"label": ""}, "column 'label' must hold numbers"),
         ("regression", {"label": "inf"}, "column 'label' must hold numbers"),
+        ("regression", {"label": 10**400}, "column 'label' must hold numbers"),
+        ("choice", {"pair": ["a", "b"], "label": float("inf")}, "the index of the right one of 2 choices, got inf"),
         ("choice", {"pair": ["a", "b"], "label": 2}, "the index of the right one of 2 choices, got 2"),
         ("choice", {"pair": ["a", "b"], "label": "a"}, "the index of the right one of 2 choices, got 'a'"),
         ("choice", {"pair": 3, "label": 0}, "column 'pair' must hold a list"),
@@ -105,6 +108,14 @@ def test_labels_that_a_task_cannot_read(task, row, message):
     with pytest.raises(ValueError, match=message) as refused:
         labels.check(task, [row], [row], labels.Columns(pair="pair" if task == "choice" else None))
     assert len(str(refused.value)) < 400
+
+
+def test_classes_have_one_order_whatever_order_they_come_in():
+    """--resume reads them again; a class may be called nan."""
+    from parts.labels import class_names
+
+    names = ["2", "10", "a", "nan", "inf"]
+    assert {tuple(class_names(some)) for some in itertools.permutations(names)} == {("2", "10", "inf", "a", "nan")}
 
 
 def test_columns_that_are_no_classes():

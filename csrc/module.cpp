@@ -7,7 +7,7 @@
 #include "autograd.h"
 #include "cpu/bfloat16/products.h"
 #include "cpu/kernels.h"
-#include "cuda/choose.h"
+#include "cuda/heuristics.h"
 #include "cuda/kernels.h"
 #include "plain_call.h"
 

@@ -75,7 +75,7 @@ def sources(folder: Path, *patterns: str) -> list[str]:
 
 def build_toml(folder: Path) -> str:
     """The CUDA extension serves CPU tensors too, so it has the sources of both."""
-    cpu = sources(folder, "csrc/*.cpp", "csrc/*.h", "csrc/cpu/**/*.*", "csrc/cuda/kernels.h", "csrc/cuda/shapes.h")
+    cpu = sources(folder, "csrc/*.cpp", "csrc/*.h", "csrc/cpu/**/*.*", "csrc/cuda/kernels.h", "csrc/cuda/tile_sizes.h")
     cuda = sources(folder, "csrc/cuda/**/*.*")
     parts = {"cpu": cpu, "cuda": sorted({*cpu, *cuda})}
     lines = ["[general]", f'name = "{NAME.replace("_", "-")}"', f"version = {VERSION}", "edition = 5"]

@@ -3,18 +3,18 @@
 //   P = exp(score - row_max) / row_sum;  dV += P' dO;  dP = dO V';  dS = P (dP - delta);  dK += dS' Q + colsum(dS) u
 //   dQ += dS K + band R;  dR += band' Q + colsum(band) v          where the band is dS shifted back: (i, j) -> (i, p)
 //
-// dK is scaled in the end, sums by `finish`. dK and dV stay in registers; dQ and dR are added in float32 to global
-// memory, where blocks meet: in any order, or in that of turns.cuh. M_TILES by GROUPS warps: of the scores each has 16
-// rows and 1 / GROUPS of the keys, of the products 16 rows and 1 / GROUPS of the columns.
+// dK is scaled in the end, sums by `postprocess`. dK and dV stay in registers; dQ and dR are added in float32 to global
+// memory, where blocks meet: in any order, or in that of ordered_accumulation.cuh. M_TILES by GROUPS warps: of the
+// scores each has 16 rows and 1 / GROUPS of the keys, of the products 16 rows and 1 / GROUPS of the columns.
 #pragma once
 
 #include "backward_products.cuh"
 #include "bias.cuh"
 #include "dispatch.cuh"
 #include "dropout.cuh"
-#include "finish.cuh"
-#include "prepare.cuh"
-#include "turns.cuh"
+#include "ordered_accumulation.cuh"
+#include "postprocess.cuh"
+#include "preprocess.cuh"
 
 namespace xlnet_kernels::cuda {
 
@@ -149,7 +149,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
   clear_key_labels<S::THREADS>(memory.labels, BLOCK_N);
 
   const KeyTile<S> tile(a, item.tile, b, item.h);
-  Turns turns(a, item, tiles);
+  OrderedAccumulation ordered(a, item, tiles);
   sync_block();  // no one clears labels any more
   const UnreadRows unread = unread_keys(call, b, tile.h);
   copy_rows_inside<S::THREADS, BLOCK_N>(memory.keys, 0, tile.key_rows, tile.j0, head_dim, thread_index(),
@@ -174,7 +174,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
     const bool consecutive = p.rows.position == nullptr && first_row + BLOCK_M <= p.length;
     const bool same_shifts = consecutive && was_consecutive;
     was_consecutive = consecutive;
-    const bool may_add = !turns.is_ordered() || turns.has_come(row_tile, of.lane.id);
+    const bool may_add = !ordered.is_ordered() || ordered.has_come(row_tile, of.lane.id);
     if (!S::QUERY_AHEAD || !same_shifts) sync_block();  // no one reads query and band of the step before any more
     if (!S::QUERY_AHEAD) {
       CopiedRows<S>(p, tile, first_row).copy(memory.queries(), tile.query_rows, head_dim);
@@ -184,7 +184,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
     const StepRows rows = load_step_rows(p, tile, first_row + 16 * of.m_tile + of.lane.g, window);
     wait_for_copies<0>();
     sync_block();
-    if (turns.is_ordered() && thread_index() == 0) turns.pass(row_tile);  // all has been added to the tiles before
+    if (ordered.is_ordered() && thread_index() == 0) ordered.pass(row_tile);  // all has been added to the tiles before
 
     if (!same_shifts) slices.find(rows.shift, of.lane.id);
     float score[N][4];
@@ -198,7 +198,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
     float dQ[COLUMNS / 8][4] = {};
     add_content_gradient(memory, of, call.tf32, score, dQ);
     add_position_gradient(memory, of, window, bounds, call.tf32, dQ);
-    if (!may_add) turns.wait(row_tile, of.lane.id);
+    if (!may_add) ordered.wait(row_tile, of.lane.id);
     for (int r = 0; r < 2; ++r)
       if (rows.row[r].inside)
         add_row(tile.grad_query(rows.row[r].index), dQ, r, of.part * COLUMNS + 2 * of.lane.t, head_dim);
@@ -215,21 +215,21 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
     add_key_gradients(a, tile, memory, queries, of, window, dK, key_sum);
   }
   wait_for_copies<0>();
-  turns.end();
+  ordered.end();
   backward_epilogue(a, tile, warp_part<S>(lane.id, lane.warp), dV, dK, key_sum);
 }
 
 template <typename T, int HEAD_DIM>
 std::string launch_backward(const Backward& a, Stream stream) {
   using S = BackwardShape<T, HEAD_DIM>;
-  const char* error = prepare<T>(a, stream);
-  if (error) return failure("prepare", a.call, 0, error);
+  const char* error = preprocess<T>(a, stream);
+  if (error) return failure("preprocess", a.call, 0, error);
   const RelAttention& p = a.call.p;
   const Index grid = backward_grid(a, (p.mem_len + p.key_len + S::BLOCK_N - 1) / S::BLOCK_N);
   error = launch(backward_kernel<S>, grid, S::THREADS, S::SHARED, stream, a);
   if (error) return failure("backward", a.call, S::SHARED, error);
-  error = finish<T>(a, stream);
-  return error ? failure("finish", a.call, 0, error) : "";
+  error = postprocess<T>(a, stream);
+  return error ? failure("postprocess", a.call, 0, error) : "";
 }
 
 template <typename T>

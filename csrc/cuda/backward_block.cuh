@@ -86,8 +86,8 @@ struct KeyTile {
   DEVICE int first_window(const RelAttention& p) const { return int(p.rel_key.max_distance - p.mem_len) + j0; }
 };
 
-// Of this lane's two rows: what they add to scores, and their shift in the step's window, or -1 where it does not serve
-// them.
+// This lane's two rows: labels, their part of scores, and their shift in the step's window, or -1 where it does not
+// serve them.
 struct StepRows {
   QueryRow row[2];
   int shift[2];
@@ -111,8 +111,8 @@ DEVICE StepRows load_step_rows(const RelAttention& p, const KeyTile<S>& tile, in
 // This thread's index, of which addresses are made anew in each step: registers are scarce.
 DEVICE int thread_of_step() { return int(kept_in_register(thread_index())); }
 
-// Of the rows of a tile that this thread copies: where they are in the tensors, or -1 where there are to be zeros. So
-// there are for fully masked rows: zero times NaN would be NaN.
+// Rows of a tile that this thread copies: where they are in the tensors, or -1 for zeros. Fully masked rows are zeros,
+// because zero times NaN would be NaN.
 template <typename S>
 struct CopiedRows {
   using T = typename S::T;

@@ -10,7 +10,7 @@ struct Philox {
   uint32_t key[2], head, offset, threshold;  // threshold 0: none
 };
 
-// Of a sequence's head, which is number `head` of the call
+// Random numbers of a sequence's head, which is number `head` of the call
 DEVICE Philox load_philox(const Dropout& dropout, int b, int head) {
   if (dropout.threshold == 0) return {{0, 0}, 0, 0, 0};
   const uint64_t seed = dropout.state[0], offset = dropout.state[1];

@@ -7,10 +7,10 @@
 #include "dispatch.cuh"
 #include "dropout.cuh"
 #include "forward_load.cuh"
-#include "prepare.cuh"
+#include "preprocess.cuh"
 #include "segments.cuh"
 #include "softmax.cuh"
-#include "split.cuh"
+#include "split_keys.cuh"
 
 namespace xlnet_kernels::cuda {
 
@@ -302,8 +302,8 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::BLOCKS) forward_kernel(Call call) {
 template <typename T, int HEAD_DIM, bool SPLITS = false>
 std::string launch_forward(const Call& call, Stream stream) {
   using S = ForwardShape<T, HEAD_DIM, SPLITS>;
-  const char* error = prepare<T>(call, stream);
-  if (error) return failure("prepare", call, 0, error);
+  const char* error = preprocess<T>(call, stream);
+  if (error) return failure("preprocess", call, 0, error);
   const Index grid = grid_of((call.p.length + S::BLOCK_M - 1) / S::BLOCK_M * call.splits, call.p);
   error = launch(forward_kernel<S>, grid, S::THREADS, S::SHARED, stream, call);
   if (error) return failure("forward", call, S::SHARED, error);

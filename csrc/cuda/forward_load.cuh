@@ -11,7 +11,7 @@
 
 namespace xlnet_kernels::cuda {
 
-// SPLITS: blocks share the keys of one tile of rows (split.cuh).
+// SPLITS: blocks share the keys of one tile of rows (split_keys.cuh).
 template <typename Element, int HEAD_DIM_, bool SPLITS_ = false>
 struct ForwardShape : ForwardSizes<sizeof(Element), HEAD_DIM_> {
   static constexpr bool SPLITS = SPLITS_;
@@ -47,7 +47,7 @@ struct ForwardMemory {
   }
   DEVICE typename S::Ring ring() const { return {reinterpret_cast<T*>(data + 2 * S::STAGE)}; }
   DEVICE typename S::Rows queries() const { return {reinterpret_cast<T*>(data + 2 * S::STAGE + S::RING_BYTES)}; }
-  // Of this thread, THREADS words apart for each tile of 16 rows: what dropout keeps of 64 keys
+  // Which of 64 keys dropout keeps for this thread, THREADS words apart for each tile of 16 rows
   DEVICE uint32_t* kept() const {
     return reinterpret_cast<uint32_t*>(data + S::SHARED - S::KEPT_BYTES) + thread_index();
   }
@@ -80,7 +80,7 @@ struct ForwardTile {
 
   // This lane's rows of tile m of 16: this one and the eighth from it
   DEVICE int sorted_row(int m) const { return first_row + 16 * (S::M_TILES * lane.warp + m) + lane.g; }
-  // Of a row in the band, or -1 beyond the last row
+  // A row's shift in the band, or -1 beyond the last row
   DEVICE int shift(const RelAttention& p, int sorted_row) const {
     const QueryRow row = load_query_row(p, b, sorted_row);
     return row.inside ? last_position - row.position : -1;

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "../rel_attention.h"
-#include "shapes.h"
+#include "tile_sizes.h"
 
 namespace xlnet_kernels::cuda {
 
@@ -56,8 +56,8 @@ enum RowValue {
   ROW_VALUES
 };
 
-// Of sums over a head's keys, rows of query and rows of rel_key `finish` makes parts of FINISH_ROWS each.
-constexpr int FINISH_ROWS = 256;
+// `postprocess` sums over a head's keys, rows of query and rows of rel_key in parts of POSTPROCESS_ROWS each.
+constexpr int POSTPROCESS_ROWS = 256;
 enum QueryPart {
   DIFFERENT_PART,  // of q times Sums::different
   LSE_PART,        // of q times the log-sum-exp's gradient
@@ -66,14 +66,14 @@ enum QueryPart {
 };
 
 // What blocks of backward add up, in float32 and without the scale, which would cost 16-bit numbers some of their
-// range. The first six begin as zeros, which `prepare` writes.
+// range. The first six begin as zeros, which `preprocess` writes.
 struct Sums {
   float* query;         // (B, H, L, D), without the segment term
   float* rel_key;       // (rel_batches, H, P, D), without what position_bias gives; null: not wanted
   float* rel;           // (rel_batches, H, P), of dS over the pairs at each distance; null: not wanted
   float* different;     // (B, H, L), of dS over keys of another segment; null: no segments
-  int32_t* turns;       // how many blocks have begun, (B, H, tiles of keys) as in turns.cuh; null: added in any order
-  int32_t* finished;    // (H), how many blocks of `finish` have stored their parts; null: no sums of parts are wanted
+  int32_t* progress;    // blocks begun, (B, H, tiles of keys) as in ordered_accumulation.cuh; null: added in any order
+  int32_t* finished;    // (H), blocks of `postprocess` that have stored their parts; null: no sums of parts are wanted
   float* key;           // (B, H, M + K), of dS over rows
   float* key_parts;     // (H, B, parts, D), of keys times those; null: not wanted
   float* query_parts;   // (H, B, parts, QUERY_PARTS, D); null: not wanted

@@ -143,7 +143,7 @@ DEVICE uint32_t unmasked_columns(const RelAttention& p, const QueryRow& row, int
   return visible;
 }
 
-// The same bits of all that decides: `key_rank` are the tile's ranks.
+// Bit 2 n + parity: whether ranks, own keys, reach and the dense mask show that column; `key_rank`: the tile's ranks.
 template <int COLUMNS>
 DEVICE uint32_t visible_columns(const RelAttention& p, const QueryRow& row, int b, int h, int j0,
                                 const int32_t* key_rank, int t) {
@@ -193,8 +193,8 @@ DEVICE void hide_by_rank(float (&score)[N][4], const RowLabels (&labels)[2], con
       if (key_rank[8 * n + 2 * t + i % 2] >= labels[i / 2].rank) score[n][i] = -INFINITY;
 }
 
-// The same by pairs of keys; `ranks`: the rows' own, row g + 8 in the upper half. change(pair, n, r): the pair of ranks
-// of columns 8 n + 2 t and its neighbour as row r is to see them.
+// Hides by rank, two keys at once; `ranks`: the rows' own, row g + 8 in the upper half. change(pair, n, r): the pair of
+// ranks of columns 8 n + 2 t and its neighbour as row r is to see them.
 template <int N, typename Change>
 DEVICE void hide_by_rank(float (&score)[N][4], uint32_t ranks, const uint32_t* pairs, int t, Change change) {
   const uint32_t rank[2] = {(ranks & 0xffff) * 0x10001, (ranks >> 16) * 0x10001};
@@ -213,7 +213,7 @@ DEVICE void hide_by_rank(float (&score)[N][4], uint32_t ranks, const uint32_t* p
   hide_by_rank(score, ranks, pairs, t, [](uint32_t pair, int, int) { return pair; });
 }
 
-// The same where rows, sorted_row and sorted_row + 8, see their own keys as well: those have a rank below all others.
+// Hides by rank where rows, sorted_row and sorted_row + 8, see their own keys as well: those have a rank below all.
 template <int N>
 DEVICE void hide_by_rank_but_own(float (&score)[N][4], uint32_t ranks, const uint32_t* pairs, const RelAttention& p,
                                  int b, int sorted_row, int j0, int t) {

@@ -214,8 +214,7 @@ DEVICE int64_t multiply_wide(int a, int b) {
   return result;
 }
 
-// The same number, or pointer to global memory, which the compiler then keeps instead of computing it again where it is
-// used.
+// A number, or pointer to global memory, that the compiler keeps instead of computing it again where it is used.
 DEVICE uint32_t kept_in_register(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -238,7 +237,7 @@ inline int shared_memory_of_block(int device) {
 // Whether the kernels of sm90/ are part of this build.
 constexpr bool HAS_WARPGROUPS = true;
 
-// Of the current device: 90 is sm_90; 0 if there is none.
+// Capability of the current device: 90 is sm_90; 0 if there is none.
 inline int compute_capability() {
   int device = 0, major = 0, minor = 0;
   const bool found = cudaGetDevice(&device) == cudaSuccess &&

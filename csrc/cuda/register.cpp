@@ -102,7 +102,7 @@ struct DeviceCall {
     kept.push_back(t);
     return t;
   }
-  // Of rel_key: heads, of all batches unless they share it.
+  // Heads of rel_key, in all batches unless they share it.
   int64_t rel_heads() const { return (call.shared_rel_key ? 1 : call.p.batch) * call.p.heads; }
   // Allocates what `arena` has, and what both passes need.
   void allocate(Arena& arena) {
@@ -209,11 +209,11 @@ void add_sums(const DeviceCall& device, const Needs& needs, Arena& arena, Gradie
     arena.add(&sums.rel_key, rel_rows * p.head_dim);
     if (p.position_bias) arena.add(&sums.rel, rel_rows);
   }
-  if (deterministic) arena.add(&sums.turns, 1 + all_heads * most_backward_tiles(p));
+  if (deterministic) arena.add(&sums.progress, 1 + all_heads * most_backward_tiles(p));
   if (of_content || of_position || of_segments) arena.add(&sums.finished, p.heads);
   sums.zero_chunks = arena.extend(zeros) / 16;
   const int64_t keys = p.mem_len + p.key_len;
-  const auto parts = [](int64_t count) { return (count + FINISH_ROWS - 1) / FINISH_ROWS; };
+  const auto parts = [](int64_t count) { return (count + POSTPROCESS_ROWS - 1) / POSTPROCESS_ROWS; };
   arena.add(&sums.key, all_heads * keys);
   if (of_content) arena.add(&sums.key_parts, all_heads * parts(keys) * p.head_dim);
   if (of_segments) arena.add(&sums.query_parts, all_heads * parts(p.length) * QUERY_PARTS * p.head_dim);
@@ -221,7 +221,7 @@ void add_sums(const DeviceCall& device, const Needs& needs, Arena& arena, Gradie
   arena.add(&g.row_values, ROW_VALUES * rows);
 }
 
-// Those of keys and values, of the padded width
+// Gradients of keys and values, of the padded width
 struct KeyGradients {
   Tensor key, value;
 

@@ -53,7 +53,7 @@ DEVICE int row_position(const RelAttention& p, int b, int sorted_row) {
   return larger(0, smaller(p.rows.position[b * p.length + sorted_row], int(p.key_len) - 1));
 }
 
-// Of 16 aligned bytes, as numbers, and back.
+// 16 aligned bytes as numbers, and back.
 template <typename T>
 DEVICE void unpack_chunk(const Bytes16& chunk, float (&x)[CHUNK<T>]) {
   constexpr int EACH = 4 / sizeof(T);
@@ -77,7 +77,7 @@ DEVICE void store_chunk(T* to, const float (&x)[CHUNK<T>]) {
   *reinterpret_cast<Bytes16*>(to) = chunk;
 }
 
-// The same of four elements, which are 8 bytes in 16 bits.
+// Four elements as numbers, and back: 8 bytes in 16 bits.
 constexpr int FOUR = 4;
 struct alignas(8) Bytes8 {
   uint32_t word[2];
@@ -119,7 +119,7 @@ struct RowLanes {
     column = (lane & ((1 << bits) - 1)) * EACH;
     inside = column < head_dim;
   }
-  // Of all lanes of a row
+  // Sums over all lanes of a row
   template <int COUNT>
   DEVICE void add_up(float (&x)[COUNT]) const {
     for (int step = 1; step < 1 << bits; step *= 2)
@@ -132,7 +132,8 @@ struct RowLanes {
 #pragma unroll 1
     for (int base = 0; base < ROWS_AT_ONCE; base += PASSES * rows) use(base);
   }
-  // Of what each lane has for one of the ROWS_AT_ONCE: that of this lane's row in a pass. And back: each keeps its own.
+  // Each lane has a number for one of the ROWS_AT_ONCE: the one for this lane's row in a pass; and back, each keeps its
+  // own.
   DEVICE float of_row(float own, int base) const { return shuffle(own, base + row); }
   DEVICE void keep_own(float& own, float of_row, int base) const {
     const int behind = lane - base;

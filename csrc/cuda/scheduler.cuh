@@ -15,7 +15,7 @@ struct RowTile {
   RowBounds bounds;
 };
 
-// Of `count` sorted rows; first_row is a multiple of BOUNDS_TILE, or count a divisor of it.
+// The tile of `count` sorted rows; first_row is a multiple of BOUNDS_TILE, or count a divisor of it.
 DEVICE RowTile load_row_tile(const Call& call, int b, int first_row, int count) {
   const RelAttention& p = call.p;
   RowTile tile;
@@ -67,7 +67,7 @@ DEVICE Visibility visibility_by_pairs(const Call& call, const RowTile& rows, int
   return visibility == Visibility::by_rank && !fit_pairs(rows.bounds) ? Visibility::some : visibility;
 }
 
-// And whether, where it is some of a tile, that is by ranks and by rows' own keys.
+// Whether a tile that is visible in part is so by ranks and by rows' own keys.
 DEVICE bool is_by_rank_and_own(const RelAttention& p, const RowTile& rows, int j0, int count) {
   if (!p.rank_mask.query_rank || p.rank_mask.query_floor || p.mask.data || !fit_pairs(rows.bounds)) return false;
   const int to_end = int(p.mem_len - p.rel_key.max_distance + p.rel_len), last = j0 + count - 1;

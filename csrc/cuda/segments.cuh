@@ -24,8 +24,8 @@ struct SegmentEmbed {
   }
 };
 
-// Of the two rows whose query is in `q`: (q + b).s[0] scale, and (q + b).(s[1] - s[0]) scale for keys elsewhere. In 16
-// bits by mma, whose columns 0 and 1 are both s, and b as if it were rows of its own.
+// Scores of the two rows whose query is in `q`: (q + b).s[0] scale, and (q + b).(s[1] - s[0]) scale for keys elsewhere.
+// In 16 bits by mma, whose columns 0 and 1 are both s, and b as if it were rows of its own.
 template <typename T, int STEPS>
 DEVICE void segment_scores(const RelAttention& p, const Fragment (&q)[STEPS], int h, int t, float scale,
                            float (&same)[2], float (&difference)[2]) {
@@ -95,7 +95,7 @@ DEVICE bool is_one_segment(const int32_t* key_segment, int lane) {
   return !ballot(is_other);
 }
 
-// The same for keys that are all of this segment: one multiply-add.
+// Scale and segments for keys that are all of this segment: one multiply-add.
 template <int N>
 DEVICE void add_segment(float (&score)[N][4], float scale, int32_t segment, const RowLabels (&row)[2],
                         const float (&different)[2], const float (&base)[2] = {}) {

@@ -32,7 +32,7 @@ DEVICE QuadShift shift_by(uint32_t amount, bool mine, int lane) {
           (quad + (t + even_step) % 4) << 8 | (quad + (t + odd_step) % 4) << 16};
 }
 
-// Of row g + 8 of 16 rows whose positions come one after the other; row g's has NEXT, too.
+// The shift of row g + 8 of 16 rows whose positions come one after the other; row g's has NEXT, too.
 DEVICE QuadShift consecutive_shift(int lane) { return {kept_in_register(shift_by(7 - lane / 4, true, lane).word)}; }
 
 // A row's part, of one parity of columns, of two neighbouring tiles of the band.
@@ -90,7 +90,7 @@ struct BandSlices {
     for (int r = 0; r < 2; ++r) waits[r] = shift[r] >= 0 && shift[r] < BLOCK_M;
   }
 
-  // Of the first window.
+  // Finds the slices of the first window.
   DEVICE void find(const int (&shift)[2], int lane) {
     bool waits[2];
     find_waiting(shift, waits);
@@ -189,10 +189,10 @@ DEVICE void add_position(float (&score)[N][4], float (&carried)[2][4], bool is_c
   }
 }
 
-// The same for all of a warp's rows where their positions come one after the other. `row` is the first row of rel_key
-// that tile M_TILES - 1 of 16 rows needs, each tile before needs what is 16 rows further on. Only what is new to this
-// tile of keys is multiplied: `carried` has the first 16 columns of the bands from the tile before, if is_carried, and
-// afterwards those of the next one.
+// Adds the position term for all of a warp's rows where their positions come one after the other. `row` is the first
+// row of rel_key that tile M_TILES - 1 of 16 rows needs, each tile before needs what is 16 rows further on. Only what
+// is new to this tile of keys is multiplied: `carried` has the first 16 columns of the bands from the tile before, if
+// is_carried, and afterwards those of the next one.
 template <typename T, int HEAD_DIM, int M_TILES, int N, typename Ring, typename Query>
 DEVICE void add_consecutive_position(float (&score)[M_TILES][N][4], float (&carried)[M_TILES][2][4], bool is_carried,
                                      const Ring& ring, int row, const float* bias, QuadShift shift, bool tf32,

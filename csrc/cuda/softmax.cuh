@@ -12,7 +12,7 @@ constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 // and the output have the same factor, which falls out of their quotient; float16 has room for it.
 constexpr float LARGEST_SUM = 256;
 
-// Of row_max, in magnitude, that may be subtracted before a score is rounded: exp2 of the difference is then within
+// The largest row_max, in magnitude, that may be subtracted before a score is rounded: exp2 is then within
 // 2^-13 of what it is otherwise, less than 16 bits tell.
 constexpr float LARGEST_BASE = 1024;
 
@@ -47,7 +47,7 @@ struct OnlineSoftmax {
     add_sums<T>(m, weights, sum);
   }
 
-  // The same of scores as products have them: scale(score, base) scales and hides them, less `base`, in one
+  // A step on scores as products have them: scale(score, base) scales and hides them, less `base`, in one
   // multiply-add. Where row_max is raised, and for rows of large scores, base is subtracted afterwards: backward does,
   // and a row that sees one key has P = 1. Elsewhere both agree as far as scores are rounded.
   template <typename T, int N, int COLUMNS, typename Scale>

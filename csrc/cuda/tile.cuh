@@ -4,11 +4,11 @@
 #include <primitives.cuh>
 #include <type_traits>
 
-#include "shapes.h"
+#include "tile_sizes.h"
 
 namespace xlnet_kernels::cuda {
 
-// Of one element type: elements in 16 bytes, and the depth of one matrix instruction.
+// Elements of one type in 16 bytes, and the depth of one matrix instruction.
 template <typename T>
 constexpr int CHUNK = 16 / sizeof(T);
 template <typename T>
@@ -154,7 +154,7 @@ DEVICE void add_product(float (&sum)[M_TILES][N][4], bool tf32, LoadA a, LoadB b
   }
 }
 
-// The same for one tile: a(k).
+// The product for one tile of rows: a(k).
 template <typename T, int LENGTH, int N, typename LoadA, typename LoadB>
 DEVICE void add_product(float (&sum)[N][4], bool tf32, LoadA a, LoadB b) {
   add_product<T, LENGTH>(reinterpret_cast<float (&)[1][N][4]>(sum), tf32, [&](int k, int) { return a(k); }, b);

@@ -1,5 +1,5 @@
-// Keys and values that no row of their sequence sees, such as those of padding, and rows of rel_key that no visible pair
-// reads. They count as zeros wherever a product would take them, because zero times NaN or infinity is NaN.
+// Keys and values that no row of their sequence sees, such as those of padding, and rows of rel_key that no visible
+// pair reads. They count as zeros wherever a product would take them, because zero times NaN or infinity is NaN.
 //
 // Keys are found by labels and masks alone, without a look at the numbers. Rows of rel_key are looked for among those
 // that are not finite, because that question costs more than reading them.
@@ -73,8 +73,8 @@ struct RowSummary {
   }
 };
 
-// Whether the dense mask, if there is one, shows key j to any row. Lanes have neighbouring keys; one beyond the last has
-// true.
+// Whether the dense mask, if there is one, shows key j to any row. Lanes have neighbouring keys; one beyond the last
+// has true.
 DEVICE bool is_unmasked_somewhere(const RelAttention& p, int b, int h, int j) {
   constexpr int TOGETHER = 16;
   const int length = int(p.length);
@@ -125,7 +125,8 @@ DEVICE bool is_rel_row_read(const RelAttention& p, int b, int end, int h, int re
   return false;
 }
 
-// Warp: bit k says that row first + k of rel_key is not finite and that no visible pair of batches b .. end - 1 reads it.
+// Warp: bit k says that row first + k of rel_key is not finite and that no visible pair of batches b .. end - 1 reads
+// it.
 template <typename T>
 DEVICE uint32_t find_unread_rel_rows(const RelAttention& p, int b, int end, int h, int first, int lane) {
   const HeadRows<const T> rows = rows_of<const T>(p.rel_key.rows, b, h);

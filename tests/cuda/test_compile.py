@@ -49,7 +49,7 @@ def test_warpgroup_kernels_keep_to_their_registers(direction, spills, dtype, tmp
     for kernel, stores, loads, _ in kernels:
         most = 0 if "Li64E" in kernel else POSITIONS_SPILL[direction] if "Lb1EEEEEv" in kernel else spills
         assert int(stores) + int(loads) <= most, kernels
-    # START_REGISTERS of sm90/shapes.h. With more a block would not fit, with fewer the consumers would wait for ever.
+    # START_REGISTERS of sm90/tile_sizes.h: with more a block does not fit, with fewer the consumers wait for ever.
     assert all(int(registers) == 65536 // 384 // 8 * 8 for *_, registers in kernels), kernels
 
 

@@ -198,7 +198,7 @@ def test_a_launch_that_fails_says_which_kernel_and_for_what():
     library.simt_fail_launches(b"no memory left")
     try:
         with pytest.raises(
-            RuntimeError, match="CUDA kernel prepare for B=1 H=1 L=5 K=5 M=0 D=16 float32.*no memory left"
+            RuntimeError, match="CUDA kernel preprocess for B=1 H=1 L=5 K=5 M=0 D=16 float32.*no memory left"
         ):
             problem.results(on_host.NAME)
     finally:

@@ -282,7 +282,7 @@ def test_kernels_are_chosen_by_the_tables(architecture, change, forward, backwar
     monkeypatch.setattr(cuda_driver.Device, "names", names)
     with serving(architecture):
         replace(WARPGROUPS, **change).problem(1, rows=40).results("cuda")
-    assert "prepare_kernel" in names[0] and "prepare_kernel" in names[2] and "finish_kernel" in names[4]
+    assert "preprocess_kernel" in names[0] and "preprocess_kernel" in names[2] and "postprocess_kernel" in names[4]
     assert ("warpgroup_forward_kernel" in names[1]) == forward, names
     assert ("warpgroup_backward_kernel" in names[3]) == backward, names
 

@@ -17,7 +17,8 @@ DEVICE void start_scores(float (&score)[8][4], const float* bias, int t) {
     for (int i = 0; i < 4; ++i) score[n][i] = bias[8 * n + 2 * t + i % 2];
 }
 
-// The same of a half of the band, in those ten of the window's 16 tiles that the warp shifts; zeros elsewhere.
+// Biases as the start of a half of the band, in those ten of the window's 16 tiles that the warp shifts; zeros
+// elsewhere.
 DEVICE void start_half(float (&half)[8][4], const float* bias, bool is_upper, Lane lane) {
   struct alignas(8) Pair {
     float of[2];

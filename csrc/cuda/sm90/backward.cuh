@@ -1,10 +1,10 @@
 // Backward on sm_90a: a block has 128 keys, 64 of each of two consumer warpgroups, and a producer that brings the rows.
-// Compiled for other architectures it is an error, and `serves` (choose.h) does not choose it.
+// Compiled for other architectures it is an error, and `serves` (heuristics.h) does not choose it.
 #pragma once
 
 #include "../dispatch.cuh"
-#include "../finish.cuh"
-#include "../prepare.cuh"
+#include "../postprocess.cuh"
+#include "../preprocess.cuh"
 #include "backward_consumer.cuh"
 #include "backward_producer.cuh"
 
@@ -43,13 +43,13 @@ template <typename S>
 std::string launch_warpgroup_backward(const Backward& a, Stream stream) {
   using T = typename S::T;
   const RelAttention& p = a.call.p;
-  const char* error = prepare<T>(a, stream);
-  if (error) return failure("prepare", a.call, 0, error);
+  const char* error = preprocess<T>(a, stream);
+  if (error) return failure("preprocess", a.call, 0, error);
   const Index grid = grid_of((p.mem_len + p.key_len + S::KEYS - 1) / S::KEYS, p);
   error = launch(warpgroup_backward_kernel<S>, grid, S::THREADS, S::SHARED, stream, a);
   if (error) return failure("backward on sm_90a", a.call, S::SHARED, error);
-  error = finish<T>(a, stream);
-  return error ? failure("finish", a.call, 0, error) : "";
+  error = postprocess<T>(a, stream);
+  return error ? failure("postprocess", a.call, 0, error) : "";
 }
 
 template <typename T>

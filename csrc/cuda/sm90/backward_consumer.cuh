@@ -5,7 +5,7 @@
 #include "../bias.cuh"
 #include "accumulators.cuh"
 #include "backward_positions.cuh"
-#include "backward_rows.cuh"
+#include "tile_rows.cuh"
 
 namespace xlnet_kernels::cuda {
 
@@ -26,8 +26,8 @@ struct BackwardConsumer {
   const int consumer;
   Lane lane;  // warp: of this warpgroup
   BackwardShift<S::POSITIONS> shift;
-  RingPlace<S::STAGES> stage;
-  RingPlace<S::SLOTS> upper;  // of the window's halves; the lower one comes after it
+  CyclicPlace<S::STAGES> stage;
+  CyclicPlace<S::SLOTS> upper;  // of the window's halves; the lower one comes after it
   KeySegments segments;
   float key_bias[KEEPS_BIAS ? TILES : 1][2];  // of this lane's columns
   float dK[D / 8][4] = {}, dV[D / 8][4] = {}, key_sum[4] = {};
@@ -45,7 +45,7 @@ struct BackwardConsumer {
       lane.g = lane.id / 4, lane.t = lane.id % 4;
     }
   }
-  DEVICE RingPlace<S::SLOTS> lower() const { return {upper.passed + 1}; }
+  DEVICE CyclicPlace<S::SLOTS> lower() const { return {upper.passed + 1}; }
   DEVICE KeyLabels labels() const {
     const KeyLabels all = memory.labels();
     return {all.rank + consumer * S::BLOCK_N, all.segment + consumer * S::BLOCK_N, all.bias + consumer * S::BLOCK_N};
@@ -343,7 +343,7 @@ struct BackwardConsumer {
     }
   }
 
-  // Of the lower half of the last window, which no tile has gone on from.
+  // Adds dR of the lower half of the last window, from which no tile has gone on.
   DEVICE void add_kept_rel_key_gradient() {
     if constexpr (KEEPS_REL_KEY)
       if (kept_window != NO_WINDOW) add_rel_rows(kept_dR, kept_window, 0);
@@ -382,7 +382,7 @@ struct BackwardConsumer {
     pin(dR);
   }
 
-  // Of 64 rows from `first` on this lane's first one, from its first column on.
+  // This lane's first one of 64 rows from `first` on, from its first column on.
   DEVICE float* lane_row(const HeadRows<float>& rows, int first) const {
     return rows.first + int64_t(first + 16 * lane.warp + lane.g) * D + 2 * lane.t;
   }

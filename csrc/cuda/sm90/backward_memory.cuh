@@ -61,9 +61,9 @@ struct RowTileInfo {
   DEVICE Visibility visibility(int consumer) const { return Visibility(word >> (2 * consumer) & 3); }
 };
 
-// And with a run of rows that have positions of their own: where each is in the tensors, -1 where the run has less than
-// 64 or a row sees nothing; by how much it is shifted, -1 where there is none; the first one among the sorted rows, and
-// the position of the last one.
+// A run of rows that have positions of their own, announced with its tile: where each is in the tensors, -1 where the
+// run has less than 64 or a row sees nothing; by how much it is shifted, -1 where there is none; the first one among
+// the sorted rows, and the position of the last one.
 struct alignas(16) SortedRows {
   int index[64];
   int8_t shift[64];
@@ -83,7 +83,7 @@ struct BackwardWarpgroupMemory {
   DEVICE Rows queries(int stage) const { return matrix(2 * S::CONSUMERS + S::SLOTS + 2 * stage); }
   DEVICE Rows grad_out(int stage) const { return matrix(2 * S::CONSUMERS + S::SLOTS + 2 * stage + 1); }
 
-  // Of a consumer
+  // Scores of a consumer
   DEVICE char* scores(int consumer) const {
     return data + S::MATRICES * S::MATRIX + consumer * (2 * S::SCORES + S::BAND);
   }

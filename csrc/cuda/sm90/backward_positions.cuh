@@ -21,7 +21,7 @@ DEVICE void take_lower_half(float (&score)[8][4], const float (&half)[8][4], Qua
   }
 }
 
-// And of the upper one.
+// Adds a row's columns of the upper half of the band.
 template <int R, int BEGIN>
 DEVICE void take_upper_half(float (&score)[8][4], const float (&half)[8][4], QuadShift shift) {
   const float beyond[4] = {};  // nobody's columns

@@ -18,8 +18,8 @@ struct BackwardProducer {
   const Backward& a;
   const BackwardWarpgroupMemory<S> memory;
   const int b, h, j0;
-  RingPlace<S::STAGES> stage;
-  RingPlace<S::SLOTS> slot;
+  CyclicPlace<S::STAGES> stage;
+  CyclicPlace<S::SLOTS> slot;
   bool has_unread_rel_rows = false;
 
   // Asked for where it is needed: else all addresses that depend on it alone would be kept.
@@ -52,11 +52,11 @@ struct BackwardProducer {
       before = tile;
     }
     announce(RowTileInfo::NO_TILE, false);
-    const RingPlace<S::STAGES> last = stage;
+    const CyclicPlace<S::STAGES> last = stage;
     publish();
     memory.full_stage(last.index()).wait(last.parity());  // no thread ends with copies or arrivals under way
     for (uint32_t i = slot.passed < S::SLOTS ? 0 : slot.passed - S::SLOTS; i < slot.passed; ++i) {
-      const RingPlace<S::SLOTS> filled{i};
+      const CyclicPlace<S::SLOTS> filled{i};
       memory.full_slot(filled.index()).wait(filled.parity());
     }
     memory.full_keys().wait(0);
@@ -92,7 +92,7 @@ struct BackwardProducer {
     return end;
   }
 
-  // Of sorted rows first .. end - 1; those that are fully masked see nothing.
+  // Announces sorted rows first .. end - 1; those that are fully masked see nothing.
   DEVICE void announce_run(int first, int end, int last_position) {
     memory.empty_stage(stage.index()).wait(stage.parity() ^ 1);
     const RelAttention& p = a.call.p;
@@ -102,7 +102,8 @@ struct BackwardProducer {
 #pragma unroll 1
     for (int i = lane; i < S::BLOCK_M; i += WARP) {
       const int row = first + i, shift = row < end ? last_position - row_position(p, b, row) : -1;
-      // Where positions do not ascend, a shift may be any: such a row is left out, because the band has no column for it.
+      // Where positions do not ascend, a shift may be any: such a row is left out, because the band has no column for
+      // it.
       const bool is_served = shift >= 0 && shift <= 64;
       const int index = is_served ? row_index(p, b, row) : -1;
       to.index[i] = index >= 0 && inverse[index] != 0 ? index : -1;
@@ -186,7 +187,7 @@ struct BackwardProducer {
     }
   }
 
-  // The same of the run that was announced.
+  // Rows of query and of the output's gradient for the run that was announced.
   DEVICE void copy_run() {
     const int lane = own_lane();
     const auto query_rows = rows_of<const T>(a.call.p.rows.query, b, h),
@@ -197,7 +198,7 @@ struct BackwardProducer {
     copy_rows_inside(memory.grad_out(stage.index()), [&](int i) { return grad_out_rows(index[i]); }, 0, lane, is_read);
   }
 
-  // Of this head's rows; 0 of those that are fully masked.
+  // 1 / row_sum of this head's rows; 0 for those that are fully masked.
   DEVICE const float* inverse_row_sums() const {
     const RelAttention& p = a.call.p;
     return a.gradients.row_values + INVERSE * (p.batch * p.heads * p.length) + (b * p.heads + h) * p.length;

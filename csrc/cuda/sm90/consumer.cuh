@@ -23,8 +23,8 @@ struct Consumer {
   const float scale;
   WarpgroupShift<S::POSITIONS> shift;
   const bool is_second;  // of the block's two warpgroups: its rows of rel_key are those of the stage before
-  RingStage<S> place;
-  int before = S::RING;  // the stage before: at first one that is none
+  StagePlace<S> place;
+  int before = S::ALL_STAGES;  // the stage before: at first one that is none
   Fragment q[STEPS];
   RowLabels labels[2];
   uint32_t ranks = 0;       // of both rows, as halves
@@ -42,7 +42,7 @@ struct Consumer {
 
   DEVICE float* lse() const { return static_cast<float*>(call.p.lse) + int64_t(tile.head) * call.p.length; }
 
-  DEVICE bool had_tile() const { return before != S::RING; }
+  DEVICE bool had_tile() const { return before != S::ALL_STAGES; }
 
   // Leaves in lse what segments give to every key, until the end.
   DEVICE void load_rows() {
@@ -88,7 +88,7 @@ struct Consumer {
     }
     multiply_rel_key(upper, rel_key);
     if (!(flags & TileInfo::BEGINS)) attend(lower, upper, stage, flags);
-    release(memory.stage(last_read).empty(), tile.lane.id);  // what this warpgroup reads last of the ring is free
+    release(memory.stage(last_read).empty(), tile.lane.id);  // the stage that this warpgroup reads last is free
     before = place.offset;
     place.advance();
     return true;

@@ -1,5 +1,5 @@
 // Forward on sm_90a: a block has 128 query rows, 64 of each of two consumer warpgroups, and a producer that brings what
-// they read. Compiled for other architectures it is an error, and `serves` (choose.h) does not choose it.
+// they read. Compiled for other architectures it is an error, and `serves` (heuristics.h) does not choose it.
 #pragma once
 
 #include "../forward.cuh"
@@ -46,8 +46,8 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) warpgroup_forward_kernel(const __grid_co
 template <typename S>
 std::string launch_warpgroup_forward(const Call& call, Stream stream) {
   using T = typename S::T;
-  const char* error = prepare<T>(call, stream);
-  if (error) return failure("prepare", call, 0, error);
+  const char* error = preprocess<T>(call, stream);
+  if (error) return failure("preprocess", call, 0, error);
   const Index grid = grid_of((call.p.length + S::BLOCK_M - 1) / S::BLOCK_M, call.p);
   error = launch(warpgroup_forward_kernel<S>, grid, S::THREADS, S::SHARED, stream, call);
   return error ? failure("forward on sm_90a", call, S::SHARED, error) : "";

@@ -1,4 +1,4 @@
-// Shared memory of the warpgroup kernels: matrices as wgmma reads them, and the ring that they come in.
+// Shared memory of the warpgroup kernels: matrices as wgmma reads them, and the stages that they come in.
 #pragma once
 
 #include <type_traits>
@@ -6,7 +6,7 @@
 #include "../mask.cuh"
 #include "../softmax.cuh"
 #include "primitives.cuh"
-#include "shapes.h"
+#include "tile_sizes.h"
 
 namespace xlnet_kernels::cuda {
 
@@ -49,9 +49,9 @@ struct Panels {
   }
 };
 
-// A place in a ring of COUNT.
+// A place among COUNT that are used again in turn.
 template <int COUNT>
-struct RingPlace {
+struct CyclicPlace {
   static_assert(POWER_OF_TWO<COUNT> == COUNT);
   uint32_t passed = 0;  // places before it
 
@@ -117,14 +117,14 @@ struct WarpgroupStage {
   DEVICE Panels<typename S::T, S::HEAD_DIM> values() const { return {data + VALUES}; }
 };
 
-// A stage of the ring by its offset, which costs less than its number.
+// A stage by its offset, which costs less than its number.
 template <typename S>
-struct RingStage {
+struct StagePlace {
   int offset = 0;
   uint32_t parity = 0;  // of the phase that fills it
 
   DEVICE void advance() {
-    const bool is_last = offset == S::RING - S::STAGE;
+    const bool is_last = offset == S::ALL_STAGES - S::STAGE;
     offset = is_last ? 0 : offset + S::STAGE;
     parity ^= uint32_t(is_last);
   }

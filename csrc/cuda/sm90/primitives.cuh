@@ -28,7 +28,7 @@ DEVICE uint64_t matrix_descriptor(const void* data, int bytes, int leading, int 
   return uint64_t(SWIZZLE_128 + eight_rows / 16) << 32 | low;
 }
 
-// The same without swizzle: 8 rows of 16 bytes lie together, and chunks of eight columns and groups of eight rows are
+// A matrix without swizzle: 8 rows of 16 bytes lie together, and chunks of eight columns and groups of eight rows are
 // as far apart as the caller says.
 DEVICE uint64_t plain_descriptor(const void* data, int bytes, int leading, int stride) {
   const uint32_t low = shared_address(data) / 16 + uint32_t(bytes / 16 + leading / 16 * 65536);
@@ -73,7 +73,7 @@ DEVICE void wgmma(float (&sum)[16][4], const uint32_t (&a)[4], uint64_t b) {
   else
     WGMMA_128("f16");
 }
-// The same, the sum beginning here.
+// wgmma whose sum begins here.
 template <typename T, int TRANSPOSED>
 DEVICE void begin_wgmma(float (&sum)[8][4], const uint32_t (&a)[4], uint64_t b) {
   if constexpr (std::is_same_v<T, BFloat16>)
@@ -82,7 +82,7 @@ DEVICE void begin_wgmma(float (&sum)[8][4], const uint32_t (&a)[4], uint64_t b) 
     WGMMA_64("f16", BEGUN_4, "n"(0));
 }
 
-// The same, the sum beginning here unless it adds, in the registers that it has been in.
+// wgmma whose sum begins here unless it adds, in the registers that it has been in.
 template <typename T, int TRANSPOSED>
 DEVICE void wgmma_or_begin(float (&sum)[8][4], const uint32_t (&a)[4], uint64_t b, bool adds) {
   if constexpr (std::is_same_v<T, BFloat16>)
@@ -116,7 +116,7 @@ DEVICE void wgmma(float (&sum)[N][4], uint64_t a, uint64_t b) {
     WGMMA_SHARED("f16", "1", SUMS_4);
   }
 }
-// The same, the sum beginning here.
+// wgmma whose sum begins here.
 template <typename T, int TRANSPOSED_A, int TRANSPOSED_B, int N>
 DEVICE void begin_wgmma(float (&sum)[N][4], uint64_t a, uint64_t b) {
   if constexpr (std::is_same_v<T, BFloat16>) {
@@ -230,7 +230,7 @@ DEVICE uint32_t zero_made_here() {
   return zero;
 }
 
-// The same number, of which the compiler does not know that it is the same in all lanes.
+// A number of which the compiler does not know that it is equal in all lanes.
 DEVICE int in_each_lane(int x, int lane) { return int(__byte_perm(x, x, 0x3210 + lane % 2 * 0x4444)); }
 
 // All bits of each half are its highest one.

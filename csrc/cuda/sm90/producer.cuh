@@ -30,7 +30,7 @@ struct Producer {
   const KeyRows<const T> key_rows, value_rows;
   const HeadRows<const T> rel_rows;
   const float* const rel_bias;
-  RingStage<S> place;
+  StagePlace<S> place;
 
   DEVICE Producer(const Call& call, const WarpgroupMemory<S>& memory, int b, int h, int first_row)
       : call(call),
@@ -56,7 +56,7 @@ struct Producer {
       bring_tiles(run, 0);
     }
     announce({TileInfo::ENDS});
-    const RingStage<S> last = place;
+    const StagePlace<S> last = place;
     publish();
     memory.stage(last.offset).full().wait(last.parity);  // no lane ends with copies or arrivals under way
   }
@@ -102,7 +102,8 @@ struct Producer {
         publish();
       }
       announce({hides | (segment.is_only ? TileInfo::ONE_SEGMENT : 0) | some_rows, segment.first, tile * S::BLOCK_N});
-      copy_keys(tile * S::BLOCK_N, visibility, hides & TileInfo::PAIR_BY_PAIR, !S::HAS_ONE_SEGMENT_WAY || !segment.is_only);
+      const bool asks_segment = !S::HAS_ONE_SEGMENT_WAY || !segment.is_only;
+      copy_keys(tile * S::BLOCK_N, visibility, hides & TileInfo::PAIR_BY_PAIR, asks_segment);
       copy_rel_key(stage().rel_key(), window + 2 * S::BLOCK_N);
       publish();
       before = tile;

@@ -10,13 +10,13 @@ namespace xlnet_kernels::cuda {
 constexpr int MERGE_THREADS = 128;
 static_assert(MOST_SPLITS <= WARP, "merge_kernel has a lane for each");
 
-// Of all (B, H, L) rows: a part's values of this kind.
+// A part's values of this kind for all (B, H, L) rows.
 DEVICE float* split_values(const Call& call, SplitValue kind, int split) {
   const int64_t all_rows = call.p.batch * call.p.heads * call.p.length;
   return call.workspace.split_rows + (int64_t(kind) * call.splits + split) * all_rows;
 }
 
-// Of a row, (B, H, L) counted through: a part's output, neither divided by its weights nor scaled.
+// A part's output for a row, (B, H, L) counted through: neither divided by its weights nor scaled.
 DEVICE float* split_out(const Call& call, int split, int64_t row) {
   const int64_t all_rows = call.p.batch * call.p.heads * call.p.length;
   return call.workspace.split_out + (split * all_rows + row) * call.p.head_dim;

@@ -10,36 +10,36 @@
 // reading r; but it would be off by a share of du, which may be far larger.
 #pragma once
 
-#include "backward_rows.cuh"
+#include "row_statistics.cuh"
 
 namespace xlnet_kernels::cuda {
 
-constexpr int FINISH_THREADS = FINISH_ROWS, FINISH_WARPS = FINISH_THREADS / WARP;
-static_assert(FINISH_ROWS == FINISH_WARPS * ROWS_AT_ONCE);
+constexpr int POSTPROCESS_THREADS = POSTPROCESS_ROWS, POSTPROCESS_WARPS = POSTPROCESS_THREADS / WARP;
+static_assert(POSTPROCESS_ROWS == POSTPROCESS_WARPS * ROWS_AT_ONCE);
 
-// Blocks with FINISH_ROWS of one head each: these, and then rows of rel_key.
-struct Finish {
+// Blocks with POSTPROCESS_ROWS of one head each: these, and then rows of rel_key.
+struct Postprocess {
   Backward a;
   int key_blocks, query_blocks;
 };
 
 // A warp goes through its rows in as many passes at a time as hide how long a load takes.
-constexpr int FINISH_PASSES = 4;
-using Columns = RowLanes<FOUR, FINISH_PASSES>;
+constexpr int POSTPROCESS_PASSES = 4;
+using Columns = RowLanes<FOUR, POSTPROCESS_PASSES>;
 
-DEVICE float* finish_scratch() { return reinterpret_cast<float*>(shared_memory()); }
-constexpr int MOST_COLUMNS = 128, FINISH_SCRATCH = 4 * FINISH_WARPS * QUERY_PARTS * MOST_COLUMNS;
+DEVICE float* postprocess_scratch() { return reinterpret_cast<float*>(shared_memory()); }
+constexpr int MOST_COLUMNS = 128, POSTPROCESS_SCRATCH = 4 * POSTPROCESS_WARPS * QUERY_PARTS * MOST_COLUMNS;
 
-// FINISH_ROWS of one head: heads one after the other, of each all batches.
+// POSTPROCESS_ROWS of one head: heads one after the other, of each all batches.
 struct HeadPart {
   int h, b, number, first;  // the number-th part of the head, and this warp's first row
 
   DEVICE HeadPart(int block, int batch, int64_t rows) {
-    const int parts = tiles_of(rows, FINISH_ROWS), head = block / parts;
+    const int parts = tiles_of(rows, POSTPROCESS_ROWS), head = block / parts;
     h = head / batch;
     b = head - h * batch;
     number = block - h * batch * parts;
-    first = (block - head * parts) * FINISH_ROWS + thread_index() / WARP * ROWS_AT_ONCE;
+    first = (block - head * parts) * POSTPROCESS_ROWS + thread_index() / WARP * ROWS_AT_ONCE;
   }
 };
 
@@ -65,7 +65,7 @@ DEVICE void add_weighted(float (&sum)[FOUR], float weight, const Four<T>& row) {
 // The block's sums of COUNT kinds over its rows, to as many rows of head_dim columns: lanes', then warps', in order.
 template <int COUNT>
 DEVICE void store_part(const Columns& lanes, int head_dim, float (&sums)[COUNT][FOUR], float* to) {
-  float* const scratch = finish_scratch();
+  float* const scratch = postprocess_scratch();
   const int values = COUNT * head_dim, warp = thread_index() / WARP;
   for (int step = 1 << lanes.bits; step < WARP; step *= 2)
 #pragma unroll
@@ -75,16 +75,16 @@ DEVICE void store_part(const Columns& lanes, int head_dim, float (&sums)[COUNT][
     for (int kind = 0; kind < COUNT; ++kind)
       store_four(scratch + warp * values + kind * head_dim + lanes.column, sums[kind]);
   sync_block();
-  for (int i = thread_index(); i < values; i += FINISH_THREADS) {
+  for (int i = thread_index(); i < values; i += POSTPROCESS_THREADS) {
     float sum = 0;
 #pragma unroll
-    for (int of = 0; of < FINISH_WARPS; ++of) sum += scratch[of * values + i];
+    for (int of = 0; of < POSTPROCESS_WARPS; ++of) sum += scratch[of * values + i];
     to[i] = sum;
   }
 }
 
 template <typename T>
-DEVICE void finish_keys(const Backward& a, const HeadPart& part) {
+DEVICE void postprocess_keys(const Backward& a, const HeadPart& part) {
   const RelAttention& p = a.call.p;
   const int head_dim = int(p.head_dim), keys = int(p.mem_len + p.key_len);
   const float* const weights = a.gradients.sums.key + (int64_t(part.b) * p.heads + part.h) * keys + part.first;
@@ -93,22 +93,22 @@ DEVICE void finish_keys(const Backward& a, const HeadPart& part) {
   const float own_weight = part.first + lanes.lane < keys ? weights[lanes.lane] : 0.f;
   float sums[1][FOUR] = {};
   lanes.for_each([&](int base) {
-    Four<T> key[FINISH_PASSES] = {};
+    Four<T> key[POSTPROCESS_PASSES] = {};
 #pragma unroll
-    for (int i = 0; i < FINISH_PASSES; ++i) {
+    for (int i = 0; i < POSTPROCESS_PASSES; ++i) {
       const int j = part.first + base + i * lanes.rows + lanes.row;
       if (j < keys && lanes.inside) key[i] = load_four(rows(j) + lanes.column);
     }
 #pragma unroll
-    for (int i = 0; i < FINISH_PASSES; ++i)
+    for (int i = 0; i < POSTPROCESS_PASSES; ++i)
       add_weighted<T>(sums[0], lanes.of_row(own_weight, base + i * lanes.rows), key[i]);
   });
-  const int64_t before = int64_t(part.h) * p.batch * tiles_of(keys, FINISH_ROWS) + part.number;
+  const int64_t before = int64_t(part.h) * p.batch * tiles_of(keys, POSTPROCESS_ROWS) + part.number;
   store_part(lanes, head_dim, sums, a.gradients.sums.key_parts + before * head_dim);
 }
 
 template <typename T>
-DEVICE void finish_query(const Backward& a, const HeadPart& part) {
+DEVICE void postprocess_query(const Backward& a, const HeadPart& part) {
   const RelAttention& p = a.call.p;
   const Gradients& grad = a.gradients;
   const int head_dim = int(p.head_dim), length = int(p.length);
@@ -139,12 +139,12 @@ DEVICE void finish_query(const Backward& a, const HeadPart& part) {
   }
   float sums[QUERY_PARTS][FOUR] = {};
   lanes.for_each([&](int base) {
-    Four<float> sum[FINISH_PASSES] = {};
-    Four<T> query[FINISH_PASSES] = {};
-    T* rows[FINISH_PASSES];
-    bool inside[FINISH_PASSES];
+    Four<float> sum[POSTPROCESS_PASSES] = {};
+    Four<T> query[POSTPROCESS_PASSES] = {};
+    T* rows[POSTPROCESS_PASSES];
+    bool inside[POSTPROCESS_PASSES];
 #pragma unroll
-    for (int i = 0; i < FINISH_PASSES; ++i) {
+    for (int i = 0; i < POSTPROCESS_PASSES; ++i) {
       const float* const from_sum = from.next();
       const T* const from_query = queries.next();
       rows[i] = to.next();
@@ -153,7 +153,7 @@ DEVICE void finish_query(const Backward& a, const HeadPart& part) {
       if (inside[i] && sums_segments) query[i] = load_four(from_query);
     }
 #pragma unroll
-    for (int i = 0; i < FINISH_PASSES; ++i) {
+    for (int i = 0; i < POSTPROCESS_PASSES; ++i) {
       const float different = lanes.of_row(own_different, base + i * lanes.rows);
       add_weighted<T>(sums[DIFFERENT_PART], different, query[i]);
       float x[FOUR];
@@ -175,14 +175,15 @@ DEVICE void finish_query(const Backward& a, const HeadPart& part) {
   if (grad.sums.query_parts == nullptr) return;
   const float different_sum = warp_sum(own_different), lse_sum = warp_sum(own_lse);
   if (lanes.lane == 0) sums[WEIGHT_PART][0] = different_sum, sums[WEIGHT_PART][1] = lse_sum;
-  const int64_t before = int64_t(part.h) * p.batch * tiles_of(length, FINISH_ROWS) + part.number;
+  const int64_t before = int64_t(part.h) * p.batch * tiles_of(length, POSTPROCESS_ROWS) + part.number;
   store_part(lanes, head_dim, sums, grad.sums.query_parts + before * QUERY_PARTS * head_dim);
 }
 
-// Of a head, of all batches unless they share rel_key. Batches that do may have sums of their own. With position_bias
+// The gradient of rel_key for a head, of all batches unless they share it. Batches that do may have sums of their own.
+// With position_bias
 // also the part of its gradient, where that is wanted.
 template <typename T>
-DEVICE void finish_rel_key(const Backward& a, const HeadPart& part) {
+DEVICE void postprocess_rel_key(const Backward& a, const HeadPart& part) {
   const RelAttention& p = a.call.p;
   const Gradients& grad = a.gradients;
   const int head_dim = int(p.head_dim), rel_len = int(p.rel_len);
@@ -203,13 +204,13 @@ DEVICE void finish_rel_key(const Backward& a, const HeadPart& part) {
   RowWalk<const float> from({grad.sums.rel_key + first_row(0) * head_dim, head_dim}, part.first, lanes);
   float sums[1][FOUR] = {};
   lanes.for_each([&](int base) {
-    Four<float> sum[FINISH_PASSES] = {};
-    Four<T> rel[FINISH_PASSES] = {};
-    const float* of[FINISH_PASSES];
-    T* rows[FINISH_PASSES];
-    bool inside[FINISH_PASSES];
+    Four<float> sum[POSTPROCESS_PASSES] = {};
+    Four<T> rel[POSTPROCESS_PASSES] = {};
+    const float* of[POSTPROCESS_PASSES];
+    T* rows[POSTPROCESS_PASSES];
+    bool inside[POSTPROCESS_PASSES];
 #pragma unroll
-    for (int i = 0; i < FINISH_PASSES; ++i) {
+    for (int i = 0; i < POSTPROCESS_PASSES; ++i) {
       of[i] = from.next();
       rows[i] = to.next();
       const T* const from_rel = rel_rows.next();
@@ -218,7 +219,7 @@ DEVICE void finish_rel_key(const Backward& a, const HeadPart& part) {
       if (inside[i] && sums_rows) rel[i] = load_four(from_rel);
     }
 #pragma unroll
-    for (int i = 0; i < FINISH_PASSES; ++i) {
+    for (int i = 0; i < POSTPROCESS_PASSES; ++i) {
       const float of_bias = lanes.of_row(own_sum, base + i * lanes.rows);
       add_weighted<T>(sums[0], of_bias, rel[i]);
       float x[FOUR];
@@ -236,20 +237,20 @@ DEVICE void finish_rel_key(const Backward& a, const HeadPart& part) {
     }
   });
   if (!sums_rows) return;
-  const int64_t before = int64_t(part.h) * (a.call.shared_rel_key ? 1 : p.batch) * tiles_of(rel_len, FINISH_ROWS);
+  const int64_t before = int64_t(part.h) * (a.call.shared_rel_key ? 1 : p.batch) * tiles_of(rel_len, POSTPROCESS_ROWS);
   store_part(lanes, head_dim, sums, grad.sums.rel_parts + (before + part.number) * head_dim);
 }
 
 // Adds up the parts of a head, which lie one after the other; all threads of the block.
 template <typename T>
-DEVICE void finish_head(const Backward& a, int h) {
+DEVICE void postprocess_head(const Backward& a, int h) {
   const RelAttention& p = a.call.p;
   const Gradients& grad = a.gradients;
   const int head_dim = int(p.head_dim), batch = int(p.batch), rel_batch = a.call.shared_rel_key ? 1 : batch;
   constexpr int KEY_PART = QUERY_PARTS, REL_PART = KEY_PART + 1, KINDS = REL_PART + 1;
-  constexpr int GROUPS = FINISH_THREADS / MOST_COLUMNS;
+  constexpr int GROUPS = POSTPROCESS_THREADS / MOST_COLUMNS;
   const int column = thread_index() % MOST_COLUMNS, group = thread_index() / MOST_COLUMNS;
-  float* const scratch = finish_scratch();
+  float* const scratch = postprocess_scratch();
   sync_block();  // no one reads what was there before any more
   const auto add_parts = [&](const float* from, int parts, int kinds, int kind, int to) {
     float sum = 0;
@@ -261,9 +262,9 @@ DEVICE void finish_head(const Backward& a, int h) {
     scratch[(group * KINDS + to) * MOST_COLUMNS + column] = sum;
   };
   for (int kind = 0; kind < QUERY_PARTS; ++kind)
-    add_parts(grad.sums.query_parts, batch * tiles_of(p.length, FINISH_ROWS), QUERY_PARTS, kind, kind);
-  add_parts(grad.sums.key_parts, batch * tiles_of(p.mem_len + p.key_len, FINISH_ROWS), 1, 0, KEY_PART);
-  add_parts(grad.sums.rel_parts, rel_batch * tiles_of(p.rel_len, FINISH_ROWS), 1, 0, REL_PART);
+    add_parts(grad.sums.query_parts, batch * tiles_of(p.length, POSTPROCESS_ROWS), QUERY_PARTS, kind, kind);
+  add_parts(grad.sums.key_parts, batch * tiles_of(p.mem_len + p.key_len, POSTPROCESS_ROWS), 1, 0, KEY_PART);
+  add_parts(grad.sums.rel_parts, rel_batch * tiles_of(p.rel_len, POSTPROCESS_ROWS), 1, 0, REL_PART);
   sync_block();
   if (group > 0 || column >= int(grad.width)) return;
   const auto sum_of = [&](int kind, int column) {
@@ -297,7 +298,7 @@ DEVICE bool is_last(const Backward& a, int h, int blocks) {
 }
 
 template <typename T>
-KERNEL THREADS_PER_BLOCK(FINISH_THREADS, 1) finish_kernel(Finish of) {
+KERNEL THREADS_PER_BLOCK(POSTPROCESS_THREADS, 1) postprocess_kernel(Postprocess of) {
   const Backward& a = of.a;
   const RelAttention& p = a.call.p;
   const int batch = int(p.batch), block = block_index().x;
@@ -306,27 +307,29 @@ KERNEL THREADS_PER_BLOCK(FINISH_THREADS, 1) finish_kernel(Finish of) {
                         : of_rel < 0 ? HeadPart(of_query, batch, p.length)
                                      : HeadPart(of_rel, a.call.shared_rel_key ? 1 : batch, p.rel_len);
   if (of_query < 0)
-    finish_keys<T>(a, part);
+    postprocess_keys<T>(a, part);
   else if (of_rel < 0)
-    finish_query<T>(a, part);
+    postprocess_query<T>(a, part);
   else
-    finish_rel_key<T>(a, part);
-  if (a.gradients.sums.finished && is_last(a, part.h, grid_size().x / int(p.heads))) finish_head<T>(a, part.h);
+    postprocess_rel_key<T>(a, part);
+  if (a.gradients.sums.finished && is_last(a, part.h, grid_size().x / int(p.heads))) postprocess_head<T>(a, part.h);
 }
 
 template <typename T>
-const char* finish(const Backward& a, Stream stream) {
+const char* postprocess(const Backward& a, Stream stream) {
   const RelAttention& p = a.call.p;
   const Gradients& grad = a.gradients;
-  const auto blocks = [](int64_t heads, int64_t rows) { return int(heads * ((rows + FINISH_ROWS - 1) / FINISH_ROWS)); };
+  const auto blocks = [](int64_t heads, int64_t rows) {
+    return int(heads * ((rows + POSTPROCESS_ROWS - 1) / POSTPROCESS_ROWS));
+  };
   const int64_t all_heads = p.batch * p.heads, rel_heads = a.call.shared_rel_key ? p.heads : all_heads;
-  Finish of{a, 0, 0};
+  Postprocess of{a, 0, 0};
   if (grad.sums.key_parts) of.key_blocks = blocks(all_heads, p.mem_len + p.key_len);
   if (grad.query.data || grad.sums.query_parts) of.query_blocks = blocks(all_heads, p.length);
   const int rel_blocks = grad.rel_key.data || grad.sums.rel_parts ? blocks(rel_heads, p.rel_len) : 0;
   const int grid = of.key_blocks + of.query_blocks + rel_blocks;
   if (grid == 0) return nullptr;
-  return launch(finish_kernel<T>, {grid, 1, 1}, FINISH_THREADS, FINISH_SCRATCH, stream, of);
+  return launch(postprocess_kernel<T>, {grid, 1, 1}, POSTPROCESS_THREADS, POSTPROCESS_SCRATCH, stream, of);
 }
 
 }  // namespace xlnet_kernels::cuda

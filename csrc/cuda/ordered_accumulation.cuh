@@ -22,18 +22,20 @@ struct KeyItem {
 };
 
 // A block's place among those of its head.
-struct Turns {
-  int32_t* const& turns;  // null: blocks add in any order
-  int head, own;          // the first of this head's blocks among all, and this one among them
-  int first = 0;          // all before it have ended
+struct OrderedAccumulation {
+  int32_t* const& progress;  // null: blocks add in any order
+  int head, own;             // the first of this head's blocks among all, and this one among them
+  int first = 0;             // all before it have ended
 
-  DEVICE Turns(const Backward& a, const KeyItem& item, int key_tiles)
-      : turns(a.gradients.sums.turns), head((item.b * int(a.call.p.heads) + item.h) * key_tiles), own(item.tile) {}
+  DEVICE OrderedAccumulation(const Backward& a, const KeyItem& item, int key_tiles)
+      : progress(a.gradients.sums.progress),
+        head((item.b * int(a.call.p.heads) + item.h) * key_tiles),
+        own(item.tile) {}
 
-  DEVICE bool is_ordered() const { return turns != nullptr; }
+  DEVICE bool is_ordered() const { return progress != nullptr; }
   // Where the tiles of rows begin that a block of this head may still add to; its address is made anew each time, since
   // registers are scarce.
-  DEVICE int32_t* begin(int block) const { return turns + int(kept_in_register(1 + head + block)); }
+  DEVICE int32_t* begin(int block) const { return progress + int(kept_in_register(1 + head + block)); }
 
   // One thread, which knows that its block has added all that it adds to earlier tiles of rows
   DEVICE void pass(int32_t row_tile) const { store_release(begin(own), row_tile); }
@@ -64,7 +66,7 @@ struct Turns {
 // What this block works on; none if b is no batch. Block, before it has anything in shared memory.
 DEVICE KeyItem key_item(const Backward& a, int key_tiles) {
   const RelAttention& p = a.call.p;
-  int32_t* const begun = a.gradients.sums.turns;
+  int32_t* const begun = a.gradients.sums.progress;
   if (begun == nullptr) {
     int tile = block_index().x, b = block_index().z;
     for (; tile >= key_tiles; tile -= key_tiles) b += grid_size().z;  // a batch beyond the grid
@@ -80,7 +82,7 @@ DEVICE KeyItem key_item(const Backward& a, int key_tiles) {
 
 inline Index backward_grid(const Backward& a, int64_t key_tiles) {
   const RelAttention& p = a.call.p;
-  return a.gradients.sums.turns ? Index{int(key_tiles * p.batch * p.heads), 1, 1} : grid_of(key_tiles, p);
+  return a.gradients.sums.progress ? Index{int(key_tiles * p.batch * p.heads), 1, 1} : grid_of(key_tiles, p);
 }
 
 }  // namespace xlnet_kernels::cuda

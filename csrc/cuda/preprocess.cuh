@@ -2,17 +2,17 @@
 // backward also unread rows of rel_key, its row statistics and the zeros that its sums begin with.
 #pragma once
 
-#include "backward_rows.cuh"
 #include "bias.cuh"
+#include "row_statistics.cuh"
 #include "scheduler.cuh"
 #include "unread.cuh"
 
 namespace xlnet_kernels::cuda {
 
-constexpr int PREPARE_THREADS = 128, ZERO_CHUNKS = 16 * WARP;  // chunks of 16 bytes: a warp's
+constexpr int PREPROCESS_THREADS = 128, ZERO_CHUNKS = 16 * WARP;  // chunks of 16 bytes: a warp's
 
 // One item for each warp, section after section. Items of rows are ROWS_AT_ONCE of one head.
-struct Prepare {
+struct Preprocess {
   Backward a;
   int key_tiles, row_tiles, unread_items, key_items, rel_items, row_items, zero_items;
 };
@@ -78,23 +78,23 @@ DEVICE void mark_unread_rel_rows(const Call& call, int head, int first, float* r
 }
 
 template <typename T>
-KERNEL THREADS_PER_BLOCK(PREPARE_THREADS, 1) prepare_kernel(Prepare prepare) {
-  const Call& call = prepare.a.call;
+KERNEL THREADS_PER_BLOCK(PREPROCESS_THREADS, 1) preprocess_kernel(Preprocess preprocess) {
+  const Call& call = preprocess.a.call;
   const RelAttention& p = call.p;
   const Workspace& w = call.workspace;
   const int lane = thread_index() % WARP, head_dim = int(p.head_dim), heads = int(p.heads);
-  int item = block_index().x * (PREPARE_THREADS / WARP) + thread_index() / WARP;
-  if (item < prepare.key_tiles) {
+  int item = block_index().x * (PREPROCESS_THREADS / WARP) + thread_index() / WARP;
+  if (item < preprocess.key_tiles) {
     if (w.key_bounds) bound_keys(call, item, lane);
     if (w.key_segments) find_segment(call, item, lane);
     return;
   }
-  item -= prepare.key_tiles;
-  if (item < prepare.row_tiles) return bound_rows(call, item, lane);
-  item -= prepare.row_tiles;
-  if (item < prepare.unread_items) return mark_unread_keys(call, item, lane);
-  item -= prepare.unread_items;
-  if (item < prepare.key_items) {
+  item -= preprocess.key_tiles;
+  if (item < preprocess.row_tiles) return bound_rows(call, item, lane);
+  item -= preprocess.row_tiles;
+  if (item < preprocess.unread_items) return mark_unread_keys(call, item, lane);
+  item -= preprocess.unread_items;
+  if (item < preprocess.key_items) {
     const int keys = int(p.mem_len + p.key_len);
     const auto [head, first] = head_item(item, keys);
     const int b = head / heads, h = head % heads;
@@ -103,8 +103,8 @@ KERNEL THREADS_PER_BLOCK(PREPARE_THREADS, 1) prepare_kernel(Prepare prepare) {
                   w.key_bias + int64_t(head) * keys + first);
     return;
   }
-  item -= prepare.key_items;
-  if (item < prepare.rel_items) {
+  item -= preprocess.key_items;
+  if (item < preprocess.rel_items) {
     const auto [head, first] = head_item(item, int(p.rel_len));
     const int b = head / heads, h = head % heads;
     const T* const bias = static_cast<const T*>(p.position_bias);
@@ -114,14 +114,14 @@ KERNEL THREADS_PER_BLOCK(PREPARE_THREADS, 1) prepare_kernel(Prepare prepare) {
     if (w.unread_rel_rows) mark_unread_rel_rows<T>(call, head, first, rel_bias, lane);
     return;
   }
-  item -= prepare.rel_items;
-  if (item < prepare.row_items) {
+  item -= preprocess.rel_items;
+  if (item < preprocess.row_items) {
     const auto [head, first] = head_item(item, int(p.length));
-    return row_statistics<T>(prepare.a, head, first);
+    return row_statistics<T>(preprocess.a, head, first);
   }
-  item -= prepare.row_items;
-  if (item >= prepare.zero_items) return;
-  const Sums& sums = prepare.a.gradients.sums;
+  item -= preprocess.row_items;
+  if (item >= preprocess.zero_items) return;
+  const Sums& sums = preprocess.a.gradients.sums;
   const int64_t first = int64_t(item) * ZERO_CHUNKS + lane;
   Bytes16* const zeros = reinterpret_cast<Bytes16*>(sums.zeros) + first;
   const int chunks = sums.zero_chunks - first < ZERO_CHUNKS ? int(sums.zero_chunks - first) : ZERO_CHUNKS;
@@ -131,31 +131,31 @@ KERNEL THREADS_PER_BLOCK(PREPARE_THREADS, 1) prepare_kernel(Prepare prepare) {
 }
 
 template <typename T>
-const char* prepare(const Backward& a, Stream stream) {
+const char* preprocess(const Backward& a, Stream stream) {
   const RelAttention& p = a.call.p;
   const int64_t keys = p.mem_len + p.key_len;
   const int heads = int(p.heads), all_heads = int(p.batch) * heads;
   const auto parts = [](int64_t count, int64_t size) { return int((count + size - 1) / size); };
-  Prepare prepare{a, 0, 0, 0, 0, 0, 0, 0};
-  if (p.rank_mask.query_rank || p.segments.key_ids) prepare.key_tiles = int(p.batch) * parts(keys, BOUNDS_TILE);
-  if (p.rank_mask.query_rank) prepare.row_tiles = int(p.batch) * parts(p.length, BOUNDS_TILE);
+  Preprocess preprocess{a, 0, 0, 0, 0, 0, 0, 0};
+  if (p.rank_mask.query_rank || p.segments.key_ids) preprocess.key_tiles = int(p.batch) * parts(keys, BOUNDS_TILE);
+  if (p.rank_mask.query_rank) preprocess.row_tiles = int(p.batch) * parts(p.length, BOUNDS_TILE);
   if (a.call.workspace.unread_keys)
-    prepare.unread_items = int(p.batch) * a.call.mask_heads * a.call.key_words;
-  if (a.call.workspace.key_bias) prepare.key_items = all_heads * parts(keys, ROWS_AT_ONCE);
-  prepare.rel_items = (a.call.shared_rel_key ? heads : all_heads) * parts(p.rel_len, ROWS_AT_ONCE);
-  if (a.gradients.row_values) prepare.row_items = all_heads * parts(p.length, ROWS_AT_ONCE);
-  prepare.zero_items = parts(a.gradients.sums.zero_chunks, ZERO_CHUNKS);
-  const int warps = prepare.key_tiles + prepare.row_tiles + prepare.unread_items + prepare.key_items +
-                    prepare.rel_items + prepare.row_items + prepare.zero_items;
+    preprocess.unread_items = int(p.batch) * a.call.mask_heads * a.call.key_words;
+  if (a.call.workspace.key_bias) preprocess.key_items = all_heads * parts(keys, ROWS_AT_ONCE);
+  preprocess.rel_items = (a.call.shared_rel_key ? heads : all_heads) * parts(p.rel_len, ROWS_AT_ONCE);
+  if (a.gradients.row_values) preprocess.row_items = all_heads * parts(p.length, ROWS_AT_ONCE);
+  preprocess.zero_items = parts(a.gradients.sums.zero_chunks, ZERO_CHUNKS);
+  const int warps = preprocess.key_tiles + preprocess.row_tiles + preprocess.unread_items + preprocess.key_items +
+                    preprocess.rel_items + preprocess.row_items + preprocess.zero_items;
   if (warps == 0) return nullptr;
-  const Index grid{parts(warps, PREPARE_THREADS / WARP), 1, 1};
-  return launch(prepare_kernel<T>, grid, PREPARE_THREADS, 0, stream, prepare);
+  const Index grid{parts(warps, PREPROCESS_THREADS / WARP), 1, 1};
+  return launch(preprocess_kernel<T>, grid, PREPROCESS_THREADS, 0, stream, preprocess);
 }
 
 // Before forward.
 template <typename T>
-const char* prepare(const Call& call, Stream stream) {
-  return prepare<T>(Backward{call, {}}, stream);
+const char* preprocess(const Call& call, Stream stream) {
+  return preprocess<T>(Backward{call, {}}, stream);
 }
 
 }  // namespace xlnet_kernels::cuda

@@ -1,4 +1,4 @@
-// Of a tile of rows in backward: what softmax asks of a lane's two, and which keys they see.
+// A lane's two rows of a tile in backward: their statistics for softmax, and which keys they see.
 #pragma once
 
 #include "../backward_block.cuh"
@@ -35,7 +35,7 @@ struct TileRows {
   }
 };
 
-// Of the keys of a consumer: the first one's segment, and whether others are of another one.
+// Segments of a consumer's keys: the first one's, and whether others are of another one.
 struct KeySegments {
   int32_t first;
   bool are_several;

@@ -21,7 +21,7 @@ constexpr int POWER_OF_TWO = 2 * POWER_OF_TWO<(N + 1) / 2>;
 template <>
 constexpr int POWER_OF_TWO<1> = 1;
 
-// Of a kernel for elements of SIZE bytes and this head_dim
+// Tiles of a forward kernel for elements of SIZE bytes and this head_dim
 template <int SIZE, int HEAD_DIM_>
 struct ForwardSizes {
   static constexpr int HEAD_DIM = HEAD_DIM_, ROW_BYTES = SIZE * HEAD_DIM;
@@ -92,7 +92,7 @@ void add_kernel_sizes(std::vector<KernelSizes>& to, const char* dtype, std::inte
   (add("backward", BackwardSizes<SIZE, HEAD_DIM>()), ...);
 }
 
-// Of every kernel; dtypes by torch's names
+// Every kernel's sizes; dtypes by torch's names
 inline std::vector<KernelSizes> kernel_sizes() {
   std::vector<KernelSizes> found;
   add_kernel_sizes<2>(found, "float16", HeadDims());

@@ -1,7 +1,7 @@
 // The warpgroup kernels' tiles, threads, registers and shared memory. No CUDA and no torch here.
 #pragma once
 
-#include "../shapes.h"
+#include "../tile_sizes.h"
 
 namespace xlnet_kernels::cuda {
 
@@ -12,18 +12,18 @@ template <int HEAD_DIM_>
 struct WarpgroupSizes {
   static constexpr int HEAD_DIM = HEAD_DIM_;
   static constexpr int CONSUMERS = 2, BLOCK_M = 64 * CONSUMERS, BLOCK_N = 64, THREADS = 128 * (1 + CONSUMERS);
-  // Of a thread: when the block starts, the same for all, as many as a multiprocessor has; then no more than those in
-  // all, or the consumers would wait for ever.
+  // Registers of a thread: when the block starts, equal for all, as many as a multiprocessor has; then no more than
+  // those in all, or the consumers would wait for ever.
   static constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
   static constexpr int PRODUCER_REGISTERS = HEAD_DIM > 64 ? 56 : 72, CONSUMER_REGISTERS = HEAD_DIM > 64 ? 224 : 216;
   static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * START_REGISTERS);
   static constexpr int STAGES = 4;  // of keys, values and as many rows of rel_key
   // Rows with a bias each behind them, and where a stage begins: the swizzle's pattern goes on every 1024 bytes.
   static constexpr int MATRIX = BLOCK_N * HEAD_DIM * 2, BIASED_ROWS = MATRIX + 1024, LABELS = 1024;
-  static constexpr int STAGE = LABELS + 2 * BIASED_ROWS + MATRIX, RING = STAGES * STAGE;
+  static constexpr int STAGE = LABELS + 2 * BIASED_ROWS + MATRIX, ALL_STAGES = STAGES * STAGE;
   static constexpr int INFO = 16, BARRIERS = 2 * 8;
   static_assert(INFO + BARRIERS + BLOCK_N * (4 + 4 + 2) <= LABELS);
-  static constexpr int SHARED = RING + INFO + BARRIERS;  // barriers without a stage come after the last one's
+  static constexpr int SHARED = ALL_STAGES + INFO + BARRIERS;  // barriers without a stage come after the last one's
 };
 
 // Backward: a block has 64 keys of each of two consumer warpgroups, and goes to tiles of 64 rows.
@@ -36,8 +36,8 @@ struct WarpgroupBackwardSizes {
   static constexpr int CONSUMER_REGISTERS = POSITIONS_ && HEAD_DIM <= 64 ? 224 : 232;
   static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * START_REGISTERS);
   static constexpr int STAGES = HEAD_DIM > 64 ? 1 : 2;  // of rows
-  // Of rel_key, 64 rows each: three for one tile of rows, and the next one's first; all of the next one's where windows
-  // share no slot, if there is room.
+  // Slots of 64 rows of rel_key: three for one tile of rows, and the next one's first; all of the next one's where
+  // windows share no slot, if there is room.
   static constexpr int SLOTS = POSITIONS_ && HEAD_DIM <= 64 ? 8 : 4;
   static constexpr int MATRIX = 64 * HEAD_DIM * 2, MATRICES = 2 * CONSUMERS + 2 * STAGES + SLOTS;
   static constexpr int SCORES = BLOCK_M * BLOCK_N * 2, BAND = 2 * SCORES;

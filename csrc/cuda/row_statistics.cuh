@@ -27,7 +27,7 @@ DEVICE void unround(float (&x)[CHUNK<T>], const float (&residual)[CHUNK<T>]) {
   for (int d = 0; d < CHUNK<T>; ++d) x[d] += residual[d];
 }
 
-// Of ROWS_AT_ONCE rows of one head from `first` on.
+// Statistics of ROWS_AT_ONCE rows of one head from `first` on.
 template <typename T>
 DEVICE void row_statistics(const Backward& a, int head, int first) {
   const RelAttention& p = a.call.p;

@@ -6,6 +6,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 INSTRUCTION_SETS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "generic", "emulated_bf16")
 # What each variable takes. csrc/cpu/dispatch.cpp reads XLNET_KERNELS_CPU, build_backend XLNET_KERNELS_SKIP_EXT.
@@ -34,8 +35,14 @@ def leave_aside(name: str, value: str, instead: str = "it is left aside") -> Non
     warnings.warn(f"{name} must be {TAKES[name]}, got {value!r}: {instead}", RuntimeWarning, stacklevel=3)
 
 
-def warn_of_unknown_names() -> None:
-    """Warn of variables that are spelled like this package's and are none of them."""
+def warn_of_names_and_instruction_set(extension: Any) -> None:
+    """Warn of variables that are spelled like this package's and are none, and where `extension` has not got a set.
+
+    extension: the compiled module, or None.
+    """
+    if extension is not None and extension.cpu_instruction_set is None:
+        name = "XLNET_KERNELS_CPU"
+        leave_aside(name, os.environ.get(name, ""), 'backend "torch" serves instead of "cpu"')
     for name in sorted(os.environ):
         if name.startswith("XLNET_KERNELS_") and name not in (*TAKES, *OF_TESTS):
             text = f"{name} is no variable of xlnet_kernels and is left aside; there are {', '.join(TAKES)}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import sys
 import warnings
@@ -21,7 +20,7 @@ from types import ModuleType
 
 import torch  # first: the extension links to torch's libraries
 
-from ._environment import leave_aside, warn_of_unknown_names
+from ._environment import warn_of_names_and_instruction_set
 from ._library_file import fault
 from ._sources import digest
 from ._version import __version__
@@ -135,7 +134,4 @@ module, reason = None, None
 module, reason = load()
 if reason is not None and not reason.startswith("built without"):
     warnings.warn(f"xlnet_kernels runs without its C++ and CUDA kernels: {reason}", RuntimeWarning, stacklevel=2)
-if module is not None and module.cpu_instruction_set is None:
-    name = "XLNET_KERNELS_CPU"
-    leave_aside(name, os.environ.get(name, ""), 'backend "torch" serves instead of "cpu"')
-warn_of_unknown_names()
+warn_of_names_and_instruction_set(module)

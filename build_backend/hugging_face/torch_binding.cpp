@@ -9,6 +9,7 @@
 
 #include "autograd.h"
 #include "call.h"
+#include "cpu/kernels.h"
 #include "cuda/kernels.h"
 
 #ifdef CUDA_KERNEL  // kernel-builder's
@@ -16,6 +17,12 @@
 #endif
 
 namespace {
+
+// "" where XLNET_KERNELS_CPU asks for one that this processor has not got
+std::string cpu_instruction_set() {
+  const char* name = xlnet_kernels::cpu::choose_kernels().name;
+  return name == nullptr ? "" : name;
+}
 
 // A line for each kernel, its fields in the order of KernelSizes
 std::string cuda_kernels() {
@@ -46,6 +53,7 @@ int64_t cuda_shared_memory([[maybe_unused]] int64_t device) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(TORCH_EXTENSION_NAME, library) {
+  library.def("cpu_instruction_set() -> str", cpu_instruction_set);
   library.def("cuda_kernels() -> str", cuda_kernels);
   library.def("cuda_version() -> int", cuda_version);
   library.def("cuda_shared_memory(int device) -> int", cuda_shared_memory);

@@ -36,7 +36,7 @@ NAME = "xlnet_kernels"
 VERSION = 0  # by their convention: not yet stable
 # What needs more than torch and the standard library, or is of the package alone
 LEFT_OUT = ("model", "pretraining", "integrations", "info.py", "tensor_parallel.py", "_parallel_styles.py", "_ops.py")
-LEFT_OUT += ("__main__.py", "_sources.py", "py.typed", "_build_info.json")
+LEFT_OUT += ("__main__.py", "_library_file.py", "_sources.py", "py.typed", "_build_info.json")
 NAMESPACE = "#define XLNET_KERNELS_NAMESPACE "
 CXX_FLAGS = ("-O3", "-fopenmp", "-Wno-psabi")
 # kernel-builder's GCC knows the instructions, elsewhere than on x86-64 x86.cpp is empty; --build asks the compiler

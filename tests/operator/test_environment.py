@@ -66,12 +66,12 @@ def test_names_that_are_none_are_said(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _environment.warn_of_unknown_names()
+        _environment.warn_of_names_and_instruction_set(None)
         monkeypatch.setenv("XLNET_KERNELS_SKIP_EXT", "1")
-        _environment.warn_of_unknown_names()
+        _environment.warn_of_names_and_instruction_set(None)
     monkeypatch.setenv("XLNET_KERNELS_SELFCHECK", "0")
     with pytest.warns(RuntimeWarning, match="^XLNET_KERNELS_SELFCHECK is no variable of xlnet_kernels .*SELF_CHECK"):
-        _environment.warn_of_unknown_names()
+        _environment.warn_of_names_and_instruction_set(None)
 
 
 def test_every_variable_is_in_the_table_and_read_in_one_place():

@@ -74,6 +74,19 @@ def test_namespace_is_that_of_the_build(repository):
         assert not re.search(r"torch\.ops\.xlnet_kernels|\"xlnet_kernels::", path.read_text()), path
 
 
+def test_the_extension_has_what_the_package_asks_of_it(repository):
+    """But for what is asked by getattr, which may be absent."""
+    package = repository / "torch-ext" / "xlnet_kernels"
+    users = [path for path in package.rglob("*.py") if re.search(r"import .*_extension", path.read_text())]
+    names = {name for path in users for name in re.findall(r"\bmodule\.(\w+)", path.read_text())}
+    names |= set(re.findall(r"\bextension\.(\w+)", (package / "_environment.py").read_text()))
+    text = (package / "_extension.py").read_text()
+    assert {"cpu_instruction_set", "cuda_version"} <= names <= set(re.findall(r"^    (\w+)=", text, re.MULTILINE))
+    binding = (repository / "torch-ext" / "torch_binding.cpp").read_text()
+    asked, offered = re.findall(r"\bops\.(\w+)", text), re.findall(r'library\.def\("(\w+)', binding)
+    assert set(asked) == set(offered)
+
+
 def test_layers_are_pure():
     """kernels refuses layers with a constructor or other members."""
     tree = ast.parse((WRITE.parent / "python" / "layers.py").read_text())

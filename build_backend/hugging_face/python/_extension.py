@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from ._environment import warn_of_names_and_instruction_set
 from ._ops import ops
 
 _SIZES = ("head_dim", "block_m", "block_n", "threads", "shared_bytes")
@@ -19,6 +20,7 @@ def _cuda_kernels() -> list[dict]:
 
 _version = ops.cuda_version()
 module = SimpleNamespace(
+    cpu_instruction_set=ops.cpu_instruction_set() or None,
     cuda_version=f"{_version // 1000}.{_version % 1000 // 10}" if _version else None,
     cuda_architectures="8.0;9.0;10.0",  # of build.toml
     cuda_kernels=_cuda_kernels,
@@ -26,6 +28,7 @@ module = SimpleNamespace(
     register_autograd=ops.register_autograd,
 )
 reason = None
+warn_of_names_and_instruction_set(module)
 
 
 def build_record() -> dict:

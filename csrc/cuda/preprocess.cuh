@@ -66,12 +66,11 @@ DEVICE void mark_unread_keys(const Call& call, int word, int lane) {
 }
 
 // Their v.r are zeros, too.
-template <typename T>
-DEVICE void mark_unread_rel_rows(const Call& call, int head, int first, float* rel_bias, int lane) {
-  static_assert(ROWS_AT_ONCE == 32);
+DEVICE void mark_unread_rel_rows(const Call& call, uint32_t not_finite, int head, int first, float* rel_bias,
+                                 int lane) {
   const RelAttention& p = call.p;
   const int heads = int(p.heads), b = head / heads, end = call.shared_rel_key ? int(p.batch) : b + 1;
-  const uint32_t unread = find_unread_rel_rows<T>(p, b, end, head % heads, first, lane);
+  const uint32_t unread = unread_among(not_finite, p, b, end, head % heads, first, lane);
   if (lane == 0) call.workspace.unread_rel_rows[int64_t(head) * tiles_of(p.rel_len, 32) + first / 32] = unread;
   sync_warp();  // other lanes have stored the bias
   if (unread >> lane & 1) rel_bias[lane] = 0;
@@ -107,11 +106,15 @@ KERNEL THREADS_PER_BLOCK(PREPROCESS_THREADS, 1) preprocess_kernel(Preprocess pre
   if (item < preprocess.rel_items) {
     const auto [head, first] = head_item(item, int(p.rel_len));
     const int b = head / heads, h = head % heads;
-    const T* const bias = static_cast<const T*>(p.position_bias);
-    float* const rel_bias = w.rel_bias + head * call.rel_bias_rows + first;
-    bias_products(bias ? bias + h * head_dim : nullptr, rows_of<const T>(p.rel_key.rows, b, h), first, int(p.rel_len),
-                  head_dim, rel_bias);
-    if (w.unread_rel_rows) mark_unread_rel_rows<T>(call, head, first, rel_bias, lane);
+    const T* const bias = p.position_bias ? static_cast<const T*>(p.position_bias) + h * head_dim : nullptr;
+    const auto rows = rows_of<const T>(p.rel_key.rows, b, h);
+    float* const to = w.rel_bias + head * call.rel_bias_rows + first;
+    if (w.unread_rel_rows) {
+      const uint32_t not_finite = bias_products<true>(bias, rows, first, int(p.rel_len), head_dim, to);
+      mark_unread_rel_rows(call, not_finite, head, first, to, lane);
+    } else {
+      bias_products(bias, rows, first, int(p.rel_len), head_dim, to);
+    }
     return;
   }
   item -= preprocess.rel_items;

@@ -90,14 +90,30 @@ DEVICE bool is_unmasked_somewhere(const RelAttention& p, int b, int h, int j) {
   return found;
 }
 
+// Warp: the row of the highest rank, which sees most keys.
+DEVICE QueryRow load_row_of_highest_rank(const RelAttention& p, int b, int lane) {
+  int32_t highest = LOWEST;
+  int own = 0;
+#pragma unroll 4
+  for (int i = lane; i < p.length; i += WARP) {
+    const int32_t rank = p.rank_mask.query_rank[b * p.length + row_index(p, b, i)];
+    if (rank > highest) highest = rank, own = i;
+  }
+  return load_query_row(p, b, shuffle(own, first_bit(ballot(highest == warp_max(highest)))));
+}
+
 // Warp: bit k says that key first + k is there and that no row sees it. Later rows are asked first, because a causal
 // mask shows most keys to them.
 DEVICE uint32_t find_unread_keys(const RelAttention& p, int b, int h, int first, int lane) {
   constexpr int EACH = 8, ROWS = EACH * WARP;
   const int j = first + lane, keys = int(p.mem_len + p.key_len);
   const int32_t rank = p.rank_mask.key_rank && j < keys ? p.rank_mask.key_rank[int64_t(b) * keys + j] : LOWEST;
-  const uint32_t may_be_read = ballot(is_unmasked_somewhere(p, b, h, j));
-  uint32_t unread = ballot(j < keys);
+  uint32_t may_be_read = ballot(is_unmasked_somewhere(p, b, h, j)), unread = ballot(j < keys);
+  if (p.rank_mask.query_rank) {
+    const QueryRow row = load_row_of_highest_rank(p, b, lane);
+    unread &= ~ballot(j < keys && sees_key(p, row, b, h, j));
+    may_be_read &= ballot(p.rank_mask.sees_self || rank < row.rank);
+  }
   for (int begin = (int(p.length) - 1) / ROWS * ROWS; begin >= 0 && (unread & may_be_read); begin -= ROWS) {
     RowSummary own;
 #pragma unroll
@@ -125,24 +141,10 @@ DEVICE bool is_rel_row_read(const RelAttention& p, int b, int end, int h, int re
   return false;
 }
 
-// Warp: bit k says that row first + k of rel_key is not finite and that no visible pair of batches b .. end - 1 reads
-// it.
-template <typename T>
-DEVICE uint32_t find_unread_rel_rows(const RelAttention& p, int b, int end, int h, int first, int lane) {
-  const HeadRows<const T> rows = rows_of<const T>(p.rel_key.rows, b, h);
-  const int column = lane * CHUNK<T>;
-  uint32_t unread = 0;
-#pragma unroll 8
-  for (int k = 0; k < 32; ++k) {
-    bool is_finite = true;
-    if (first + k < p.rel_len && column < p.head_dim) {
-      float x[CHUNK<T>];
-      load_chunk(rows(first + k) + column, x);
-#pragma unroll
-      for (int d = 0; d < CHUNK<T>; ++d) is_finite &= fabsf(x[d]) < INFINITY;
-    }
-    if (ballot(!is_finite)) unread |= 1u << k;
-  }
+// Warp: of rows of rel_key from `first` on that are not finite, bit by bit, those that no visible pair of batches
+// b .. end - 1 reads.
+DEVICE uint32_t unread_among(uint32_t not_finite, const RelAttention& p, int b, int end, int h, int first, int lane) {
+  uint32_t unread = not_finite;
   for (uint32_t left = unread; left != 0; left &= left - 1) {
     const uint32_t bit = left & -left;
     if (is_rel_row_read(p, b, end, h, first + first_bit(bit), lane)) unread &= ~bit;

@@ -46,6 +46,25 @@ static void add_multiples(const T* factors, const T* row, int64_t dim, int64_t c
   }
 }
 
+// dQ += dS . K and dS . rel_key
+template <typename T, int ROWS>
+static void few_rows_query_gradients(const BackwardTask<T, FewRowsBackwardScratch<T>>& task, const RowSequence& keys,
+                                     const FewRowsWindow<T, ROWS>& window, const FewRowsTile<T>& tile) {
+  const auto& [p, g, wanted, sizes, chunk, scratch, range, row] = task;
+  constexpr int64_t STRIDE = FewRowsBackwardScratch<T>::STRIDE;
+  const int64_t dim = sizes.padded_dim;
+  for (int64_t j = 0, some; wanted.query && j < tile.count; j += some) {
+    some = smaller(FEW_KEYS, tile.count - j);
+    const T* const dS = scratch.scores + j;
+    const WorkRows<T> key = rows_of(p, keys, chunk.b, chunk.h, tile.first + j, some, dim, scratch.key_copies);
+    few_rows_product<T, ROWS>(dS, STRIDE, key, dim, some, scratch.dQ_content, dim);
+    const WorkRows<T> rel = window.rows(tile.first + j, some, dim, scratch.rel_copies);
+    for (int64_t r = 0; r < ROWS; ++r)
+      few_rows_product<T, 1>(dS + r * STRIDE, STRIDE, {rel.row + window.shift[r] * rel.stride, rel.stride}, dim, some,
+                             scratch.dQ_position + r * dim, dim);
+  }
+}
+
 template <typename T, int ROWS>
 static void few_rows_backward(const BackwardTask<T, FewRowsBackwardScratch<T>>& task, const RowBlock<T>& block) {
   const auto& [p, g, wanted, sizes, chunk, scratch, range, row] = task;
@@ -75,24 +94,12 @@ static void few_rows_backward(const BackwardTask<T, FewRowsBackwardScratch<T>>& 
       const VisibleKeys<T> visible = segments_and_mask(p, scratch.keys, block, r, tile, StoredScores<T>{tile.score[r]});
       softmax_backward(task, block, r, visible.count, tile, scratch.dP + r * STRIDE, statistics);
     }
-    const auto add_query_gradients = [&] {
-      for (int64_t j = 0, some; wanted.query && j < count; j += some) {
-        some = smaller(FEW_KEYS, count - j);
-        const T* const dS = scratch.scores + j;
-        const WorkRows<T> key = rows_of(p, keys, b, h, first + j, some, dim, scratch.key_copies);
-        few_rows_product<T, ROWS>(dS, STRIDE, key, dim, some, scratch.dQ_content, dim);
-        const WorkRows<T> rel = window.rows(first + j, some, dim, scratch.rel_copies);
-        for (int64_t r = 0; r < ROWS; ++r)
-          few_rows_product<T, 1>(dS + r * STRIDE, STRIDE, {rel.row + window.shift[r] * rel.stride, rel.stride}, dim,
-                                 some, scratch.dQ_position + r * dim, dim);
-      }
-    };
-    add_query_gradients();
+    few_rows_query_gradients<T, ROWS>(task, keys, window, tile);
     if (!are_finite(scratch.dQ_content, ROWS * dim) || !are_finite(scratch.dQ_position, ROWS * dim)) {
       keys.unread = scratch.unread.template find_keys<T>(p, chunk, keys, chunk.keys);
       window.sequence.unread = scratch.unread.template find_rel_rows<T>(p, chunk, 1, chunk.window_rows);
-      clear(ROWS * dim, scratch.dQ_content, scratch.dQ_position);  // of this tile alone: there is no other
-      add_query_gradients();
+      clear(ROWS * dim, scratch.dQ_content, scratch.dQ_position);  // sums of this tile, which is the only one
+      few_rows_query_gradients<T, ROWS>(task, keys, window, tile);
     }
     const RowPointers<T> P(scratch.dP, STRIDE);
     for (int64_t j = 0; j < count; j += ROW_ROWS) {

@@ -5,6 +5,8 @@
 // row of B; v5 and v7: the next one.
 #pragma once
 
+#if defined(__aarch64__)
+
 #include "vector.h"
 
 namespace xlnet_kernels::cpu::NAMESPACE {
@@ -125,3 +127,5 @@ INLINE void multiply_tile(const float* a, const float* b, int64_t row_stride, in
 
 }  // namespace
 }  // namespace xlnet_kernels::cpu::NAMESPACE
+
+#endif  // __aarch64__

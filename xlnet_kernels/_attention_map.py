@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from . import dropout
 from .backends import reference
+from .call import Call, collect
+from .call_checks import cast, check
 from .distributed.tensors import is_distributed
+from .functional import with_dropout_state
 
 
-def attention_and_map(
-    query: Tensor, key: Tensor, value: Tensor, rel_key: Tensor, *, memory: tuple[Tensor, Tensor] | None, **options
-) -> tuple[Tensor, Tensor]:
-    """What `rel_attention` gives, and the attention map (B, H, L, M + K)."""
-    if is_distributed(query):
+def attention_and_map(query: Tensor, key: Tensor, value: Tensor, rel_key: Tensor, **options) -> tuple[Tensor, Tensor]:
+    """The output (B, H, L, D) of `rel_attention` with these arguments, and the attention map (B, H, L, M + K)."""
+    return _compute(collect(query, key, value, rel_key, **options))
+
+
+def _compute(call: Call) -> tuple[Tensor, Tensor]:
+    if is_distributed(call.query):
         from .distributed.dtensor import attend_on_shards
 
-        return attend_on_shards(attention_and_map, query, key, value, rel_key, memory=memory, **options)
-    mem_len = 0
-    if memory is not None:
-        mem_len = memory[0].shape[2]
-        key, value = torch.cat([memory[0], key], 2), torch.cat([memory[1], value], 2)
-    weights, _, visible = reference.attention_map(
-        query,
-        key,
-        rel_key,
-        mem_len=mem_len,
-        max_distance=key.shape[2],
-        dropout_state=dropout.new_state(query.device) if options["dropout_p"] > 0 else None,
-        scale=query.shape[-1] ** -0.5,
-        **options,
-    )
-    return reference.weighed_sum(weights, value, visible), weights
+        return attend_on_shards(_compute, call)
+    call = with_dropout_state(check(cast(call)))
+    weights, _, visible = reference.attention_map(call)
+    return reference.weighted_sum(weights, call, visible), weights

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._checks import INTEGERS, check_not_nested, check_range
-from .functional import autocasts
+from ._torch import autocasts
 from .positions import kept_positions
 
 

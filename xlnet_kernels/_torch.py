@@ -155,3 +155,8 @@ def register_output(cls: type) -> None:
         flatten_with_keys_fn=flatten_with_keys,
     )
     torch.serialization.add_safe_globals([cls])
+
+
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on. Other device types know none; asking torch which do breaks the graphs of torch 2.6."""
+    return device_type in ("cpu", "cuda", "mps", "xpu") and torch.is_autocast_enabled(device_type)

@@ -1,7 +1,7 @@
-"""The short way of calls that nothing special is about.
+"""The fast path of plain calls: skips the Python checks.
 
-A small call spends more time on questions in Python than in its kernel; csrc/plain_call.cpp asks them in C++. What it
-does not serve goes the long way, through `functional`.
+A small call spends more time on checks in Python than in its kernel; csrc/plain_call.cpp makes them in C++. Other calls
+go through `functional.attend`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from torch import Tensor
 from . import _extension
 from ._torch import in_dispatch_mode, transformed
 from .backends import choose, cpu, cuda
-from .masks import RankMask
-from .ops import rank_vectors
-from .segments import Segments
-from .two_streams import RowPositions, split_positions
+from .call import Call
 
 _plain_call = getattr(_extension.module, "plain_call", None)
 # By the type of device: its backend's name and module
@@ -25,29 +22,19 @@ if getattr(_extension.module, "cuda_version", None):
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def attend_plainly(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rel_key: Tensor,
-    content_bias: Tensor | None,
-    position_bias: Tensor | None,
-    segments: Segments | None,
-    mask: RankMask | Tensor | None,
-    query_positions: Tensor | RowPositions | None,
-    max_distance: int | None,
-    memory: tuple[Tensor, Tensor] | None,
-    scale: float | None,
-    deterministic: bool | None,
-    backend: str | None,
-) -> tuple[Tensor, Tensor] | None:
-    """The output and the log-sum-exp of a call without dropout, its arguments unchecked as `functional` is given them.
+def attend(call: Call, backend: str | None) -> tuple[Tensor, Tensor] | None:
+    """The output and the log-sum-exp of a call whose arguments are unchecked; None where `functional` must look at it.
 
-    None for whatever is not plainly right, for other backends than "cpu" and "cuda", and for what torch has a say in
-    (compilers, transforms, modes, subclasses, autocast): `functional` serves the call or says what is wrong.
+    That is whatever is not plainly right, dropout, a dense mask, backends other than "cpu" and "cuda", and where
+    compilers, transforms, modes, subclasses or autocast take part.
     """
+    if backend not in (None, "cpu", "cuda") or call.mask is not None:
+        return None
+    if type(call.dropout_p) is not float or call.dropout_p != 0:
+        return None
     if _plain_call is None or torch.compiler.is_compiling() or transformed() or in_dispatch_mode():
         return None
+    query = call.query
     if type(query) not in _PLAIN or query.dim() != 4:
         return None
     device = query.device.type
@@ -56,26 +43,4 @@ def attend_plainly(
         return None
     if choose(None, device, query.dtype, query.shape[-1], query.device) is not module:
         return None
-    query_rank = key_rank = query_floor = sees_self = None
-    if type(mask) is RankMask:
-        query_rank, key_rank, query_floor, sees_self = rank_vectors(mask)
-    elif mask is not None:
-        return None
-    query_ids = key_ids = segment_embed = segment_bias = None
-    if type(segments) is Segments:
-        query_ids, key_ids = segments.query_ids, segments.key_ids
-        segment_embed, segment_bias = segments.embed, segments.bias
-    elif segments is not None:
-        return None
-    memory_key = memory_value = None
-    if type(memory) is tuple and len(memory) == 2:
-        memory_key, memory_value = memory
-        if memory_key is None or memory_value is None:
-            return None
-    elif memory is not None:
-        return None
-    return _plain_call(
-        query, key, value, rel_key, content_bias, position_bias, memory_key, memory_value, segment_embed, segment_bias,
-        query_ids, key_ids, query_rank, key_rank, query_floor, sees_self, None, *split_positions(query_positions), None,
-        max_distance, 0.0, scale, deterministic,
-    )  # fmt: skip
+    return _plain_call(*call)

@@ -16,8 +16,14 @@ from torch import Tensor, nn
 
 from . import _environment, flops
 from ._ops import add_op_namespace_prefix, ops
-from ._torch import constant_for_compilers, has_onednn_linear, is_batch_of_gradients, onednn_linear, transformed
-from .functional import autocasts
+from ._torch import (
+    autocasts,
+    constant_for_compilers,
+    has_onednn_linear,
+    is_batch_of_gradients,
+    onednn_linear,
+    transformed,
+)
 
 _SMALLEST = 2**21  # multiplications; below, what a call costs beside the product is more than what the product gains
 

@@ -27,7 +27,7 @@ from ._ranks import (
 )
 from ._torch import register
 
-__all__ = ["HIGHEST", "LOWEST", "RankMask"]
+__all__ = ["HIGHEST", "LOWEST", "RankMask", "own_key", "ranks_see"]
 
 
 @register
@@ -371,18 +371,15 @@ class RankMask:
         """
         sees_self = self.sees_self if stream is None else _sees_self(stream)
         hides_self = self.one_stream and stream == "query"
-        visible = self.key_rank[:, None, :] < self.query_rank[:, :, None]
-        if self.query_floor is not None:
-            visible = visible & (self.key_rank[:, None, :] >= self.query_floor[:, :, None])
+        visible = ranks_see(self.query_rank, self.key_rank, self.query_floor)
         if sees_self is False and not hides_self:
             return visible
         length, keys = self.query_rank.shape[1], self.key_rank.shape[1]
         if mem_len is None:
             mem_len = keys - length
-        key = torch.arange(keys, device=visible.device)
         if query_positions is None:
             query_positions = torch.arange(length, device=visible.device)[None]
-        own = key == (query_positions + mem_len)[:, :, None]
+        own = own_key(query_positions, mem_len, keys)
         if hides_self:
             return visible & ~own
         return visible | (own & sees_self[:, :, None] if isinstance(sees_self, Tensor) else own)
@@ -392,3 +389,14 @@ def _sees_self(stream: str) -> bool:
     if stream not in ("content", "query"):
         raise ValueError(f'RankMask: stream must be "content" or "query", got {shortened(stream)}')
     return stream == "content"
+
+
+def ranks_see(query_rank: Tensor, key_rank: Tensor, query_floor: Tensor | None) -> Tensor:
+    """(B, L, M + K) bool, the keys that each row sees by rank."""
+    visible = key_rank[:, None, :] < query_rank[:, :, None]
+    return visible if query_floor is None else visible & (key_rank[:, None, :] >= query_floor[:, :, None])
+
+
+def own_key(position: Tensor, mem_len: int, keys: int) -> Tensor:
+    """(B or 1, L, M + K) bool, the key at each row's own position."""
+    return torch.arange(keys, device=position.device) == (position + mem_len)[:, :, None]

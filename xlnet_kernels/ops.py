@@ -28,23 +28,22 @@ from torch import Tensor
 from . import _extension, flops
 from ._ops import add_op_namespace_prefix, ops
 from ._torch import is_batch_of_gradients
-from .masks import RankMask
-from .segments import Segments
-from .two_streams import RowPositions, split_positions
+from .call import DIFFERENTIABLE, INPUT_NAMES, NUMBERS, ROWS, TENSORS, Call
 
-_TENSORS = (
-    "Tensor query, Tensor key, Tensor value, Tensor rel_key, Tensor? content_bias, Tensor? position_bias, "
-    "Tensor? memory_key, Tensor? memory_value, Tensor? segment_embed, Tensor? segment_bias, "
-    "Tensor? query_ids, Tensor? key_ids, Tensor? query_rank, Tensor? key_rank, Tensor? query_floor, "
-    "Tensor? sees_self, Tensor? mask, Tensor? query_positions, Tensor? query_order, Tensor? dropout_state"
-)
-_INPUTS = _TENSORS + ", SymInt max_distance, float dropout_p, float scale, bool deterministic"
-INPUT_NAMES = tuple(tensor.split()[1] for tensor in _TENSORS.split(", "))
-DIFFERENTIABLE = 10  # the first ten inputs, query to segment_bias
+_NUMBER_TYPES = {"max_distance": "SymInt", "dropout_p": "float", "scale": "float", "deterministic": "bool"}
 
 
-def define(name: str, has_residual: bool = True) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Defines operator `name` and its backward; returns how to call it with the reference's arguments.
+def _schema() -> str:
+    """The operators' inputs, from the fields of `Call`."""
+    tensors = [f"Tensor{'?' * (name in Call._field_defaults)} {name}" for name in TENSORS]
+    return ", ".join(tensors + [f"{_NUMBER_TYPES[name]} {name}" for name in NUMBERS])
+
+
+_INPUTS = _schema()
+
+
+def define(name: str, has_residual: bool = True) -> Callable[[Call], tuple[Tensor, Tensor]]:
+    """Defines operator `name` and its backward; returns a backend's `rel_attention`, which calls it.
 
     has_residual: whether forward in 16 bits leaves an out_residual for backward.
     """
@@ -89,61 +88,16 @@ def define(name: str, has_residual: bool = True) -> Callable[..., tuple[Tensor, 
     for operator, formula in zip((forward_op, backward_op), flops.attention_formulas(INPUT_NAMES), strict=True):
         flops.add(operator, formula)
 
-    def call(*args, **kwargs) -> tuple[Tensor, Tensor]:
-        inputs = _flatten(*args, **kwargs)
-        out, lse, *_ = forward_op(*inputs, _needs_backward(inputs))
+    def rel_attention(call: Call) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = forward_op(*call, _needs_backward(call))
         return out, lse
 
-    return call
+    return rel_attention
 
 
-def _needs_backward(inputs: tuple) -> bool:
-    differentiable = (tensor for tensor in inputs[:DIFFERENTIABLE] if tensor is not None)
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable)
-
-
-def _flatten(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rel_key: Tensor,
-    *,
-    content_bias: Tensor | None,
-    position_bias: Tensor | None,
-    segments: Segments | None,
-    mask: RankMask | Tensor | None,
-    query_positions: Tensor | RowPositions | None,
-    max_distance: int,
-    memory: tuple[Tensor, Tensor] | None,
-    dropout_p: float,
-    dropout_state: Tensor | None,
-    scale: float,
-    deterministic: bool,
-) -> tuple:
-    """The reference's arguments, as checked by `functional`, in the order of the schema."""
-    memory_key, memory_value = memory or (None, None)
-    segment_embed = segment_bias = query_ids = key_ids = None
-    if segments is not None:
-        segment_embed, segment_bias = segments.embed, segments.bias
-        query_ids, key_ids = segments.query_ids, segments.key_ids
-    query_rank = key_rank = query_floor = sees_self = None
-    if isinstance(mask, RankMask):
-        query_rank, key_rank, query_floor, sees_self = rank_vectors(mask)
-        mask = None
-    positions, order = split_positions(query_positions)
-    return (
-        query, key, value, rel_key, content_bias, position_bias, memory_key, memory_value, segment_embed, segment_bias,
-        query_ids, key_ids, query_rank, key_rank, query_floor, sees_self, mask, positions, order, dropout_state,
-        max_distance, dropout_p, scale, deterministic,
-    )  # fmt: skip
-
-
-def rank_vectors(mask: RankMask) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """query_rank, key_rank, query_floor and sees_self as the schema has them."""
-    sees_self: bool | Tensor | None = mask.sees_self
-    if isinstance(sees_self, bool):
-        sees_self = torch.ones_like(mask.query_rank, dtype=torch.bool) if sees_self else None
-    return mask.query_rank, mask.key_rank, mask.query_floor, sees_self
+def _needs_backward(inputs: Call) -> bool:
+    leaves = inputs[:DIFFERENTIABLE]
+    return torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def check_segments_are_whole(tensors: dict[str, Tensor | None]) -> None:
@@ -173,7 +127,7 @@ def _fake_backward(grad_out, grad_lse, out, out_residual, row_max, row_sum, need
     for name, needed, tensor in zip(INPUT_NAMES[:DIFFERENTIABLE], needs, inputs[:DIFFERENTIABLE], strict=True):
         if not needed or tensor is None:
             gradients.append(out.new_empty(0))
-        elif name in ("query", "key", "value", "memory_key", "memory_value"):
+        elif name in ROWS:
             gradients.append(rows_first(tensor))
         else:
             gradients.append(tensor.new_empty(tensor.shape))

@@ -15,7 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xlnet_kernels as xk
-from xlnet_kernels import functional, ops
+from xlnet_kernels import fast_path, ops
+from xlnet_kernels.call import INPUT_NAMES
 
 from .harness import summary
 from .precision import DELTAS, OWN, ROUNDED, SDPA
@@ -35,7 +36,7 @@ CASES = {
 def delta_of(name: str) -> Iterator[None]:
     """Backward's delta as the implementation of that name has it; both go the long way, where Python decides of it."""
     without_residual = mock.patch.object(ops, "_needs_backward", lambda inputs: False)
-    with mock.patch.object(functional, "attend_plainly", lambda *_: None):
+    with mock.patch.object(fast_path, "attend", lambda *_: None):
         with without_residual if name == ROUNDED else nullcontext():
             yield
 
@@ -162,7 +163,7 @@ class Recorder(TorchDispatchMode):
     def position_bias_errors(self) -> dict[str, list[float]]:
         """For each call, that of the position bias with either delta, against float64 on the call's own inputs."""
         forward, backward = (getattr(torch.ops.xlnet_kernels, f"rel_attention{end}") for end in ("", "_backward"))
-        place, found = ops.INPUT_NAMES.index("position_bias"), {name: [] for name in DELTAS}
+        place, found = INPUT_NAMES.index("position_bias"), {name: [] for name in DELTAS}
         for grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *inputs in self.calls:
             wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
             exact_out, _, exact_max, exact_sum, none = forward(*wide, True)

@@ -1,4 +1,4 @@
-"""The edits of docs/how-to/add-a-term.md, made in a copy of the tree, add a term to the reference and to the CPU."""
+"""The edits of docs/how-to/add-a-term.md, made in a copy of the tree, add a term to three backends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests import ROOT
 from tests.cases import COMPILED
 
 PAGE = (ROOT / "docs/how-to/add-a-term.md").read_text()
-EDIT = re.compile(r"^`([\w./]+)`:$|^```(diff|cpp)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+EDIT = re.compile(r"^`([\w./]+)`(?:, [^\n]*)?:$|^```(diff|cpp)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 CHECK = """
 import sys, torch, xlnet_kernels as xk
 torch.manual_seed(0)
@@ -53,6 +53,19 @@ for backend in sys.argv[1:]:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
         assert not torch.allclose(a, c)
     print(backend, "has the term")
+
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+from xlnet_kernels.distributed.ring_attention import ring_attention
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = dist.init_device_mesh("cpu", (1,))
+shards = distribute_tensor(query.detach(), mesh, [Shard(1)])
+out = xk.rel_attention(shards, key, value, rel_key, key_bias=key_bias, memory=memory, backend=backend, **options)
+torch.testing.assert_close(out.full_tensor().detach(), expected[0], rtol=1e-10, atol=1e-10)
+given = dict(query=query, key=key, value=value, rel_key=rel_key[:, M:], key_bias=key_bias[:, M:], backend=backend)
+torch.testing.assert_close(ring_attention(**given), xk.rel_attention(**given), rtol=1e-10, atol=1e-10)
+dist.destroy_process_group()
 """
 
 
@@ -96,8 +109,8 @@ def run(tree: Path, *command: str) -> str:
 
 def test_the_reference_has_the_term(tree):
     edited = add_the_term(tree)
-    assert all(f"`{name}`" in PAGE.partition("## Python")[0] for name in edited) and len(edited) == 9
-    assert run(tree, "-c", CHECK, "reference") == "reference has the term\n"
+    assert all(f"`{name}`" in PAGE.partition("## Python")[0] for name in edited) and len(edited) == 10
+    assert run(tree, "-c", CHECK, "reference", "torch") == "reference has the term\ntorch has the term\n"
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tests.cases import Problem, _normal
 from xlnet_kernels.backends import reference, self_check
+from xlnet_kernels.call import Call, mem_len, positions_by_row, replace, with_memory
 from xlnet_kernels.dropout import keep_mask
 
 STEP = 2.0**-23
@@ -85,15 +86,15 @@ def assert_right(problem: Problem, backend: str, with_lse: bool, tf32: bool = Fa
 
 def allowances(problem: Problem, with_lse: bool, tf32: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Results in float64 and what each number may be off by, by name as in Problem.results."""
-    exact, arguments = _exact(problem, with_lse)
+    exact, call = _exact(problem, with_lse)
     how = Format.of(problem.dtype, tf32)
     grad_out = _normal(exact["out"].shape, 0).to(problem.dtype).double()
     grad_lse = _normal(exact["lse"].shape, 1) if with_lse else torch.zeros_like(exact["lse"])
     with torch.no_grad():
-        deviations = Deviations(arguments, grad_out, grad_lse, how).all(exact)
+        deviations = Deviations(call, grad_out, grad_lse, how).all(exact)
     subnormal = torch.finfo(problem.dtype).smallest_normal * torch.finfo(problem.dtype).eps
     # The reference's own roundings: what is 0 in exact arithmetic, it may have as a sum of numbers that are not
-    terms = exact["out"].shape[0] * (exact["out"].shape[2] + arguments["key"].shape[2])
+    terms = exact["out"].shape[0] * (exact["out"].shape[2] + call.key.shape[2])
     own = terms * 2.0**-52 * max(self_check.largest(value) for value in exact.values())
     found = {}
     for name, value in exact.items():
@@ -102,14 +103,14 @@ def allowances(problem: Problem, with_lse: bool, tf32: bool) -> tuple[dict[str, 
     return exact, found
 
 
-def _exact(problem: Problem, with_lse: bool) -> tuple[dict[str, Tensor], dict]:
+def _exact(problem: Problem, with_lse: bool) -> tuple[dict[str, Tensor], Call]:
     """Results in float64, and what the reference is called with for them."""
-    called: list[dict] = []
+    called: list[Call] = []
     compute = reference.rel_attention
 
-    def keep(*given: Tensor, **options):
-        called.append(dict(zip(("query", "key", "value", "rel_key"), given, strict=False)) | options)
-        return compute(*given, **options)
+    def keep(call: Call):
+        called.append(call)
+        return compute(call)
 
     with mock.patch.object(reference, "rel_attention", keep):
         wide = problem.to(torch.float64)
@@ -130,38 +131,30 @@ class Biased:
 class Deviations:
     """Of all results of one call of the reference, in float64."""
 
-    def __init__(self, arguments: dict, grad_out: Tensor, grad_lse: Tensor, how: Format) -> None:
+    def __init__(self, call: Call, grad_out: Tensor, grad_lse: Tensor, how: Format) -> None:
+        call = Call._make(x.detach() if isinstance(x, Tensor) else x for x in call)
         self.how, self.grad_out, self.grad_lse = how, grad_out, grad_lse[..., None]
-        self.query, key, value, self.rel_key = (arguments[n].detach() for n in ("query", "key", "value", "rel_key"))
-        self.mem_len = 0
-        if arguments["memory"] is not None:
-            memory_key, memory_value = (x.detach() for x in arguments["memory"])
-            self.mem_len = memory_key.shape[2]
-            key, value = torch.cat([memory_key, key], 2), torch.cat([memory_value, value], 2)
-        self.key, self.value, self.scale = key, value, abs(arguments["scale"])
+        self.query, self.rel_key, self.mem_len, self.scale = call.query, call.rel_key, mem_len(call), abs(call.scale)
+        self.key, self.value = (with_memory(*x) for x in ((call.memory_key, call.key), (call.memory_value, call.value)))
         batch, heads, self.length, self.width = self.query.shape
-        self.keys = key.shape[2]
+        self.keys = self.key.shape[2]
         self.rows = batch * self.length  # that a gradient may be summed over
-        of_map = ("content_bias", "position_bias", "segments", "mask", "query_positions", "max_distance", "scale")
-        maps = {name: arguments[name] for name in of_map}
-        self.P, self.lse, _ = reference.attention_map(
-            self.query, key, self.rel_key, mem_len=self.mem_len, dropout_p=0.0, dropout_state=None, **maps
-        )
-        self.kept = torch.ones((), dtype=key.dtype)
-        if arguments["dropout_state"] is not None:
-            p = arguments["dropout_p"]
-            self.kept = keep_mask(arguments["dropout_state"], batch, heads, self.length, self.keys, p) / (1 - p)
-        positions = arguments["query_positions"]
+        self.P, self.lse, _ = reference.attention_map(replace(call, dropout_state=None))
+        self.kept = torch.ones((), dtype=self.key.dtype)
+        if call.dropout_state is not None:
+            p = call.dropout_p
+            self.kept = keep_mask(call.dropout_state, batch, heads, self.length, self.keys, p) / (1 - p)
+        positions = positions_by_row(call.query_positions, call.query_order)
         positions = torch.arange(self.length)[None] if positions is None else positions
-        row = arguments["max_distance"] - (positions + self.mem_len)[:, :, None] + torch.arange(self.keys)
+        row = call.max_distance - (positions + self.mem_len)[:, :, None] + torch.arange(self.keys)
         self.row = row.clamp(0, self.rel_key.shape[-2] - 1)[:, None].expand(batch, heads, -1, -1)
-        self.content = Biased(self.query, arguments["content_bias"], how)
-        self.position = Biased(self.query, arguments["position_bias"], how)
-        self.segments = segments = arguments["segments"]
-        if segments is not None:
-            self.segment, self.embed = Biased(self.query, segments.bias, how), segments.embed.detach()
-            different = segments.query_ids[:, None, :, None] != segments.key_ids[:, None, None, :]
-            self.different = different.to(key.dtype)
+        self.content = Biased(self.query, call.content_bias, how)
+        self.position = Biased(self.query, call.position_bias, how)
+        self.segments = call.segment_embed
+        if call.segment_embed is not None:
+            self.segment, self.embed = Biased(self.query, call.segment_bias, how), call.segment_embed
+            different = call.query_ids[:, None, :, None] != call.key_ids[:, None, None, :]
+            self.different = different.to(self.key.dtype)
 
     def product(self, squares: Tensor, factor: Tensor, total: Tensor, rounding: float, terms: int) -> Tensor:
         """The variance of a @ factor, of a's squares, operands' `rounding` and what it comes to."""

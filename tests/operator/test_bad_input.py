@@ -99,13 +99,22 @@ BAD = {
     "memory-three": (dict(memory=(MEMORY,) * 3), "memory must be a pair"),
     "memory-none": (dict(memory=(MEMORY, None)), r"memory\[1\] must be a tensor, got NoneType"),
     "segments-query": (dict(segments=segments(query=(B, L + 1))), r"segments.query_ids must have shape \(2, 5\)"),
-    "segments-key": (dict(segments=segments(key=(B, K))), r"segments.key_ids must have shape \(2, 10\), got \(2, 6\)"),
+    "segments-key": (
+        dict(segments=segments(key=(B, K))),
+        r"segments.key_ids must have shape \(2, M . K = 10\), got \(2, 6\)",
+    ),
     "segments-embed": (dict(segments=segments(embed=(3, H, D))), r"segments.embed must have shape \(2, 3, 8\)"),
     "segments-bias": (dict(segments=segments(bias=(H, D + 1))), "segments.bias must have shape"),
     "segments-type": (dict(segments=ids(B, L)), "segments must be xlnet_kernels.Segments or None, got Tensor"),
-    "mask-rows": (dict(mask=rank_mask((B, L + 1))), r"mask.query_rank must have one rank per query row \(5\), got 6"),
-    "mask-keys": (dict(mask=rank_mask(key=(B, K))), "mask.key_rank must have M . K = 10 ranks, got 6"),
-    "mask-batch": (dict(mask=rank_mask((3, L), (3, M + K))), "mask must have batch size 2 .* got 3"),
+    "mask-rows": (dict(mask=rank_mask((B, L + 1))), r"mask.query_rank must have shape \(2 or 1, 5\), got \(2, 6\)"),
+    "mask-keys": (
+        dict(mask=rank_mask(key=(B, K))),
+        r"mask.key_rank must have shape \(2 or 1, M . K = 10\), got \(2, 6\)",
+    ),
+    "mask-batch": (
+        dict(mask=rank_mask((3, L), (3, M + K))),
+        r"mask.query_rank must have shape \(2 or 1, 5\), got \(3, 5\)",
+    ),
     "mask-dense-size": (
         dict(mask=zeros(B, 1, L, K).bool()),
         r"mask must broadcast to .*\(2, 3, 5, 10\), got \(2, 1, 5, 6\)",
@@ -120,7 +129,7 @@ BAD = {
     # dtypes
     "query-integer": (dict(query=zeros(B, H, L, D).int()), "query must be float16, .* got torch.int32"),
     "query-complex": (dict(query=zeros(B, H, L, D) * 1j), "query must be float16, .* got torch.complex64"),
-    "key-dtype": (dict(key=zeros(B, H, K, D, **HALF)), "key must be torch.float32 as query is .* got torch.bfloat16"),
+    "key-dtype": (dict(key=zeros(B, H, K, D, **HALF)), "key must be torch.float32 as query is, got torch.bfloat16"),
     "value-dtype": (dict(value=zeros(B, H, K, D, dtype=torch.float64)), "value must be torch.float32"),
     "rel-key-dtype": (dict(rel_key=zeros(H, 16, D, **HALF)), "rel_key must be torch.float32"),
     "bias-dtype": (dict(position_bias=zeros(H, D, **HALF)), "position_bias must be torch.float32"),
@@ -141,7 +150,7 @@ BAD = {
     "key-device": (dict(key=zeros(B, H, K, D, **META)), "key must be on query's device cpu, got meta"),
     "rel-key-device": (dict(rel_key=zeros(H, 16, D, **META)), "rel_key must be on query's device"),
     "mask-device": (dict(mask=zeros(L, M + K, **META).bool()), "mask must be on query's device"),
-    "rank-mask-device": (dict(mask=rank_mask().to("meta")), "mask must be on query's device"),
+    "rank-mask-device": (dict(mask=rank_mask().to("meta")), "mask.query_rank must be on query's device"),
     "key-ranks-device": (
         dict(mask=xk.RankMask(ids(B, L), ids(B, M + K).to("meta"))),
         "mask.key_rank must be on query's device",

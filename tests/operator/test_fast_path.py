@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import xlnet_kernels as xk
 from tests.cases import COMPILED, MASKS, MODULES, assert_close, make
-from xlnet_kernels import _extension, fast_path, functional
+from xlnet_kernels import _extension, fast_path
 from xlnet_kernels.backends import self_check
 
 BACKENDS = import_module("xlnet_kernels.backends")._BACKENDS
@@ -40,14 +40,14 @@ PROBLEMS = {
 @contextlib.contextmanager
 def ways():
     """Yields a list to which each call adds whether it went the short way."""
-    attend, found = functional.attend_plainly, []
+    attend, found = fast_path.attend, []
 
     def spy(*arguments):
         result = attend(*arguments)
         found.append(result is not None)
         return result
 
-    with mock.patch.object(functional, "attend_plainly", spy):
+    with mock.patch.object(fast_path, "attend", spy):
         yield found
 
 
@@ -58,7 +58,7 @@ def test_both_ways_give_the_same_bits(name, backend):
     with ways() as went:
         short = problem.results(backend)
     assert went == [True]
-    with mock.patch.object(functional, "attend_plainly", lambda *_: None):
+    with mock.patch.object(fast_path, "attend", lambda *_: None):
         long = problem.results(backend)
     assert short.keys() == long.keys()
     for key, value in long.items():
@@ -95,7 +95,6 @@ LONG_WAYS = {
     "subclass": dict(query=x.as_subclass(Subclass)),
     "numbers of numpy": dict(scale=numpy.float64(0.5)),
     "whole number as scale": dict(scale=1),
-    "list for memory": dict(memory=[x, x], rel_key=torch.randn(2, 18, 8)),
     "negative view": dict(query=torch.randn(2, 2, 6, 8, dtype=torch.complex64).conj().imag),
 }
 
@@ -161,9 +160,9 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_errors_are_those_of_the_long_way(name):
     texts = []
-    for attend in (functional.attend_plainly, lambda *_: None):
+    for attend in (fast_path.attend, lambda *_: None):
         with (
-            mock.patch.object(functional, "attend_plainly", attend),
+            mock.patch.object(fast_path, "attend", attend),
             pytest.raises((ValueError, AttributeError)) as error,
         ):
             xk.rel_attention(**plain(**BAD[name]))
@@ -205,7 +204,7 @@ def test_a_named_backend_of_other_devices_asks_for_no_best_one(monkeypatch):
 
 def test_determinism_follows_torch(monkeypatch):
     given = []
-    monkeypatch.setattr(functional, "attend_plainly", lambda *arguments: given.append(arguments[-2]))
+    monkeypatch.setattr(fast_path, "attend", lambda call, backend: given.append(call.deterministic))
     xk.rel_attention(**plain())
     xk.rel_attention(**plain(deterministic=True))
     assert given == [None, True]

@@ -30,12 +30,12 @@ class Fake(SimpleNamespace):
     def max_head_dim(self, dtype):
         return None
 
-    def rel_attention(self, *args, **kwargs):
+    def rel_attention(self, call):
         if not torch.compiler.is_compiling():
             self.calls += 1
         if self.error is not None:
             raise self.error
-        out, lse = reference.rel_attention(*args, **kwargs)
+        out, lse = reference.rel_attention(call)
         return out * self.factor, lse
 
 

@@ -2,7 +2,7 @@
 
 Each is a module with `DEVICE` and `DTYPES` (the device type and the dtypes it serves, None for all),
 `max_head_dim(dtype)` (the largest head_dim, None for all), `unavailable()` (why it cannot be used on this machine, or
-None) and `rel_attention` with the reference's signature. To add one: write that module and name it here.
+None) and `rel_attention(call)` as in reference.py. To add one: write that module and name it here.
 """
 
 from __future__ import annotations

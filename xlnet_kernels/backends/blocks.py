@@ -17,8 +17,9 @@ from torch import Tensor
 
 from .. import _environment
 from .._checks import readable
+from ..call import INPUT_NAMES, positions_by_row
 from ..dropout import keep_block
-from ..ops import INPUT_NAMES, check_segments_are_whole
+from ..ops import check_segments_are_whole
 
 DEFAULT_BUDGET = 128 * 2**20
 CPU_BUDGET = 16 * 2**20  # smaller, to keep the scores in the cache
@@ -33,7 +34,7 @@ def budget(device_type: str) -> int:
     return CPU_BUDGET if device_type == "cpu" else DEFAULT_BUDGET
 
 
-class Call:
+class BlockedCall:
     """The operator's tensors by name, and what follows from their shapes."""
 
     def __init__(self, inputs) -> None:
@@ -53,10 +54,8 @@ class Call:
     @functools.cached_property
     def positions(self) -> Tensor | None:
         """(B, L) int64, the position of each row; None for 0 .. L-1."""
-        position, order = self.tensors["query_positions"], self.tensors["query_order"]
-        if position is None or order is None:
-            return None if position is None else position.long()
-        return torch.empty_like(position).scatter_(1, order.long(), position).long()
+        position = positions_by_row(self.tensors["query_positions"], self.tensors["query_order"])
+        return None if position is None else position.long()
 
     def blocks(self, maps: int) -> Iterator[Block]:
         """The call in blocks that keep within the budget, part by part; `maps`: of scores that a block holds."""
@@ -80,7 +79,7 @@ class Call:
 class Part:
     """Some sequences and heads of a call: their keys, in one piece and in the dtype of the scores."""
 
-    def __init__(self, call: Call, batch: slice, heads: slice, rows: int) -> None:
+    def __init__(self, call: BlockedCall, batch: slice, heads: slice, rows: int) -> None:
         self.call, self.batch, self.heads, self.rows = call, batch, heads, rows
         self.key = self._joined("memory_key", "key")
         self.value = self._joined("memory_value", "value")

@@ -13,6 +13,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from torch import Tensor
 from .. import _environment
 from .._checks import allows_tf32
 from .._torch import constant_for_compilers, transformed
+from ..call import Call, collect
 from ..masks import RankMask
-from ..segments import Segments
 from . import reference
 
 # Compute capabilities on which a result under benchmarks/results/ shows the GPU tests to have passed, by backend.
@@ -73,9 +74,8 @@ class Problem:
     def _rows(self) -> int:
         return self.length + self.length // 6 if self.stacked else self.length
 
-    def arguments(self, leaves: dict[str, Tensor]) -> dict:
-        """All arguments that a backend takes, for `leaves` on any device and of any dtype."""
-        leaves = dict(leaves)
+    def call(self, leaves: dict[str, Tensor]) -> Call:
+        """The call of `leaves`, on any device and of any dtype."""
         query = leaves["query"]
         generator = torch.Generator("cpu").manual_seed(1)
         batch, keys, rows = self.batch, self.mem_len + self.length, self._rows()
@@ -98,31 +98,27 @@ class Problem:
             mask = RankMask.padding(padding, self.mem_len).rows(positions)
         elif self.mask == "dense":
             mask = integers(3, batch, self.heads, rows, keys) > 0
-        segments = None
+        vectors: dict[str, Any] = {}
         if self.segments:
-            query_ids, key_ids = (integers(3, batch, of).to(query.device) for of in (rows, keys))
-            segments = Segments(query_ids, key_ids, leaves.pop("segment_embed"), leaves.pop("segment_bias"))
-        memory = (leaves.pop("memory_key"), leaves.pop("memory_value")) if self.mem_len else None
-        state = torch.tensor([20261122, 7], device="cpu") if self.dropout_p else None
-        return {
-            "content_bias": None,
-            "position_bias": None,
-            **leaves,
-            "segments": segments,
-            "mask": None if mask is None else mask.to(query.device),
-            "query_positions": positions.to(query.device) if self.stacked else None,
-            "max_distance": self.window[0] if self.window else keys,
-            "memory": memory,
-            "dropout_p": self.dropout_p,
-            "dropout_state": None if state is None else state.to(query.device),
-            "scale": self.head_dim**-0.5,
-            "deterministic": False,
-        }
+            vectors = {name: integers(3, batch, count) for name, count in (("query_ids", rows), ("key_ids", keys))}
+        if self.stacked:
+            vectors["query_positions"] = positions
+        if self.dropout_p:
+            vectors["dropout_state"] = torch.tensor([20261122, 7], device="cpu")
+        vectors = {name: values.to(query.device) for name, values in vectors.items()}
+        return collect(
+            **(vectors | leaves),
+            mask=None if mask is None else mask.to(query.device),
+            max_distance=self.window[0] if self.window else keys,
+            dropout_p=self.dropout_p,
+            scale=self.head_dim**-0.5,
+            deterministic=False,
+        )
 
     def results(self, backend: ModuleType, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
         """out, lse and the gradient of every leaf, in float64 on the CPU."""
         leaves = {name: leaf.to(device, dtype).requires_grad_() for name, leaf in self.leaves().items()}
-        out, lse = backend.rel_attention(**self.arguments(leaves))
+        out, lse = backend.rel_attention(self.call(leaves))
         generator = torch.Generator("cpu").manual_seed(2)
         grads = [torch.randn(of.shape, generator=generator, device="cpu").to(of) for of in (out, lse)]
         gradients = torch.autograd.grad((out, lse), [*leaves.values()], grads)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
-from ..ops import DIFFERENTIABLE, INPUT_NAMES, define, rows_first
-from .blocks import Block, Call
+from ..call import DIFFERENTIABLE, INPUT_NAMES, ROWS
+from ..ops import define, rows_first
+from .blocks import Block, BlockedCall
 
 __all__ = ["DEVICE", "DTYPES", "max_head_dim", "rel_attention", "unavailable"]
 
@@ -32,7 +33,7 @@ def unavailable() -> None:
 
 @torch.no_grad()
 def _forward(*inputs):
-    call = Call(inputs[:-1])
+    call = BlockedCall(inputs[:-1])
     query = call.query
     out = rows_first(query)
     lse, row_max, row_sum = (query.new_empty(query.shape[:3], dtype=call.dtype) for _ in range(3))
@@ -51,7 +52,7 @@ def _forward(*inputs):
 
 @torch.no_grad()
 def _backward(grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *inputs):
-    call = Call(inputs)
+    call = BlockedCall(inputs)
     sums = _Sums(call)
     with torch.autocast(out.device.type, enabled=False):
         for block in call.blocks(maps=6):
@@ -94,15 +95,16 @@ def _inverse(total: Tensor) -> Tensor:
 class _Sums:
     """Gradients of all inputs, summed block by block in the dtype of the scores."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: BlockedCall) -> None:
         self.call = call
         self.found: dict[str, Tensor] = {}
         for name in INPUT_NAMES[:DIFFERENTIABLE]:
             tensor = call.tensors[name]
             if tensor is None:
                 continue
-            rows = name in ("query", "key", "value", "memory_key", "memory_value")
-            self.found[name] = (rows_first(tensor) if rows else tensor.new_empty(tensor.shape)).to(call.dtype).zero_()
+            self.found[name] = (
+                (rows_first(tensor) if name in ROWS else tensor.new_empty(tensor.shape)).to(call.dtype).zero_()
+            )
 
     def add(self, block: Block, dropped: Tensor, grad: Tensor, grad_score: Tensor, grad_lse: Tensor) -> None:
         """Adds what a block gives; `dropped`: its probabilities after dropout."""

@@ -9,7 +9,6 @@ round once more; gradients of keys and values travel with them and arrive at hom
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..functional import autocasts, rel_attention
+from .._torch import autocasts
+from ..call import DIFFERENTIABLE, INPUT_NAMES, TENSORS, Argument, Call, collect, replace
+from ..call_checks import fits
+from ..functional import attend
 from ..masks import RankMask
 from ..merging import merge, part_of
 from ..segments import Segments
 from ..two_streams import RowPositions
+
+_OF_KEYS = tuple(name for name, argument in TENSORS.items() if argument.axes.endswith("T"))  # a number a key
 
 
 def ring_attention(
@@ -69,14 +73,28 @@ def ring_attention(
     >>> ring_attention(q, k, v, torch.randn(2, 10, 8)).shape
     torch.Size([1, 2, 5, 8])
     """
+    call = collect(
+        query, key, value, rel_key, segments=segments, mask=mask, query_positions=query_positions,
+        content_bias=content_bias, position_bias=position_bias, scale=scale, deterministic=deterministic,
+    )  # fmt: skip
     ring = Ring(group)
+    out, lse = RingAttention.apply(_gathered(call, ring), ring, backend, *call[:DIFFERENTIABLE])
+    return (out, lse) if return_lse else out
+
+
+def _gathered(call: Call, ring: Ring) -> Call:
+    """The call checked, its vectors of keys those of the whole sequence."""
+    query, key, value, rel_key = call[:4]
     if isinstance(query, Tensor) and autocasts(query.device.type) and query.dtype == torch.float32:
         raise ValueError("query is float32 under autocast: cast the tensors before ring_attention")
     if not isinstance(key, Tensor) or key.dim() != 4 or not isinstance(value, Tensor) or value.shape != key.shape:
         raise ValueError("key and value must be (B, H, n, D) each")
-    if mask is not None and not isinstance(mask, RankMask):
-        raise ValueError(f"mask must be a RankMask or None, got {type(mask).__name__}")
-    batch, length, whole = key.shape[0], key.shape[2], ring.size * key.shape[2]
+    if call.mask is not None:
+        raise ValueError(f"mask must be a RankMask or None, got {type(call.mask).__name__}")
+    for name, argument in TENSORS.items():
+        if getattr(call, name) is not None and not _is_served(name, argument):
+            raise ValueError(f"ring_attention does not serve {argument.label}")
+    length, whole = key.shape[2], ring.size * key.shape[2]
     lengths = ring.gather(torch.tensor([length], device=key.device))
     if (lengths != length).any():
         raise ValueError(f"key must have as many rows in all processes, got {lengths.tolist()}")
@@ -89,19 +107,30 @@ def ring_attention(
         raise ValueError(
             f"rel_key must have 2 W n = {2 * whole} rows, or W n + 1 = {whole + 1} to see nothing ahead, got {got}"
         )
-    query_ids = key_ids = key_rank = None
-    if segments is not None:
-        query_ids = segments.query_ids
-        _check_keys("segments.key_ids", segments.key_ids, batch, length)
-        key_ids = ring.gather(segments.key_ids)
-    if mask is not None:
-        _check_keys("mask.key_rank", mask.key_rank, batch, length)
-        key_rank = ring.gather(mask.key_rank.expand(batch, -1))
-    options = dict(query_positions=query_positions, scale=scale, deterministic=deterministic, backend=backend)
-    call = Call(ring, length, query_ids, key_ids, mask, key_rank, options)
-    embed, bias = (segments.embed, segments.bias) if segments is not None else (None, None)
-    out, lse = RingAttention.apply(query, key, value, rel_key, content_bias, position_bias, embed, bias, call)
-    return (out, lse) if return_lse else out
+    gathered = {}
+    for name in _OF_KEYS:
+        values = getattr(call, name)
+        if values is not None:
+            sizes = {"B": key.shape[0], "H": key.shape[1], "T": length}
+            gathered[name] = ring.gather(_checked_chunk(values, TENSORS[name], sizes))
+    return replace(call, **gathered)
+
+
+def _is_served(name: str, argument: Argument) -> bool:
+    """Whether the ring knows which part of an argument a chunk of keys takes."""
+    if name in ("key", "value", "rel_key"):
+        return True
+    return not set(argument.axes.upper()) & set("KMPT") or (name in _OF_KEYS and not argument.has_gradient)
+
+
+def _checked_chunk(values: Tensor, argument: Argument, sizes: dict[str, int]) -> Tensor:
+    """The own part of a vector of keys, expanded to every sequence."""
+    axes = argument.axes_of(values)
+    wanted = [sizes[axis.upper()] for axis in axes]
+    if not fits(axes, values.shape, wanted):
+        shape = ", ".join([*map(str, wanted[:-1]), f"n = {wanted[-1]}"])
+        raise ValueError(f"{argument.label} must have shape ({shape}), got {tuple(values.shape)}")
+    return values.expand(wanted)
 
 
 class Ring:
@@ -148,72 +177,34 @@ class Ring:
                 key_value = wait()
 
 
-@dataclass(frozen=True)
-class Call:
-    """What one call has besides differentiable tensors; key_ids and key_rank (B, W n) are of the whole sequence."""
+def _attend_chunk(call: Call, ring: Ring, chunk: int, backend: str | None) -> tuple[Tensor, Tensor] | None:
+    """Output and log-sum-exp of the own rows over one chunk of keys; None where they see nothing of it.
 
-    ring: Ring
-    length: int
-    query_ids: Tensor | None
-    key_ids: Tensor | None
-    mask: RankMask | None
-    key_rank: Tensor | None
-    options: dict[str, Any]
-
-    def partial(
-        self,
-        chunk: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rel_key: Tensor,
-        content_bias: Tensor | None,
-        position_bias: Tensor | None,
-        embed: Tensor | None,
-        bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor] | None:
-        """Output and log-sum-exp of the own rows over one chunk of keys; None where they see nothing of it."""
-        ahead, size = chunk - self.ring.rank, self.length
-        one_way = rel_key.shape[-2] == self.ring.size * size + 1
-        if one_way and ahead > 0:
-            return None
-        # Within the chunk distances are smaller by n for each chunk between: rows for n .. -(n - 1) begin further on.
-        begin = (self.ring.size - 1 + ahead) * size
-        table = rel_key.narrow(-2, begin, size + 1 if one_way and ahead == 0 else 2 * size)
-        keys = slice(chunk * size, (chunk + 1) * size)
-        segments = mask = None
-        if self.query_ids is not None and self.key_ids is not None and embed is not None:
-            segments = Segments(self.query_ids, self.key_ids[:, keys], embed, bias)
-        if self.mask is not None and self.key_rank is not None:
-            sees_self = self.mask.sees_self if ahead == 0 else False  # a row's own key is in its own chunk
-            rows = self.mask.expand(len(self.key_rank))
-            mask = RankMask(rows.query_rank, self.key_rank[:, keys], rows.query_floor, sees_self)
-            if isinstance(sees_self, Tensor):
-                mask = mask.seeing_self(rows.sees_self)
-        return rel_attention(
-            query,
-            key,
-            value,
-            table,
-            content_bias=content_bias,
-            position_bias=position_bias,
-            segments=segments,
-            mask=mask,
-            max_distance=size,
-            return_lse=True,
-            **self.options,
-        )
+    call: key and value are the chunk's, vectors of keys those of the whole sequence.
+    """
+    ahead, size = chunk - ring.rank, call.key.shape[2]
+    is_causal = call.rel_key.shape[-2] == ring.size * size + 1
+    if is_causal and ahead > 0:
+        return None
+    # Within the chunk distances are smaller by n for each chunk between: rows for n .. -(n - 1) begin further on.
+    begin = (ring.size - 1 + ahead) * size
+    changes: dict[str, Any] = {name: getattr(call, name) for name in _OF_KEYS}
+    changes = {n: None if x is None else x.narrow(-1, chunk * size, size) for n, x in changes.items()}
+    changes["rel_key"] = call.rel_key.narrow(-2, begin, size + 1 if is_causal and ahead == 0 else 2 * size)
+    if ahead:
+        changes["sees_self"] = None  # because a row's own key is in its own chunk
+    return attend(replace(call, max_distance=size, **changes), backend)
 
 
 class RingAttention(torch.autograd.Function):
     """Forward keeps the own chunk, the output and its log-sum-exp; backward computes each chunk's part again."""
 
     @staticmethod
-    def forward(ctx: Any, query, key, value, rel_key, content_bias, position_bias, embed, bias, call: Call):
-        shared = (rel_key, content_bias, position_bias, embed, bias)
+    def forward(ctx: Any, call: Call, ring: Ring, backend: str | None, *tensors: Tensor | None):
+        given = dict(zip(INPUT_NAMES, tensors, strict=False))
         out = lse = None
-        for chunk, (k, v) in call.ring.chunks(torch.stack([key, value])):
-            part = call.partial(chunk, query, k, v, *shared)
+        for chunk, (key, value) in ring.chunks(torch.stack([call.key, call.value])):
+            part = _attend_chunk(replace(call, **given | {"key": key, "value": value}), ring, chunk, backend)
             if part is None:
                 continue
             part_out, part_lse = part[0].to(part[1].dtype), part[1]
@@ -222,46 +213,53 @@ class RingAttention(torch.autograd.Function):
                 continue
             out, lse = merge((out, part_out), (lse, part_lse))
         assert out is not None and lse is not None
-        ctx.call = call
-        ctx.save_for_backward(query, key, value, *shared, out, lse)
-        return out.to(query.dtype), lse
+        ctx.call, ctx.ring, ctx.backend = _without_leaves(call), ring, backend
+        ctx.save_for_backward(*tensors, out, lse)
+        return out.to(call.query.dtype), lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor):
-        query, key, value, *shared, out, lse = ctx.saved_tensors
-        call, ring, wide = ctx.call, ctx.call.ring, lse.dtype
+        *tensors, out, lse = ctx.saved_tensors
+        ring, wide = ctx.ring, lse.dtype
+        given = dict(zip(INPUT_NAMES, tensors, strict=False))
+        key, value = given["key"], given["value"]
         grad_out = grad_out.to(wide)
-        needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[3:-1]  # False where there is None
-        given = [x for x, need in zip((query, *shared), needs, strict=True) if need]
-        totals = [torch.zeros_like(x, dtype=wide) for x in given]
+        needs = dict(zip(INPUT_NAMES, ctx.needs_input_grad[3:], strict=False))  # False where there is None
+        totals = {
+            name: torch.zeros_like(given[name], dtype=wide)
+            for name, need in needs.items()
+            if need and name not in ("key", "value")
+        }
         travelling = torch.zeros(2, *key.shape, dtype=wide, device=key.device)
-        for chunk, (k, v) in ring.chunks(torch.stack([key, value])):
+        for chunk, (chunk_key, chunk_value) in ring.chunks(torch.stack([key, value])):
+            leaves = {
+                name: x.detach().requires_grad_(name in totals)
+                for name, x in (given | {"key": chunk_key, "value": chunk_value}).items()
+                if x is not None
+            }
+            for name in ("key", "value"):  # in any case, because their own process may want them
+                leaves[name].requires_grad_()
             with torch.enable_grad():
-                # Those of keys and values in any case: their own process may want them.
-                flags = (needs[0], True, True, *needs[1:])
-                tensors = zip((query, k, v, *shared), flags, strict=True)
-                leaves = [None if x is None else x.detach().requires_grad_(need) for x, need in tensors]
-                part = call.partial(chunk, *leaves)
+                part = _attend_chunk(replace(ctx.call, **leaves), ring, chunk, ctx.backend)
             if part is not None:
                 weight = part_of(part[1].detach(), lse)
                 of_out = weight * grad_out
                 # out = sum of weights times parts, and the weights are the softmax of the parts' log-sum-exp
                 of_lse = weight[..., 0] * ((grad_out * (part[0].detach() - out)).sum(-1) + grad_lse)
-                ordered = (*leaves[1:3], *leaves[:1], *leaves[3:])
-                wanted = [x for x in ordered if x is not None and x.requires_grad]
-                above = of_out.to(query.dtype), of_lse
-                of_key, of_value, *rest = torch.autograd.grad(part, wanted, above, materialize_grads=True)
-                travelling[0] += of_key
-                travelling[1] += of_value
-                for total, gradient in zip(totals, rest, strict=True):
-                    total += gradient
+                wanted = ["key", "value", *totals]
+                above = of_out.to(part[0].dtype), of_lse
+                found = torch.autograd.grad(part, [leaves[n] for n in wanted], above, materialize_grads=True)
+                travelling[0] += found[0]
+                travelling[1] += found[1]
+                for name, gradient in zip(totals, found[2:], strict=True):
+                    totals[name] += gradient
             travelling = ring.hand_on(travelling)()  # with their keys; from the last step they come home
-        found = iter(total.to(x.dtype) for total, x in zip(totals, given, strict=True))
-        grad_query, *others = [next(found) if need else None for need in needs]
-        return grad_query, *travelling.to(key.dtype), *others, None
+        gradients: dict[str, Tensor] = {name: total.to(given[name].dtype) for name, total in totals.items()}
+        gradients["key"], gradients["value"] = travelling.to(key.dtype)
+        return None, None, None, *(gradients.get(name) for name in INPUT_NAMES[:DIFFERENTIABLE])
 
 
-def _check_keys(name: str, values: Tensor, batch: int, length: int) -> None:
-    if values.dim() != 2 or values.shape[0] not in (1, batch) or values.shape[1] != length:
-        raise ValueError(f"{name} must have shape ({batch}, n = {length}), got {tuple(values.shape)}")
+def _without_leaves(call: Call) -> Call:
+    """The call without the tensors that autograd keeps."""
+    return replace(call, **dict.fromkeys(INPUT_NAMES[:DIFFERENTIABLE]))

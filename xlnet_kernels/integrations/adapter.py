@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .._checks import readable
 from .._content import row_hashes
 from ..backends import reference
+from ..call import collect
 from ..functional import rel_attention
 from ..masks import RankMask
 from ..position_cache import PositionCache
@@ -91,22 +92,19 @@ def attention_map(
     mask: RankMask | Tensor | None,
 ) -> Tensor:
     """(B, H, L, K), the map of such a call of `attend`."""
-    found, _, _ = reference.attention_map(
+    call = collect(
         query,
         key,
+        key,
         rel_key.to(query.dtype),
-        mem_len=0,
         content_bias=content_bias.to(query.dtype),
         position_bias=position_bias.to(query.dtype),
-        segments=None,
         mask=mask,
         query_positions=_positions(query, key),
         max_distance=key.shape[2] - 1,
-        dropout_p=0.0,
-        dropout_state=None,
         scale=query.shape[3] ** -0.5,
     )
-    return found
+    return reference.attention_map(call)[0]
 
 
 def _positions(query: Tensor, key: Tensor) -> Tensor | None:

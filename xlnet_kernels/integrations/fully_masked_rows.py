@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .._checks import readable
+from .._torch import autocasts
 from ..backends import reference
-from ..functional import autocasts
+from ..call import TENSORS, Call, mem_len, positions_by_row, replace
 from ..masks import RankMask
-from ..segments import Segments
-from ..two_streams import RowPositions
 
 _SLOPE = 2.0**-20
 
@@ -47,47 +47,33 @@ def find_fully_masked_rows(
     return index + length, counts.bool()
 
 
-def average_weights(
-    query: Tensor,
-    key: Tensor,
-    rel_key: Tensor,
-    index: Tensor,
-    *,
-    segments: Segments | None,
-    query_positions: RowPositions,
-    dropout_p: float,
-    memory: tuple[Tensor, Tensor] | None,
-    **biases: Tensor,
-) -> Tensor:
+def average_weights(call: Call, index: Tensor) -> Tensor:
     """Attention maps (B, H, n, M + L) of the rows `index` (B, n): equal weights with the gradients of a softmax.
 
     transformers subtracts 1e30 from each of their scores, which makes them equal, and lets the gradient through. Here
     it comes from a softmax so flat that it does not matter where it is taken.
+
+    call: of `collect`; its masks are left out, and its query rows have positions.
     """
-    widths = (-1, query.shape[1], -1, query.shape[3])
+    query, memory, positions = call.query, mem_len(call), positions_by_row(call.query_positions, call.query_order)
+    keys = memory + call.key.shape[2]
+    assert positions is not None
     wide = torch.promote_types(query.dtype, torch.float32)
-    keys, mem_len = key.shape[2], 0 if memory is None else memory[0].shape[2]
-    # Where rel_key ends at distance 0: zeros for the keys ahead, whose scores in transformers are those of other rows.
-    rel_key = F.pad(rel_key, (0, 0, 0, 2 * keys - mem_len - rel_key.shape[-2]))
     device = query.device.type
+    # in 32 bits and outside autocast, since 16 bits cannot hold gradients times the slope
     with torch.autocast(device, enabled=False) if autocasts(device) else nullcontext():
-        if segments is not None:
-            ids, embed = segments.query_ids.gather(1, index), segments.embed.to(wide)
-            bias = None if segments.bias is None else segments.bias.to(wide)
-            segments = Segments(ids, segments.key_ids, embed, bias)
-        # in 32 bits and outside autocast, since 16 bits cannot hold gradients times the slope
-        flat, _, _ = reference.attention_map(
-            query.gather(2, index[:, None, :, None].expand(widths)).to(wide),
-            key.to(wide),
-            rel_key.to(wide),
-            mem_len=mem_len,
-            segments=segments,
-            mask=None,
-            query_positions=query_positions.position.gather(1, index),
-            max_distance=keys,
-            dropout_p=0.0,
-            dropout_state=None,
-            scale=query.shape[3] ** -0.5 * _SLOPE,
-            **{name: bias.to(wide) for name, bias in biases.items()},
-        )
-        return F.dropout(1 / keys + (flat - flat.detach()) / _SLOPE, dropout_p)
+        tensors = {name: getattr(call, name) for name, argument in TENSORS.items() if argument.is_floating}
+        changes: dict[str, Any] = {name: None if x is None else x.to(wide) for name, x in tensors.items()}
+        rows = index[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
+        # Where rel_key ends at distance 0: zeros for the keys ahead, whose scores in transformers are of other rows.
+        changes["rel_key"] = F.pad(call.rel_key.to(wide), (0, 0, 0, 2 * keys - memory - call.rel_key.shape[-2]))
+        changes["query"] = query.gather(2, rows).to(wide)
+        changes |= {
+            "query_ids": None if call.query_ids is None else call.query_ids.gather(1, index),
+            "query_positions": positions.gather(1, index),
+            "scale": query.shape[3] ** -0.5 * _SLOPE,
+            "max_distance": keys,
+        }
+        changes |= dict.fromkeys(("query_order", "query_rank", "key_rank", "query_floor", "sees_self", "mask"))
+        flat, _, _ = reference.attention_map(replace(call, **changes))
+        return F.dropout(1 / keys + (flat - flat.detach()) / _SLOPE, call.dropout_p)

@@ -11,6 +11,7 @@ from transformers.models.xlnet import modeling_xlnet
 
 from .._torch import has_hooks
 from ..attention import TwoStreamAttention
+from ..call import collect, with_memory
 from ..ddp_unused import with_unused
 from ..masks import RankMask
 from ..model.inputs import find_mask, find_padding, find_targets, stack_rows
@@ -299,11 +300,10 @@ class XLNetRelativeAttention(modeling_xlnet.XLNetRelativeAttention, TwoStreamAtt
         if mask.fully_masked is None:
             return out, weights
         index, counts = mask.fully_masked
-        if options["memory"] is not None:
-            key, value = (torch.cat(both, 2) for both in zip(options["memory"], (key, value), strict=True))
-        average = average_weights(query, key, rel_key, index, **options) * counts[:, None, :, None]
+        call = collect(query, key, value, rel_key, **options)
+        average = average_weights(call, index) * counts[:, None, :, None]
         index = index[:, None, :, None]
-        seen = average.to(value.dtype) @ value
+        seen = average.to(value.dtype) @ with_memory(call.memory_value, value)
         out = out.scatter_add(2, index.expand_as(seen), seen.to(out.dtype))
         if weights is not None:
             weights = weights.scatter_add(2, index.expand_as(average), average.to(weights.dtype))

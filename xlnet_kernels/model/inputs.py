@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._checks import INTEGERS, check_range, is_integer, readable, shortened
-from ..functional import autocasts
+from .._torch import autocasts
 from ..masks import HIGHEST, LOWEST, RankMask
 from ..two_streams import RowPositions, check_rank_mask, stack_mask, stack_segments
 from .config import XLNetConfig

@@ -11,8 +11,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ...call import DIFFERENTIABLE, INPUT_NAMES
 from ...masks import HIGHEST
-from ...ops import DIFFERENTIABLE, INPUT_NAMES, check_segments_are_whole, rows_first
+from ...ops import check_segments_are_whole, rows_first
 from . import arguments as args
 from . import launch_cache, tuning
 from .backward_keys import keys_kernel

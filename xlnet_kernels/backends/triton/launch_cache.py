@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..._checks import allows_tf32
 from ..._first_use import compiling
+from ...call import INPUT_NAMES
 from ...dropout import threshold
-from ...ops import INPUT_NAMES
 from . import INTERPRETED, tuning
 from .arguments import PADDING
 from .features import is_on

@@ -90,6 +90,17 @@ NUMBERS = Call._fields[len(TENSORS) :]
 DIFFERENTIABLE = sum(argument.has_gradient for argument in TENSORS.values())  # so many, the first ones
 ROWS = tuple(name for name, argument in TENSORS.items() if re.fullmatch("BH[LKM]D", argument.axes))
 
+PLACE = {name: index for index, name in enumerate(Call._fields)}
+_BLANK: list[Any] = [Call._field_defaults.get(name) for name in Call._fields[4:]]
+
+
+def _places(first: str, last: str) -> slice:
+    return slice(PLACE[first], PLACE[last] + 1)
+
+
+_MEMORY, _SEGMENTS = _places("memory_key", "memory_value"), _places("segment_embed", "key_ids")
+_RANKS, _POSITIONS = _places("query_rank", "sees_self"), _places("query_positions", "query_order")
+
 
 def collect(
     query: Tensor,
@@ -110,25 +121,29 @@ def collect(
     Raises:
         ValueError: segments or memory are of another type.
     """
+    # a list, because keywords of a named tuple cost a small call a tenth of its time
+    values = [query, key, value, rel_key, *_BLANK]
+    for name, given in others.items():
+        if given is not None:
+            values[PLACE[name]] = given
     if segments is not None:
         if not isinstance(segments, Segments):
             raise ValueError(f"segments must be xlnet_kernels.Segments or None, got {type(segments).__name__}")
-        others["query_ids"], others["key_ids"] = segments.query_ids, segments.key_ids
-        others["segment_embed"], others["segment_bias"] = segments.embed, segments.bias
+        values[_SEGMENTS] = segments.embed, segments.bias, segments.query_ids, segments.key_ids
     if isinstance(mask, RankMask):
-        others["query_rank"], others["key_rank"], others["query_floor"], others["sees_self"] = rank_vectors(mask)
-        mask = None
-    order = None
+        values[_RANKS] = rank_vectors(mask)
+    elif mask is not None:
+        values[PLACE["mask"]] = mask
     if query_positions is not None:
-        query_positions, order = split_positions(query_positions)
+        values[_POSITIONS] = split_positions(query_positions)
     if memory is not None:
         if not isinstance(memory, (tuple, list)) or len(memory) != 2:
             raise ValueError(f"memory must be a pair (mem_key, mem_value), got {type(memory).__name__}")
-        for index, part in enumerate(memory):
-            if not isinstance(part, Tensor):
-                raise ValueError(f"memory[{index}] must be a tensor, got {type(part).__name__}")
-        others["memory_key"], others["memory_value"] = memory
-    return Call(query, key, value, rel_key, mask=mask, query_positions=query_positions, query_order=order, **others)
+        if not (isinstance(memory[0], Tensor) and isinstance(memory[1], Tensor)):
+            index = int(isinstance(memory[0], Tensor))
+            raise ValueError(f"memory[{index}] must be a tensor, got {type(memory[index]).__name__}")
+        values[_MEMORY] = memory
+    return Call._make(values)
 
 
 def rank_vectors(mask: RankMask) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -140,8 +155,11 @@ def rank_vectors(mask: RankMask) -> tuple[Tensor, Tensor, Tensor | None, Tensor 
 
 
 def replace(call: Call, **changes: Any) -> Call:
-    """The call with other values. `_replace` is not for compilers of every torch."""
-    return Call._make((changes.get(name, value) for name, value in zip(Call._fields, call, strict=True)))
+    """The call with other values. A compiler of torch need not know `_replace`."""
+    values: list[Any] = list(call)
+    for name, value in changes.items():
+        values[PLACE[name]] = value
+    return Call._make(values)
 
 
 def positions_by_row(positions: Tensor | None, order: Tensor | None) -> Tensor | None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._checks import as_python, check_dense_mask, check_not_nested, check_range, check_rank, is_integer, shortened
 from ._torch import autocasts
-from .call import ROWS, TENSORS, Call, replace
+from .call import PLACE, ROWS, TENSORS, Call, replace
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_REST = tuple(name for name in TENSORS if name not in (*ROWS, "rel_key", "mask", "query_positions", "query_order"))
+_REST = tuple(name for name in TENSORS if name not in (*ROWS, "rel_key", "mask", "query_positions", "dropout_state"))
+_QUICK = {
+    name: (PLACE[name], itemgetter(*argument.axes.upper()), argument.is_floating)
+    for name, argument in TENSORS.items()
+    if name in ROWS or name in _REST
+}
 
 
 def cast(call: Call) -> Call:
@@ -45,47 +52,50 @@ def check(call: Call) -> Call:
     if call.memory_key is not None:
         sizes["M"] = check_rank("memory[0]", call.memory_key, 4)[2]
     sizes["T"] = sizes["M"] + sizes["K"]
-    found: dict = {}
-    for name in ROWS:
-        _check(call, name, sizes)
+    values: list[Any] = list(call)
+    _check_all(values, ROWS, sizes)
     _check_positions(call, sizes)
-    found["max_distance"] = _check_rel_key(call, sizes)
-    for name in _REST:
-        tensor = _check(call, name, sizes)
-        if tensor is not getattr(call, name):
-            found[name] = tensor
+    max_distance = _check_rel_key(call, sizes)
+    _check_all(values, _REST, sizes)
     if call.mask is not None:
         shape = tuple(sizes[axis] for axis in "BHLT")
-        found["mask"] = check_dense_mask(call.mask, query, sizes["T"]).expand(shape)
-    found |= _numbers(call, sizes["D"])
+        values[PLACE["mask"]] = check_dense_mask(call.mask, query, sizes["T"]).expand(shape)
+    values[len(TENSORS) :] = max_distance, *_numbers(call, sizes["D"])
     if torch.jit.is_tracing():  # max_distance is a constant there: with other lengths it would make a window
         for name in ("key", "rel_key", "memory_key"):
-            x = getattr(call, name)
+            x = values[PLACE[name]]
             if x is not None:
-                found[name] = x.unflatten(-2, (int(x.shape[-2]),))
-    return replace(call, **found)
+                values[PLACE[name]] = x.unflatten(-2, (int(x.shape[-2]),))
+    return Call._make(values)
 
 
-def _check(call: Call, name: str, sizes: dict[str, int]) -> Tensor | None:
+def _check_all(values: list[Any], names: tuple[str, ...], sizes: dict[str, int]) -> None:
+    """Checks the tensors of these names, and expands them to their sizes, in place."""
+    query = values[0]
+    device, dtype = query.device, query.dtype
+    for name in names:
+        index, shape_of, is_floating = _QUICK[name]
+        tensor = values[index]
+        if tensor is None:
+            continue
+        is_right = isinstance(tensor, Tensor) and tensor.shape == shape_of(sizes) and tensor.device == device
+        if not is_right or (is_floating and tensor.dtype != dtype):  # small calls have no time for more questions
+            values[index] = _check(tensor, name, query, sizes)
+
+
+def _check(tensor: Tensor, name: str, query: Tensor, sizes: dict[str, int]) -> Tensor:
     """The tensor of that name, of its axes' sizes, query's device and, if floating, query's dtype; expanded to them."""
-    tensor, query, argument = getattr(call, name), call.query, TENSORS[name]
-    if tensor is None or not argument.axes:
-        return tensor
-    axes = argument.axes_of(tensor)
-    shape = tuple([sizes[axis.upper()] for axis in axes])
-    if isinstance(tensor, Tensor) and tensor.shape == shape and tensor.device == query.device:
-        if not argument.is_floating or tensor.dtype == query.dtype:
-            return tensor
+    argument = TENSORS[name]
+    axes = argument.axes_of(tensor) if isinstance(tensor, Tensor) else argument.axes.removeprefix("[B]")
+    shape = tuple([sizes[axis] for axis in axes.upper()])
     check_rank(argument.label, tensor, len(shape))
-    if any(
-        size != want and not (axis.islower() and size == 1)
-        for axis, size, want in zip(axes, tensor.shape, shape, strict=True)
-    ):
+    is_whole = tensor.shape == shape
+    if not is_whole and not fits(axes, tensor.shape, shape):
         raise ValueError(f"{argument.label} must have shape {_text(axes, shape)}, got {tuple(tensor.shape)}")
     if argument.is_floating and tensor.dtype != query.dtype:
         raise ValueError(f"{argument.label} must be {query.dtype} as query is, got {tensor.dtype}")
     _check_device(argument.label, tensor, query)
-    return tensor.expand(shape)
+    return tensor if is_whole else tensor.expand(shape)
 
 
 def fits(axes: str, found: Sequence[int], wanted: Sequence[int]) -> bool:
@@ -117,7 +127,7 @@ def _check_positions(call: Call, sizes: dict[str, int]) -> None:
                 f"query has {sizes['L']} rows but key only {sizes['K']}: more rows than positions need query_positions"
             )
         return
-    _check(call, "query_positions", sizes)
+    _check(positions, "query_positions", call.query, sizes)
     if positions.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"query_positions must hold int32 or int64, got {positions.dtype}")
     check_range("query_positions", positions, 0, sizes["K"])
@@ -135,23 +145,24 @@ def _check_rel_key(call: Call, sizes: dict[str, int]) -> int:
         got = f"shape {tuple(rel_key.shape)}" if isinstance(rel_key, Tensor) else type(rel_key).__name__
         raise ValueError(f"rel_key must be (H, P, D) or (B, H, P, D), got {got}")
     check_not_nested("rel_key", rel_key)
-    heads, length, width = sizes["H"], sizes["L"], sizes["D"]
-    if rel_key.shape[-3] != heads and rel_key.shape[-2] == heads and rel_key.shape[-1] == width:
+    heads, length = sizes["H"], sizes["L"]
+    found, rows, width = rel_key.shape[-3:]
+    if found != heads and rows == heads and width == sizes["D"]:
         raise ValueError(
-            f"rel_key has {rel_key.shape[-3]} heads and query, of shape {tuple(query.shape)}, {heads}: rel_key must be "
-            f"(H, P, D); of (P, H, D) give rel_key.transpose(-3, -2)"
+            f"rel_key has {found} heads and query, of shape {tuple(query.shape)}, {heads}: rel_key must be (H, P, D); "
+            f"of (P, H, D) give rel_key.transpose(-3, -2)"
         )
-    if rel_key.shape[-3] != heads and rel_key.shape[-3] == length:  # in this order: exported lengths stay free
+    if found != heads and found == length:  # in this order: exported lengths stay free
         raise ValueError(
             f"rel_key has {length} heads and query, of shape {tuple(query.shape)}, {heads}: query, key and value must "
             f"be (B, H, L, D); of (B, L, H, D) give query.transpose(1, 2), and so on"
         )
     max_distance = _check_distances(rel_key, sizes["K"], sizes["M"], max_distance)
-    _check(call, "rel_key", sizes | {"P": rel_key.shape[-2]})
+    _check(rel_key, "rel_key", query, sizes | {"P": rows})
     return max_distance
 
 
-def _numbers(call: Call, width: int) -> dict[str, float | bool]:
+def _numbers(call: Call, width: int) -> tuple[float, float, bool]:
     """dropout_p, scale and deterministic, checked, or their defaults."""
     dropout_p, scale, deterministic = map(as_python, (call.dropout_p, call.scale, call.deterministic))
     if scale is None:
@@ -164,7 +175,7 @@ def _numbers(call: Call, width: int) -> dict[str, float | bool]:
         deterministic = torch.are_deterministic_algorithms_enabled()
     elif not isinstance(deterministic, bool):
         raise ValueError(f"deterministic must be a bool or None, got {shortened(deterministic)}")
-    return {"dropout_p": float(dropout_p), "scale": float(scale), "deterministic": deterministic}
+    return float(dropout_p), float(scale), deterministic
 
 
 def _check_distances(rel_key: Tensor, key_len: int, mem_len: int, max_distance: int | None) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _extension
-from ._torch import in_dispatch_mode, transformed
+from ._torch import in_dispatch_mode
 from .backends import choose, cpu, cuda
 from .call import Call
 
@@ -28,19 +28,18 @@ def attend(call: Call, backend: str | None) -> tuple[Tensor, Tensor] | None:
     That is whatever is not plainly right, dropout, a dense mask, backends other than "cpu" and "cuda", and where
     compilers, transforms, modes, subclasses or autocast take part.
     """
-    if backend not in (None, "cpu", "cuda") or call.mask is not None:
-        return None
-    if type(call.dropout_p) is not float or call.dropout_p != 0:
-        return None
-    if _plain_call is None or torch.compiler.is_compiling() or transformed() or in_dispatch_mode():
-        return None
     query = call.query
-    if type(query) not in _PLAIN or query.dim() != 4:
+    if _plain_call is None or type(query) not in _PLAIN or query.dim() != 4:
         return None
-    device = query.device.type
-    name, module = _OF_DEVICE.get(device, (None, None))
-    if name is None or backend not in (None, name):
+    if call.mask is not None or type(call.dropout_p) is not float or call.dropout_p != 0:
         return None
-    if choose(None, device, query.dtype, query.shape[-1], query.device) is not module:
+    if torch.compiler.is_compiling() or in_dispatch_mode():
+        return None
+    device = query.device
+    name, module = _OF_DEVICE.get(device.type, (None, None))
+    if name is None or (backend is not None and backend != name):
+        return None
+    # no backend is fused where a transform of torch.func takes part
+    if choose(None, device.type, query.dtype, query.shape[3], device) is not module:
         return None
     return _plain_call(*call)

@@ -78,7 +78,11 @@ def choose(name: str | None, device_type: str, dtype: torch.dtype, head_dim: int
             raise RuntimeError(f'backend="{name}" is unavailable: torch.onnx.export needs the reference')
         return reference
     if name is None:
-        found = next(backend for name, backend in _BACKENDS.items() if _refusal(name, backend, *call) is None)
+        found = reference
+        for name, backend in _BACKENDS.items():
+            if _refusal(name, backend, device_type, dtype, head_dim, check_on) is None:
+                found = backend
+                break
         if (found is torch_blocks or found is reference) and not torch.compiler.is_compiling():
             _explain(found, *call)
         return found

@@ -95,7 +95,7 @@ def operator_inputs(name: str, tensors: list[Tensor], options: dict) -> tuple:
         return original(call)
 
     module.rel_attention = capture
-    try:  # a function mode: such calls take the long way, through the backend's module
+    try:  # a function mode: such calls go past the fast path, through the backend's module
         with torch.overrides.BaseTorchFunctionMode():
             xk.rel_attention(*tensors, backend=name, **options)
     finally:

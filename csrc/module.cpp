@@ -9,7 +9,7 @@
 #include "cpu/kernels.h"
 #include "cuda/heuristics.h"
 #include "cuda/kernels.h"
-#include "plain_call.h"
+#include "fast_path.h"
 
 #define STRINGIFY_(...) #__VA_ARGS__
 #define STRINGIFY(...) STRINGIFY_(__VA_ARGS__)
@@ -81,7 +81,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("cuda_backward_choices", cuda_backward_choices);
   module.def("register_autograd", xlnet_kernels::register_autograd, pybind11::arg("name"),
              "Gives the operator of that name and its backward their gradients (csrc/autograd.h).");
-  xlnet_kernels::add_plain_call(module.ptr());
+  xlnet_kernels::add_fast_path(module.ptr());
 #ifdef XLNET_KERNELS_CUDA_VERSION
   module.def("cuda_shared_memory", xlnet_kernels::cuda::shared_memory_limit, pybind11::arg("device"),
              "Bytes of shared memory that a block may have on the device of this index, -1 if there is none.");

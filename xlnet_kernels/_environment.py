@@ -17,6 +17,7 @@ TAKES = {
     "XLNET_KERNELS_SELF_CHECK": "0 or 1",
     "XLNET_KERNELS_SKIP_EXT": "0 or 1",
 }
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton's own variable, which it reads at import too
 OF_TESTS = ("XLNET_KERNELS_MACHINE", "XLNET_KERNELS_RESUME", "XLNET_KERNELS_TRANSFORMERS")
 
 

@@ -124,6 +124,8 @@ def collect(
     # a list, because keywords of a named tuple cost a small call a tenth of its time
     values = [query, key, value, rel_key, *_BLANK]
     for name, given in others.items():
+        if name not in PLACE:
+            raise TypeError(f"the operator has no argument {name!r}")
         if given is not None:
             values[PLACE[name]] = given
     if segments is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from .call import PLACE, ROWS, TENSORS, Call, replace
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _REST = tuple(name for name in TENSORS if name not in (*ROWS, "rel_key", "mask", "query_positions", "dropout_state"))
 _QUICK = {
-    name: (PLACE[name], itemgetter(*argument.axes.upper()), argument.is_floating)
+    name: (PLACE[name], argument.axes.upper(), argument.is_floating)
     for name, argument in TENSORS.items()
     if name in ROWS or name in _REST
 }
@@ -73,12 +72,15 @@ def _check_all(values: list[Any], names: tuple[str, ...], sizes: dict[str, int])
     """Checks the tensors of these names, and expands them to their sizes, in place."""
     query = values[0]
     device, dtype = query.device, query.dtype
+    shapes: dict[str, tuple[int, ...]] = {}
     for name in names:
-        index, shape_of, is_floating = _QUICK[name]
+        index, axes, is_floating = _QUICK[name]
         tensor = values[index]
         if tensor is None:
             continue
-        is_right = isinstance(tensor, Tensor) and tensor.shape == shape_of(sizes) and tensor.device == device
+        if axes not in shapes:
+            shapes[axes] = tuple([sizes[axis] for axis in axes])
+        is_right = isinstance(tensor, Tensor) and tensor.shape == shapes[axes] and tensor.device == device
         if not is_right or (is_floating and tensor.dtype != dtype):  # small calls have no time for more questions
             values[index] = _check(tensor, name, query, sizes)
 

@@ -1,6 +1,6 @@
 """The fast path of plain calls: skips the Python checks.
 
-A small call spends more time on checks in Python than in its kernel; csrc/plain_call.cpp makes them in C++. Other calls
+A small call spends more time on checks in Python than in its kernel; csrc/fast_path.cpp makes them in C++. Other calls
 go through `functional.attend`.
 """
 
@@ -14,7 +14,7 @@ from ._torch import in_dispatch_mode
 from .backends import choose, cpu, cuda
 from .call import Call
 
-_plain_call = getattr(_extension.module, "plain_call", None)
+_fast_path = getattr(_extension.module, "fast_path", None)
 # By the type of device: its backend's name and module
 _OF_DEVICE = {"cpu": ("cpu", cpu)}
 if getattr(_extension.module, "cuda_version", None):
@@ -29,7 +29,7 @@ def attend(call: Call, backend: str | None) -> tuple[Tensor, Tensor] | None:
     compilers, transforms, modes, subclasses or autocast take part.
     """
     query = call.query
-    if _plain_call is None or type(query) not in _PLAIN or query.dim() != 4:
+    if _fast_path is None or type(query) not in _PLAIN or query.dim() != 4:
         return None
     if call.mask is not None or type(call.dropout_p) is not float or call.dropout_p != 0:
         return None
@@ -42,4 +42,4 @@ def attend(call: Call, backend: str | None) -> tuple[Tensor, Tensor] | None:
     # no backend is fused where a transform of torch.func takes part
     if choose(None, device.type, query.dtype, query.shape[3], device) is not module:
         return None
-    return _plain_call(*call)
+    return _fast_path(*call)

@@ -34,7 +34,7 @@ CASES = {
 
 @contextmanager
 def delta_of(name: str) -> Iterator[None]:
-    """Backward's delta as the implementation of that name has it; both go the long way, where Python decides of it."""
+    """Backward's delta as the implementation of that name has it, past the fast path because Python decides it."""
     without_residual = mock.patch.object(ops, "_needs_backward", lambda inputs: False)
     with mock.patch.object(fast_path, "attend", lambda *_: None):
         with without_residual if name == ROUNDED else nullcontext():

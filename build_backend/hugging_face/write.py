@@ -54,7 +54,7 @@ def add_op_namespace_prefix(op_name):
 
 
 def write_sources(folder: Path) -> None:
-    shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("module.cpp", "plain_call.*"))
+    shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("module.cpp", "fast_path.*"))
     header = folder / "csrc" / "call.h"
     text = header.read_text()
     assert text.count(f"{NAMESPACE}{NAME}\n") == 1, "csrc/call.h no longer names the operators' namespace"

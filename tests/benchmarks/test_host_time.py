@@ -38,7 +38,7 @@ def test_the_operator_takes_no_longer_than_it_should():
     assert all(row["median_us"] <= MOST[row["backend"]][row["direction"]] for row in found), found
 
 
-def test_a_plain_call_of_cuda_takes_little_more_than_torchs():
+def test_a_fast_path_of_cuda_takes_little_more_than_torchs():
     rows = json.loads((ROOT / "benchmarks/results/host-time.json").read_text())["rows"]
     times = {(row["problem"], row["what"], row["direction"]): row["median_us"] for row in rows
              if row["backend"] != "triton"}  # fmt: skip

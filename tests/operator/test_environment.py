@@ -16,13 +16,16 @@ from xlnet_kernels import _environment, _extension, linear
 from xlnet_kernels.backends import blocks, choose, cpu, self_check
 
 
+CACHED = _environment.leave_aside, linear.choice, self_check._wish
+
+
 @pytest.fixture(autouse=True)
 def afresh():
     """Nothing has been said, and nothing chosen."""
-    for function in (_environment.leave_aside, linear.choice):
+    for function in CACHED:
         function.cache_clear()
     yield
-    for function in (_environment.leave_aside, linear.choice):
+    for function in CACHED:
         function.cache_clear()
 
 
@@ -38,7 +41,8 @@ def test_nonsense_is_said_once_and_left_aside(monkeypatch, name, value):
     read, _ = READS[name]
     monkeypatch.delenv(name, raising=False)
     wanted = read()
-    linear.choice.cache_clear()
+    for function in CACHED:
+        function.cache_clear()
     monkeypatch.setenv(name, value)
     line = f"{name} must be {_environment.TAKES[name]}, got {value!r}: it is left aside"
     with pytest.warns(RuntimeWarning, match=f"^{re.escape(line)}$") as said:

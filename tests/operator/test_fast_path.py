@@ -1,4 +1,4 @@
-"""The short way of plain calls through C++ (csrc/plain_call.cpp): the same results, and nothing but what is plain."""
+"""The fast path of plain calls through C++ (csrc/fast_path.cpp): the same results, and no other calls."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PROBLEMS = {
 
 @contextlib.contextmanager
 def ways():
-    """Yields a list to which each call adds whether it went the short way."""
+    """Yields a list to which each call adds whether the fast path served it."""
     attend, found = fast_path.attend, []
 
     def spy(*arguments):
@@ -53,17 +53,17 @@ def ways():
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("backend", [None, "cpu"])
-def test_both_ways_give_the_same_bits(name, backend):
+def test_results_are_those_of_the_python_checks(name, backend):
     problem = make(**PROBLEMS[name])
     with ways() as went:
-        short = problem.results(backend)
+        fast = problem.results(backend)
     assert went == [True]
     with mock.patch.object(fast_path, "attend", lambda *_: None):
-        long = problem.results(backend)
-    assert short.keys() == long.keys()
-    for key, value in long.items():
-        assert short[key].dtype == value.dtype and short[key].stride() == value.stride(), key
-        assert torch.equal(short[key].nan_to_num(), value.nan_to_num()), key
+        slow = problem.results(backend)
+    assert fast.keys() == slow.keys()
+    for key, value in slow.items():
+        assert fast[key].dtype == value.dtype and fast[key].stride() == value.stride(), key
+        assert torch.equal(fast[key].nan_to_num(), value.nan_to_num()), key
 
 
 def plain(**changes):
@@ -86,7 +86,7 @@ class Catching(TorchDispatchMode):
 
 
 x = torch.randn(2, 2, 6, 8)
-LONG_WAYS = {
+NOT_SERVED = {
     "dropout": dict(dropout_p=0.1),
     "dropout by another type": dict(dropout_p=0),
     "another backend": dict(backend="reference"),
@@ -99,10 +99,10 @@ LONG_WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", LONG_WAYS)
-def test_what_goes_the_long_way(name):
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_calls_that_the_fast_path_does_not_serve(name):
     with ways() as went:
-        assert xk.rel_attention(**plain(**LONG_WAYS[name])).shape == x.shape
+        assert xk.rel_attention(**plain(**NOT_SERVED[name])).shape == x.shape
     assert not any(went)
 
 
@@ -158,7 +158,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_errors_are_those_of_the_long_way(name):
+def test_errors_are_those_of_the_python_checks(name):
     texts = []
     for attend in (fast_path.attend, lambda *_: None):
         with (
@@ -180,7 +180,7 @@ def cuda_serves_the_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", [None, "cuda"])
-def test_cuda_has_the_short_way_too(cuda_serves_the_cpu, backend):
+def test_cuda_has_the_fast_path_too(cuda_serves_the_cpu, backend):
     problem = make(mem=3, mask="order")
     with ways() as went:
         found = problem.results(backend)
@@ -188,7 +188,7 @@ def test_cuda_has_the_short_way_too(cuda_serves_the_cpu, backend):
     assert_close(found, problem.to(torch.float64).results("reference"), problem)
 
 
-def test_a_backend_that_is_not_the_best_takes_the_long_way(cuda_serves_the_cpu):
+def test_a_backend_that_is_not_the_best_is_not_served(cuda_serves_the_cpu):
     with ways() as went, pytest.raises(RuntimeError, match='backend="cpu" is unavailable'):
         xk.rel_attention(**plain(backend="cpu"))
     assert went == [False]
@@ -211,6 +211,6 @@ def test_determinism_follows_torch(monkeypatch):
 
 
 def test_wrong_calls_of_the_function_itself():
-    with pytest.raises(TypeError, match="plain_call takes 24 arguments, got 1"):
-        _extension.module.plain_call(x)
-    assert _extension.module.plain_call(*[None] * 24) is None
+    with pytest.raises(TypeError, match="fast_path takes 24 arguments, got 1"):
+        _extension.module.fast_path(x)
+    assert _extension.module.fast_path(*[None] * 24) is None

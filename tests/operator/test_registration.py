@@ -191,8 +191,8 @@ def python_gradients():
 def test_gradients_wired_up_in_python_and_in_cpp_are_the_same():
     problem = make(2, 2, 20, mem=5, mask="order", dtype=torch.bfloat16)
     wanted = problem.results("cpu")
-    long_way = mock.patch.object(fast_path, "attend", lambda *_: None)
-    with long_way, mock.patch.object(MODULES["cpu"], "rel_attention", python_gradients()):
+    without_fast_path = mock.patch.object(fast_path, "attend", lambda *_: None)
+    with without_fast_path, mock.patch.object(MODULES["cpu"], "rel_attention", python_gradients()):
         found = problem.results("cpu")
         problem = problem.map(lambda leaf: leaf.requires_grad_())
         out = problem.call("cpu")[0]

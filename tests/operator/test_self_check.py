@@ -42,7 +42,7 @@ class Fake(SimpleNamespace):
 @pytest.fixture
 def use(monkeypatch):
     """Makes such a backend the best one, asked to be checked."""
-    monkeypatch.setenv("XLNET_KERNELS_SELF_CHECK", "1")
+    monkeypatch.setattr(self_check, "_wish", lambda: "1")
     monkeypatch.setattr(self_check, "_checked", set())
     monkeypatch.setattr(self_check, "_refusals", {})
 
@@ -94,7 +94,7 @@ def test_a_full_device_says_nothing_of_the_backend(use):
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):  # of the call itself
             call()
-    assert fake.calls == 6  # for each call two comparisons, as the short way asks before the long one, and itself
+    assert fake.calls == 6  # for each call two comparisons, as the fast path asks too, and itself
 
 
 @pytest.mark.parametrize("mode", ["meta device", "inference", "checkpoint"])
@@ -117,7 +117,7 @@ def test_the_comparison_does_not_see_modes_of_the_caller(use, mode):
 
 def test_nothing_is_compared_where_the_environment_says_so(use, monkeypatch):
     fake = use(factor=2.0)
-    monkeypatch.setenv("XLNET_KERNELS_SELF_CHECK", "0")
+    monkeypatch.setattr(self_check, "_wish", lambda: "0")
     assert (call() == 2).all() and fake.calls == 1
 
 
@@ -140,7 +140,7 @@ def test_nothing_is_compared_while_a_cuda_graph_is_captured(use, monkeypatch):
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_a_gpu_is_asked_unless_a_result_vouches_for_it(monkeypatch, capability):
-    monkeypatch.delenv("XLNET_KERNELS_SELF_CHECK", raising=False)
+    monkeypatch.setattr(self_check, "_wish", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(self_check, "VOUCHED", {"cuda": frozenset({(9, 0)})})
     self_check._is_vouched_for.cache_clear()

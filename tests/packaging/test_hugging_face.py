@@ -60,7 +60,7 @@ def test_the_cpu_has_every_source_that_setup_py_compiles(repository):
     wanted = {path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)}
     part = tomllib.loads((repository / "build.toml").read_text())["kernel"]["xlnet_kernels_cpu"]
     compiled = {file for file in part["src"] if file.endswith(".cpp")}
-    of_python = {"csrc/module.cpp", "csrc/plain_call.cpp"}
+    of_python = {"csrc/module.cpp", "csrc/fast_path.cpp"}
     assert compiled == wanted - of_python and "csrc/cpu/bfloat16/x86.cpp" in compiled
     headers = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc" / "cpu").rglob("*.h")}
     assert headers <= set(part["src"]) and "-DXLNET_KERNELS_BFLOAT16_INSTRUCTIONS=1" in part["cxx-flags"]

@@ -262,6 +262,7 @@ def _is_asked_for(name: str, device: torch.device) -> bool:
     return wish == "1" or (device.type == "cuda" and not _is_vouched_for(name, device))
 
 
+@functools.cache  # reading the environment takes a tenth of a small call
 def _wish() -> str:
     return _environment.read("XLNET_KERNELS_SELF_CHECK", ("0", "1").__contains__)
 

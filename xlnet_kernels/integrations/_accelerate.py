@@ -26,21 +26,18 @@ subclass overrides stays, and its ``super().forward`` is ours.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from collections import Counter
-from functools import cache
-from typing import Any
 
 from torch import nn
 
 from ..backends import check_name
 from ..linear import Linear
+from ._accelerated_class import ORIGINAL, accelerated_class, known_bases
 from ._libraries import LIBRARIES, library_of
 from ._own_methods import leads, overridden, rebind
 
 _LOGGER = logging.getLogger("xlnet_kernels")
-_ORIGINAL = "_class_before_accelerate"
 
 
 def accelerate(model: nn.Module, backend: str | None = None, linears: bool = False) -> nn.Module:
@@ -80,7 +77,7 @@ def accelerate(model: nn.Module, backend: str | None = None, linears: bool = Fal
     """
     _check_model(model)
     check_name(backend)
-    for library in {library_of(base) for cls in set(map(type, model.modules())) for base in _known_bases(cls)}:
+    for library in {library_of(base) for cls in set(map(type, model.modules())) for base in known_bases(cls)}:
         library.check_version()
     pairs = [(module, accelerated_class(type(module))) for module in model.modules()]
     substitutes = [(module, cls) for module, cls in pairs if cls is not None]
@@ -107,7 +104,7 @@ def accelerate(model: nn.Module, backend: str | None = None, linears: bool = Fal
                 module.__class__ = original
         raise
     for module, cls in substitutes:
-        rebind(module, getattr(cls, _ORIGINAL), cls)
+        rebind(module, getattr(cls, ORIGINAL), cls)
     for module, cls in substitutes:
         if hasattr(cls, "backend"):
             vars(module)["backend"] = backend
@@ -126,12 +123,12 @@ def accelerated(model: nn.Module) -> dict[str, int]:
     2
     """
     _check_model(model)
-    changed = [module for module in model.modules() if hasattr(type(module), _ORIGINAL)]
+    changed = [module for module in model.modules() if hasattr(type(module), ORIGINAL)]
     idle = {module for module in changed if _hidden(module, type(module))}
     for module in changed:
         if not getattr(module, "serves_parts", lambda: True)():
             idle |= {*module.modules()}
-    return dict(Counter(_full_name(getattr(type(module), _ORIGINAL)) for module in changed if module not in idle))
+    return dict(Counter(_full_name(getattr(type(module), ORIGINAL)) for module in changed if module not in idle))
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -150,18 +147,18 @@ def restore(model: nn.Module) -> nn.Module:
     True
     """
     _check_model(model)
-    changed = [module for module in model.modules() if hasattr(type(module), _ORIGINAL)]
+    changed = [module for module in model.modules() if hasattr(type(module), ORIGINAL)]
     for module in changed:
-        if _ORIGINAL not in vars(type(module)):
+        if ORIGINAL not in vars(type(module)):
             raise RuntimeError(
                 f"model has a {type(module).__name__} whose class was changed after accelerate: undo that first"
             )
     for module in changed:
         for name in getattr(module, "made_here", ()):
             vars(module).pop(name, None)
-        accelerated_class = type(module)
-        module.__class__ = original = getattr(accelerated_class, _ORIGINAL)
-        rebind(module, original, accelerated_class)
+        accelerated = type(module)
+        module.__class__ = original = getattr(accelerated, ORIGINAL)
+        rebind(module, original, accelerated)
     return model
 
 
@@ -172,7 +169,7 @@ def _check_model(model: nn.Module) -> None:
 
 def _hidden(module: nn.Module, cls: type) -> list[str]:
     """The methods of the accelerated class that the instance's own keep from running."""
-    original = getattr(cls, _ORIGINAL)
+    original = getattr(cls, ORIGINAL)
     names = [*overridden(original, cls)]
     # that of a subclass stays and calls ours
     names += ["forward"] if any("forward" in vars(base) for base in {*cls.__mro__} - {*original.__mro__}) else []
@@ -183,7 +180,7 @@ def _replaced(model: nn.Module, module: nn.Module) -> str:
     name = next(name for name, part in model.named_modules() if part is module)
     own = vars(module)["forward"]
     return (
-        f"model must have the forward of {_full_name(getattr(type(module), _ORIGINAL, type(module)))} in "
+        f"model must have the forward of {_full_name(getattr(type(module), ORIGINAL, type(module)))} in "
         f"{repr(name) if name else 'itself'}, got {getattr(own, '__qualname__', type(own).__name__)}, set in the "
         f"instance and not seen to call it: delete it (`del module.forward`), or accelerate before it is set"
     )
@@ -191,7 +188,7 @@ def _replaced(model: nn.Module, module: nn.Module) -> str:
 
 def _full_name(cls: type) -> str:
     """The class after the name of its library."""
-    base = next(iter(_known_bases(cls)), None)
+    base = next(iter(known_bases(cls)), None)
     return cls.__name__ if base is None else f"{library_of(base).name} {cls.__name__}"
 
 
@@ -213,61 +210,3 @@ def _nothing_found(model: nn.Module) -> str:
         f"`python -m xlnet_kernels.info --models` lists what is known of "
         f"{', '.join(library.name for library in LIBRARIES)}"
     )
-
-
-def _known_bases(cls: type) -> list[type]:
-    """The classes of libraries that this one is or derives from, nearest first."""
-    return [base for base in cls.__mro__ if library_of(base) and base.__name__ in library_of(base).classes]
-
-
-def accelerated_class(cls: type) -> Any:
-    """The accelerated form of a class, which may be that already; None for what we have nothing for."""
-    if hasattr(cls, _ORIGINAL):
-        return cls
-    if cls is nn.Linear:
-        return _derive(cls, Linear)
-    for base in _known_bases(cls):
-        module = importlib.import_module(f".{library_of(base).classes[base.__name__][0]}", __package__)
-        stand_in = getattr(module, base.__name__)
-        return _derive(cls, stand_in if issubclass(stand_in, base) else _put_before(stand_in, base))
-    return None
-
-
-@cache
-def _put_before(mixin: type, base: type) -> Any:
-    """The mixin's methods on top of the library's class."""
-    return type(base)(base.__name__, (mixin, base), {"__module__": mixin.__module__})
-
-
-@cache
-def _derive(cls: type, stand_in: type) -> Any:
-    """`cls` with the stand-in's methods, under its own name, which save_pretrained writes down."""
-    bases = (stand_in,) if issubclass(stand_in, cls) else (cls, stand_in)
-    names = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "__new__": _make,
-        "__reduce_ex__": _reduce,
-        _ORIGINAL: cls,
-    }
-    return type(cls)(cls.__name__, bases, names)
-
-
-def _make(cls: type, *args, **kwargs) -> nn.Module:
-    """Only instances that exist are accelerated: calling the class (as from_pretrained does) makes an original one."""
-    if args or kwargs:
-        return getattr(cls, _ORIGINAL)(*args, **kwargs)
-    return object.__new__(cls)  # a shell, to be filled by pickle or torch.nn.parallel.replicate
-
-
-def _reduce(self: nn.Module, protocol: int) -> tuple:
-    """For copy and pickle, which would look for the class under its name and find the original."""
-    reduced: Any = object.__reduce_ex__(self, max(protocol, 2))  # from 2 on a tuple
-    original = vars(type(self)).get(_ORIGINAL)
-    return reduced if original is None else (_new, (original,), *reduced[2:])
-
-
-def _new(original: type[nn.Module]) -> nn.Module:
-    cls: Any = accelerated_class(original)
-    return cls.__new__(cls)

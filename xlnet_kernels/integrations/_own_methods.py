@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .._torch import constant_for_compilers
+from ._accelerated_class import accelerated_class
 
 Put = Callable[[Any], Any]
 _NO_HOLDERS = (nn.Module, Tensor, type, ModuleType)
@@ -77,8 +78,6 @@ class _ByClass(NamedTuple):
 
 
 def _by_class(original: type, name: str) -> _ByClass:
-    from ._accelerate import accelerated_class
-
     accelerated = accelerated_class(original)
     return _ByClass(original, accelerated, name, overridden(original, accelerated)[name])
 

@@ -17,6 +17,7 @@ from ..call import collect
 from ..functional import rel_attention
 from ..masks import RankMask
 from ..position_cache import PositionCache
+from ._accelerated_class import ORIGINAL
 from ._masks import known
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def check_forward(module: nn.Module, name: str, *arguments: str) -> None:
 
     It is then another class by the same name, or one of a version that is not known.
     """
-    cls = getattr(type(module), "_class_before_accelerate", type(module))  # it may be accelerated already
+    cls = getattr(type(module), ORIGINAL, type(module))  # it may be accelerated already
     original: Any = next(base for base in cls.__mro__ if base.__name__ == name)
     found = [parameter for parameter in inspect.signature(original.forward).parameters if parameter != "self"]
     if tuple(found[: len(arguments)]) != arguments:

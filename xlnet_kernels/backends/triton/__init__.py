@@ -6,11 +6,11 @@ With TRITON_INTERPRET=1 in the environment the same kernels run on the CPU in Tr
 from __future__ import annotations
 
 import functools
-import os
 from importlib import metadata
 
 import torch
 
+from ..._environment import INTERPRETED
 from ..._ops import add_op_namespace_prefix
 from ..._torch import constant_for_compilers
 from ...ops import define
@@ -18,7 +18,6 @@ from . import features
 
 __all__ = ["DEVICE", "DTYPES", "max_head_dim", "rel_attention", "unavailable"]
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # numpy, which the interpreter computes with, has no bfloat16
 DTYPES = (torch.float16, torch.float32) if INTERPRETED else (torch.float16, torch.bfloat16, torch.float32)

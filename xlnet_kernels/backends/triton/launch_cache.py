@@ -18,10 +18,11 @@ import triton
 from torch import Tensor
 
 from ..._checks import allows_tf32
+from ..._environment import INTERPRETED
 from ..._first_use import compiling
 from ...call import INPUT_NAMES
 from ...dropout import threshold
-from . import INTERPRETED, tuning
+from . import tuning
 from .arguments import PADDING
 from .features import is_on
 

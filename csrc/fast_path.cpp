@@ -1,4 +1,4 @@
-#include "plain_call.h"
+#include "fast_path.h"
 
 #include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -124,9 +124,9 @@ bool wants_gradients(const Inputs& in) {
 #undef WANTS
 }
 
-PyObject* plain_call(PyObject*, PyObject* const* given, Py_ssize_t count) {
+PyObject* fast_path(PyObject*, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == ARGUMENTS, "plain_call takes ", ARGUMENTS, " arguments, got ", count);
+  TORCH_CHECK_TYPE(count == ARGUMENTS, "fast_path takes ", ARGUMENTS, " arguments, got ", count);
   if (at::impl::torch_function_mode_enabled() || torch::jit::tracer::isTracing()) Py_RETURN_NONE;
   Arguments arguments{given};
 #define TAKE(type, name) arguments.take<type>()
@@ -167,9 +167,9 @@ PyObject* plain_call(PyObject*, PyObject* const* given, Py_ssize_t count) {
 
 }  // namespace
 
-void add_plain_call(PyObject* module) {
-  static PyMethodDef methods[] = {{"plain_call", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(plain_call)),
-                                   METH_FASTCALL, "A call of the operator, or None (csrc/plain_call.h)."},
+void add_fast_path(PyObject* module) {
+  static PyMethodDef methods[] = {{"fast_path", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(fast_path)),
+                                   METH_FASTCALL, "A call of the operator, or None (csrc/fast_path.h)."},
                                   {}};
   if (PyModule_AddFunctions(module, methods) != 0) throw pybind11::error_already_set();
 }

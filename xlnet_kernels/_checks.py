@@ -95,7 +95,9 @@ def check_dense_mask(mask: object, query: Tensor, keys: int) -> Tensor:
             f"mask of shape {tuple(mask.shape)} may be of {batch} sequences or of {heads} heads: give mask[:, None] "
             f"for sequences, mask[None] for heads"
         )
-    if mask.dim() > 4 or any(size not in (1, want) for size, want in zip(mask.shape[::-1], full[::-1], strict=False)):
+    if mask.dim() > 4 or any(
+        size != 1 and size != want for size, want in zip(mask.shape[::-1], full[::-1], strict=False)
+    ):
         raise ValueError(f"mask must broadcast to (B, H, L, M + K) = {full}, got {tuple(mask.shape)}")
     return mask
 

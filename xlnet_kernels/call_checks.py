@@ -81,7 +81,8 @@ def _check_all(values: list[Any], names: tuple[str, ...], sizes: dict[str, int])
         if axes not in shapes:
             shapes[axes] = tuple([sizes[axis] for axis in axes])
         is_right = isinstance(tensor, Tensor) and tensor.shape == shapes[axes] and tensor.device == device
-        if not is_right or (is_floating and tensor.dtype != dtype):  # small calls have no time for more questions
+        is_right = is_right and tensor.layout == torch.strided and (not is_floating or tensor.dtype == dtype)
+        if not is_right:  # small calls have no time for more questions
             values[index] = _check(tensor, name, query, sizes)
 
 
@@ -145,6 +146,8 @@ def _check_rel_key(call: Call, sizes: dict[str, int]) -> int:
         raise ValueError(f"max_distance must be an integer below 2^30, got {shortened(max_distance)}")
     if not isinstance(rel_key, Tensor) or rel_key.dim() not in (3, 4):
         got = f"shape {tuple(rel_key.shape)}" if isinstance(rel_key, Tensor) else type(rel_key).__name__
+        if isinstance(rel_key, Tensor) and rel_key.dim() == 2 and rel_key.shape[1] == sizes["H"] * sizes["D"]:
+            got += f": give rel_key.unflatten(1, ({sizes['H']}, {sizes['D']})).transpose(0, 1)"
         raise ValueError(f"rel_key must be (H, P, D) or (B, H, P, D), got {got}")
     check_not_nested("rel_key", rel_key)
     heads, length = sizes["H"], sizes["L"]

@@ -47,11 +47,6 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     return out.to(outs[0].dtype), total
 
 
-def part_of(lse: Tensor, total: Tensor) -> Tensor:
-    """exp(lse - total) (B, H, L, 1), the weight of a part where the others are not at hand; 0 where nothing is seen."""
-    return (lse - total.clamp(min=torch.finfo(total.dtype).min)).exp().unsqueeze(-1)
-
-
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, (list, tuple)) or not parts or not all(isinstance(part, Tensor) for part in parts):

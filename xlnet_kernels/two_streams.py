@@ -149,7 +149,7 @@ def check_mask(mask: RankMask | Tensor, h: Tensor, n_head: int, mem_len: int) ->
     if mask.dim() < 4:
         mask = mask[(None,) * (3 - mask.dim())][:, None]
     wanted = (batch, n_head, length, keys)
-    if mask.dim() > 4 or any(size not in (1, want) for size, want in zip(mask.shape, wanted, strict=True)):
+    if mask.dim() > 4 or any(size != 1 and size != want for size, want in zip(mask.shape, wanted, strict=True)):
         raise ValueError(f"mask must broadcast to (B, L, M + L) = {(batch, length, keys)}, got {shape}")
     return mask
 

@@ -88,6 +88,11 @@ BAD = {
         dict(rel_key=zeros(1, H, 16, D)),
         r"rel_key must have shape \(2, 3, 16, 8\), got \(1, 3, 16, 8\)",
     ),
+    "rel-key-flat": (
+        dict(rel_key=zeros(16, H * D)),
+        r"got shape \(16, 24\): give rel_key.unflatten\(1, \(3, 8\)\).transpose\(0, 1\)",
+    ),
+    "value-sparse": (dict(value=zeros(B, H, K, D).to_sparse()), r"value must be a dense tensor.*value.to_dense\(\)"),
     "content-bias": (dict(content_bias=zeros(H + 1, D)), r"content_bias must have shape \(3, 8\), got \(4, 8\)"),
     "position-bias": (dict(position_bias=zeros(H, D + 1)), "position_bias must have shape"),
     "memory-heads": (dict(memory=(zeros(B, H + 1, M, D), MEMORY)), r"memory\[0\] must have shape \(2, 3, 4, 8\)"),

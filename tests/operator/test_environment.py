@@ -15,7 +15,6 @@ from tests.cases import assert_right, make
 from xlnet_kernels import _environment, _extension, linear
 from xlnet_kernels.backends import blocks, choose, cpu, self_check
 
-
 CACHED = _environment.leave_aside, linear.choice, self_check._wish
 
 

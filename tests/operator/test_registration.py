@@ -143,6 +143,15 @@ def test_compiles_with_dynamic_shapes(backend):
         assert torch.allclose(found, wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("mask", [xk.RankMask.causal(2, 7), torch.ones(2, 1, 7, 7, dtype=torch.bool).tril()])
+def test_masks_of_a_known_size_compile_with_dynamic_shapes(mask):
+    """`in` compares a symbol with a number as if they were never equal."""
+    attend = partial(xk.rel_attention, mask=mask, backend="reference")
+    leaves = list(make(2, 2, 7, biases=False, segments=False).leaves.values())
+    found = torch.compile(attend, dynamic=True, backend="aot_eager", fullgraph=True)(*leaves)
+    assert torch.allclose(found, attend(*leaves), atol=1e-5)
+
+
 def test_autocast_casts_everything_to_its_dtype(backend):
     problem = make(2, 2, 30, mem=9, mask="order").map(lambda leaf: leaf.requires_grad_())
     with torch.autocast("cpu", torch.bfloat16):

@@ -21,7 +21,7 @@ from ..call import DIFFERENTIABLE, INPUT_NAMES, TENSORS, Argument, Call, collect
 from ..call_checks import fits
 from ..functional import attend
 from ..masks import RankMask
-from ..merging import merge, part_of
+from ..merging import merge
 from ..segments import Segments
 from ..two_streams import RowPositions
 
@@ -243,7 +243,7 @@ class RingAttention(torch.autograd.Function):
             with torch.enable_grad():
                 part = _attend_chunk(replace(ctx.call, **leaves), ring, chunk, ctx.backend)
             if part is not None:
-                weight = part_of(part[1].detach(), lse)
+                weight = _weight_of_part(part[1].detach(), lse)
                 of_out = weight * grad_out
                 # out = sum of weights times parts, and the weights are the softmax of the parts' log-sum-exp
                 of_lse = weight[..., 0] * ((grad_out * (part[0].detach() - out)).sum(-1) + grad_lse)
@@ -263,3 +263,8 @@ class RingAttention(torch.autograd.Function):
 def _without_leaves(call: Call) -> Call:
     """The call without the tensors that autograd keeps."""
     return replace(call, **dict.fromkeys(INPUT_NAMES[:DIFFERENTIABLE]))
+
+
+def _weight_of_part(lse: Tensor, total: Tensor) -> Tensor:
+    """exp(lse - total) (B, H, L, 1), the weight of a part where the others are not at hand; 0 where nothing is seen."""
+    return (lse - total.clamp(min=torch.finfo(total.dtype).min)).exp().unsqueeze(-1)

@@ -104,7 +104,7 @@ def test_blocks_are_sized_by_the_budget():
 
     def shapes(limit: str) -> set[tuple[int, ...]]:
         with mock.patch.dict("os.environ", XLNET_KERNELS_BLOCK_BYTES=limit):
-            return {tuple(block.content.shape[:3]) for block in blocks.Call(inputs).blocks(maps=2)}
+            return {tuple(block.content.shape[:3]) for block in blocks.BlockedCall(inputs).blocks(maps=2)}
 
     a_row = (300 + 300 + 128) * 4 * 2 // 2  # bytes of one map's row is 4 * (300 + 128)
     assert shapes(str(10**9)) == {(2, 4, 128), (2, 4, 44)}

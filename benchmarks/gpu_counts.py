@@ -169,7 +169,7 @@ def row(
         "architecture": architecture, "length": length, "case": case,
         "bound_cycles": round(bound, 1), "bound_by": bounds_of[max(bounds_of)],
         "ratio_to_limit": round(bound / bounds.limit(gpu, head_dim, PRODUCTS[direction]), 3),
-        "spilled_bytes": sum(of.spilled_bytes for of in code), "registers": max(of.registers for of in code),
+        "spilled_bytes": sum(x.spilled_bytes for x in code), "registers": max(x.registers for x in code),
         "machine_to_ptx": round(machine / float(issued), 3),
         "cycles": {name: round(value, 1) for name, value in total.items()},
         "launches": counted,
@@ -180,7 +180,7 @@ def plainly(counts: Counts) -> dict:
     """Every count, by its name in Counts, of one head and all of a sequence; those by class and by instruction too."""
 
     def whole(value):
-        return {key: whole(of) for key, of in value.items()} if isinstance(value, dict) else round(value)
+        return {key: whole(part) for key, part in value.items()} if isinstance(value, dict) else round(value)
 
     return {f.name: whole(getattr(counts, f.name)) for f in fields(Counts) if f.name != "lines"}
 
@@ -195,13 +195,14 @@ def best_plain(direction: str, architecture: int, head_dim: int, say: Callable) 
                 runs = {length: plain(kernel, config, architecture, head_dim, length) for length in LENGTHS}
             except triton.runtime.errors.OutOfResources:
                 continue
-            of = row("plain", direction, head_dim, architecture, "none", runs, REPORTED[-1])
-            cost = of["spilled_bytes"], of["bound_cycles"], of["cycles"]["issue"]
-            say(f"plain {kernel} sm_{architecture} D{head_dim} {tuple(config)}: {of['bound_cycles']} {of['bound_by']}")
+            last = row("plain", direction, head_dim, architecture, "none", runs, REPORTED[-1])
+            cost = last["spilled_bytes"], last["bound_cycles"], last["cycles"]["issue"]
+            bound = f"{last['bound_cycles']} {last['bound_by']}"
+            say(f"plain {kernel} sm_{architecture} D{head_dim} {tuple(config)}: {bound}")
             if cost < least:
                 best, least = runs, cost
         for length, more in best.items():
-            found[length] += more if kernel != "rows" else [of for of in more if of.name != "delta_kernel"]
+            found[length] += more if kernel != "rows" else [launch for launch in more if launch.name != "delta_kernel"]
     return found
 
 
@@ -231,8 +232,8 @@ def table(
                     runs = {length: ours(kernel, architecture, head_dim, case, length) for length in REPORTED}
                     for direction in PRODUCTS:
                         for length, run in runs.items():
-                            of = {length: run[direction]}
-                            found = row(kernel, direction, head_dim, architecture, case, of, length)
+                            this = {length: run[direction]}
+                            found = row(kernel, direction, head_dim, architecture, case, this, length)
                             found["ratio"] = round(found["bound_cycles"] / floor[direction, length], 3)
                             rows.append(found)
                             say(json.dumps(found))
@@ -242,10 +243,10 @@ def table(
 def with_the_rest(rows: list[dict], earlier: list[dict]) -> list[dict]:
     """These rows and those of `earlier` for other kernels and architectures, in its order."""
 
-    def of(r: dict) -> tuple:
+    def identity(r: dict) -> tuple:
         return tuple(r[key] for key in ("kernel", "direction", "head_dim", "architecture", "length", "case"))
 
-    found = {of(r): r for r in earlier} | {of(r): r for r in rows}
+    found = {identity(r): r for r in earlier} | {identity(r): r for r in rows}
     return list(found.values())
 
 
@@ -253,12 +254,12 @@ def calibrate(rows: list[dict]) -> list[dict]:
     """Published speeds beside what the plain kernel's bound would mean; the quotient says what a bound is worth."""
     found = []
     keys = ("architecture", "direction", "head_dim", "length")
-    for *of, published, source in bounds.PUBLISHED:
+    for *values, published, source in bounds.PUBLISHED:
         for r in rows:
-            if r["kernel"] == "plain" and [r[key] for key in keys] == of:
+            if r["kernel"] == "plain" and [r[key] for key in keys] == values:
                 gpu, products = bounds.GPUS[r["architecture"]], PRODUCTS[r["direction"]]
                 speed = bounds.teraflops(gpu, r["bound_cycles"], r["head_dim"], products)
-                found.append(dict(zip(keys, of, strict=True)) | {
+                found.append(dict(zip(keys, values, strict=True)) | {
                     "bound_teraflops": round(speed), "published_teraflops": published,
                     "quotient": round(published / speed, 3), "source": source,
                 })  # fmt: skip

@@ -184,17 +184,17 @@ def main() -> None:
     facts.pop("peak_memory")
     rows = []
 
-    def sample(name: str, of: str, functions: dict[tuple[str, str], Callable[[], object]]) -> None:
+    def sample(name: str, case: str, functions: dict[tuple[str, str], Callable[[], object]]) -> None:
         for function in functions.values():  # compiles
             function()
         for row in measure(functions, options.seconds):
-            rows.append({"backend": name, "problem": of, **row})
+            rows.append({"backend": name, "problem": case, **row})
             print(*rows[-1].values(), sep="\t", flush=True)
 
     for name, pretend in PRETEND.items():
         operator = pretend()
-        for of, full in (("plain", False), ("full", True)):
-            sample(name, of, ways(name, operator, full))
+        for case, full in (("plain", False), ("full", True)):
+            sample(name, case, ways(name, operator, full))
     sample("torch", "plain", ways_of_torch())
     if options.output is not None:
         shape = {"batch": BATCH, "heads": HEADS, "length": LENGTH, "head_dim": HEAD_DIM, "dtype": "bfloat16"}

@@ -53,15 +53,15 @@ def launches(architecture: int, case: str, length: int, window: int, backward: b
     return {"forward": record.launches[:forward], "backward": record.launches[forward:]}
 
 
-def row(of: list[Launch], architecture: int) -> dict:
+def row(runs: list[Launch], architecture: int) -> dict:
     """The sum over launches of the cycles that each one's busiest resource needs, and instructions of PTX issued."""
     total = 0.0
-    for launch in of:
+    for launch in runs:
         code, lines = assemble(launch.ptx, launch.name, architecture), launch.counts.lines
         executed = code.executed(code.weights(lines), lines).total()
         needed = bounds.cycles(launch.counts, bounds.GPUS[architecture], executed)
         total += max(value for name, value in needed.items() if name != bounds.ASSUMED)
-    return {"bound_cycles": round(total), "issued": int(sum(launch.counts.issued for launch in of))}
+    return {"bound_cycles": round(total), "issued": int(sum(launch.counts.issued for launch in runs))}
 
 
 def table(architectures: list[int], cases: list[str], lengths: list[int], window: int) -> list[dict]:
@@ -70,8 +70,8 @@ def table(architectures: list[int], cases: list[str], lengths: list[int], window
     for architecture, case in itertools.product(architectures, cases):
         before: dict[str, float] = {}  # of each direction: cycles for a key
         for length in lengths:
-            for direction, of in launches(architecture, case, length, window).items():
-                found = row(of, architecture)
+            for direction, runs in launches(architecture, case, length, window).items():
+                found = row(runs, architecture)
                 each = found["bound_cycles"] / length
                 growth = round(each / before[direction], 3) if direction in before else None
                 before[direction] = each

@@ -174,7 +174,7 @@ def main(arguments: list[str]) -> int:
     if options.entries:
         tuning.TABLE.update(read(options.entries.read_text()))
     capability, dtype, found = torch.cuda.get_device_capability(), getattr(torch, options.dtype), {}
-    of, kind = tuning.family(capability), tuning.kind_of(dtype, launch_cache.precision_of(dtype, 0.0))
+    family, kind = tuning.family(capability), tuning.kind_of(dtype, launch_cache.precision_of(dtype, 0.0))
     by = f"measured: {torch.cuda.get_device_name()}, Triton {triton.__version__}"
 
     def log(line: str) -> None:
@@ -182,8 +182,8 @@ def main(arguments: list[str]) -> int:
 
     for head_dim in options.head_dims:
         until = time.monotonic() + options.budget
-        key = (of, kind, head_dim)
-        start = {key: tuple(tuning.choose(kernel, kind, head_dim, (of // 10, 0)) for kernel in KERNELS)}
+        key = (family, kind, head_dim)
+        start = {key: tuple(tuning.choose(kernel, kind, head_dim, (family // 10, 0)) for kernel in KERNELS)}
         case = Case(min(options.lengths), 1, 2, head_dim, 0, dtype, "cuda")
         cases = [
             replace(case, length=length, batch=max(1, options.tokens // length), heads=options.heads)

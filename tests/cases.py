@@ -95,7 +95,7 @@ class Problem:
         needs = tuple(self.leaves) if needs is None else needs
         leaves = {n: leaf.detach().requires_grad_(n in needs) for n, leaf in self.leaves.items()}
         draw = dropout.new_state  # masks of their own would be as far apart as any results that are compared
-        with torch.random.fork_rng([]), mock.patch.object(dropout, "new_state", lambda of: draw(CPU).to(of)):
+        with torch.random.fork_rng([]), mock.patch.object(dropout, "new_state", lambda device: draw(CPU).to(device)):
             torch.random.default_generator.manual_seed(0)
             out, lse = replace(self, leaves=leaves).call(backend)
         found = {"out": out.detach(), "lse": lse.detach()}

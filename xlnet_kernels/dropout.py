@@ -170,7 +170,7 @@ def keep_block(
     row = torch.arange(rows.start, rows.stop, device=device)[:, None]
     seed, offset = state[0], state[1]
     first_head, others = offset >> 32 & 0xFFFFF, offset >> 52 & 0xFFF
-    sequence, head = (torch.arange(of.start, of.stop, device=device) for of in (batch, some_heads))
+    sequence, head = (torch.arange(part.start, part.stop, device=device) for part in (batch, some_heads))
     head = (sequence[:, None] * (heads + others) + head + first_head).view(-1, 1, 1)
     key = [seed & _LOW, _high(seed)]
     shape = (head.shape[0], row.shape[0], 4 * (end - first))

@@ -67,7 +67,7 @@ def compiled() -> dict | None:
         return None
     facts = {name: getattr(module, name) for name in names} | {"file": module.__file__}
     choices = {"cuda_forward": module.cuda_forward_choices(), "cuda_backward": module.cuda_backward_choices()}
-    return facts | {name: [f"{kernels}: {calls}" for kernels, calls in of] for name, of in choices.items()}
+    return facts | {name: [f"{kernels}: {calls}" for kernels, calls in served] for name, served in choices.items()}
 
 
 def collect() -> dict:

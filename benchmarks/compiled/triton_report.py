@@ -335,8 +335,8 @@ def cases(architectures: list[int | str], sample: bool) -> list[tuple]:
     if not sample:
         return every
     return [
-        (architectures[(index + turn) % len(architectures)], *of, kernel, False)
-        for index, of in enumerate(CLASSES)
+        (architectures[(index + turn) % len(architectures)], *kind_and_width, kernel, False)
+        for index, kind_and_width in enumerate(CLASSES)
         for turn, kernel in enumerate(tuning.KERNELS)
     ]
 

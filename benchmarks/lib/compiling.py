@@ -76,7 +76,7 @@ def compile_all(
 
 def in_turn(candidates: dict[str, list[Config]]) -> list[Candidate]:
     """One of each kernel after the other, so that too little time cuts all of them."""
-    turns = itertools.zip_longest(*([(kernel, config) for config in of] for kernel, of in candidates.items()))
+    turns = itertools.zip_longest(*([(kernel, config) for config in configs] for kernel, configs in candidates.items()))
     return [job for turn in turns for job in turn if job is not None]
 
 
@@ -116,5 +116,7 @@ def _compile(job: Candidate) -> tuple[Candidate, str | None, int]:
         error = f"{type(raised).__name__}: {str(raised).splitlines()[:1]}"
     finally:
         launch.Call.launch = original
-    own, children = (resource.getrusage(of).ru_maxrss * 1024 for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    own, children = (
+        resource.getrusage(who).ru_maxrss * 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
     return job, error, own + children

@@ -92,5 +92,5 @@ def markdown(run: dict) -> str:
         raise ValueError("nothing in it was counted as well: gpu-counts.json has bfloat16 on sm_80 and sm_90")
     gpu = run["environment"]
     rows.insert(1, "|---" * 8 + "|")
-    of = f"{gpu['gpu']}, {gpu['multiprocessors']} multiprocessors at {gpu['clock_mhz']:.0f} MHz"
-    return "\n".join([*rows, "", f"Cycles of a multiprocessor for 1024 pairs of query and key; {of}.", ""])
+    machine = f"{gpu['gpu']}, {gpu['multiprocessors']} multiprocessors at {gpu['clock_mhz']:.0f} MHz"
+    return "\n".join([*rows, "", f"Cycles of a multiprocessor for 1024 pairs of query and key; {machine}.", ""])

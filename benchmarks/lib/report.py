@@ -329,9 +329,9 @@ def _host_time(results: dict) -> str:
     for row in results["rows"]:
         lines.setdefault((row["problem"], row["what"], row["direction"]), {})[row["backend"]] = row["median_us"]
     found = [f"| problem | what | direction | {' | '.join(names)} |", f"|---|---|---|{'---|' * len(names)}"]
-    for of, times in lines.items():
+    for labels, times in lines.items():
         cells = [f"{times[name]:.0f}" if name in times else "" for name in names]
-        found.append(f"| {' | '.join([*of, *cells])} |")
+        found.append(f"| {' | '.join([*labels, *cells])} |")
     return "\n".join(found) + f"\n\n{results['environment']['cpu']}, torch {results['environment']['torch']}.\n"
 
 

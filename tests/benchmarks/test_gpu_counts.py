@@ -40,8 +40,8 @@ def counted(monkeypatch, tmp_path):
     file, ran = tmp_path / "counts.json", []
     monkeypatch.setattr(gpu_counts, "PRODUCTS", {"forward": 2})
     monkeypatch.setattr(gpu_counts, "REPORTED", (2048,))
-    monkeypatch.setattr(gpu_counts, "ours", lambda *of: ran.append(of[:3]) or {"forward": []})
-    monkeypatch.setattr(gpu_counts, "best_plain", lambda *of: ran.append(("plain", *of[1:3])) or {})
+    monkeypatch.setattr(gpu_counts, "ours", lambda *args: ran.append(args[:3]) or {"forward": []})
+    monkeypatch.setattr(gpu_counts, "best_plain", lambda *args: ran.append(("plain", *args[1:3])) or {})
 
     monkeypatch.setattr(gpu_counts, "row", lambda kernel, _, head_dim, *rest: row(kernel, head_dim, 300.0))
     before = [row(kernel, width, 100.0) for width in WIDTHS for kernel in KERNELS]
@@ -77,7 +77,7 @@ def test_without_an_update_plain_attention_is_counted_too(counted):
 @pytest.mark.parametrize("case", gpu_counts.CASES)
 def test_a_case_is_what_it_says(monkeypatch, case):
     given = {}
-    monkeypatch.setattr(gpu_counts, "serving", lambda *of, **options: contextlib.nullcontext(Record()))
+    monkeypatch.setattr(gpu_counts, "serving", lambda *args, **options: contextlib.nullcontext(Record()))
 
     class Record:
         launches = ()
@@ -99,7 +99,7 @@ def test_a_case_is_what_it_says(monkeypatch, case):
 def test_a_row_has_the_counts_of_each_launch(monkeypatch):
     """At the row's length, from those of shorter ones."""
     code = MachineCode(9, 16, [[(1, "FADD"), (1, "FADD"), (1, "LDL")]], {1: Line(1, "")})
-    monkeypatch.setattr(gpu_counts, "assemble", lambda *of: code)
+    monkeypatch.setattr(gpu_counts, "assemble", lambda *args: code)
 
     def launch(name, issued, wavefronts):
         counts = Counts(
@@ -130,7 +130,7 @@ def test_a_window_costs_as_much_a_key_in_a_sequence_twice_as_long(case):
 
 def test_counts_of_windows_are_written(monkeypatch, tmp_path):
     monkeypatch.setattr(long_counts, "launches", lambda architecture, case, length, window: {"forward": [length]})
-    monkeypatch.setattr(long_counts, "row", lambda of, *_: {"bound_cycles": of[0] ** 2, "issued": 1})
+    monkeypatch.setattr(long_counts, "row", lambda lengths, *_: {"bound_cycles": lengths[0] ** 2, "issued": 1})
     file = tmp_path / "counts.json"
     monkeypatch.setattr(sys, "argv", ["long_counts.py", "--architectures", "80", "--output", str(file)])
     long_counts.main()

@@ -195,9 +195,9 @@ def test_times_stand_beside_counts(tmp_path, capsys):
     assert forward.kernel == "cuda" and forward.measured == pytest.approx(132e6 / (16 * 512**2 / 1024))
     assert backward.measured == pytest.approx(2 * forward.measured)
     assert (forward.ratio, backward.ratio) == (2, 2 / 1.5)
-    of = json.loads(counted.COUNTS.read_text())["rows"]
+    counts = json.loads(counted.COUNTS.read_text())["rows"]
     (row,) = [
-        r for r in of if [r[key] for key in ("kernel", "direction", "head_dim", "architecture", "length", "case")]
+        r for r in counts if [r[key] for key in ("kernel", "direction", "head_dim", "architecture", "length", "case")]
         == ["cuda", "forward", 64, 90, 512, "order+segments"]
     ]  # fmt: skip
     assert (forward.counted, forward.bound_by, forward.counted_ratio) == (

@@ -94,7 +94,7 @@ def test_what_was_not_compiled_is_not_launched():
         return 1.0
 
     tune_triton.tune(tuning.TABLE, KEY, measure, among={("rows", config)})
-    before = [(kernel, tuning.Config(*of)) for kernel, of in zip(tuning.KERNELS, tuning.TABLE[KEY], strict=True)]
+    before = [(kernel, tuning.Config(*entry)) for kernel, entry in zip(tuning.KERNELS, tuning.TABLE[KEY], strict=True)]
     assert measured == [*before[:2], ("rows", config), before[2]]
 
 

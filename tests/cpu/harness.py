@@ -122,22 +122,22 @@ def _record(tensor: Tensor | None) -> bytes:
 def _inputs(inputs: Sequence) -> tuple[bytes, list[Tensor | None]]:
     """What csrc/call.cpp makes of the operator's arguments."""
     *tensors, max_distance, dropout_p, scale, _deterministic = inputs
-    of = dict(zip(ops.INPUT_NAMES, tensors, strict=True))
-    query, key, rel_key = of["query"], of["key"], of["rel_key"]
-    mem_len = 0 if of["memory_key"] is None else of["memory_key"].shape[2]
+    named = dict(zip(ops.INPUT_NAMES, tensors, strict=True))
+    query, key, rel_key = named["query"], named["key"], named["rel_key"]
+    mem_len = 0 if named["memory_key"] is None else named["memory_key"].shape[2]
     (batch, heads, length, width), key_len = query.shape, key.shape[2]
     sizes = [batch, heads, length, key_len, mem_len, rel_key.shape[-2], width, max_distance]
     numbers = struct.pack("<10q2d", THREADS, DTYPES.index(query.dtype), *sizes, dropout_p, scale)
-    positions, order = of.pop("query_positions"), of.pop("query_order")
+    positions, order = named.pop("query_positions"), named.pop("query_order")
     if positions is not None and order is None:
         positions, order = positions.sort(dim=1, stable=True)
-    state = of.pop("dropout_state")
-    if of["mask"] is not None:
-        of["mask"] = of["mask"].expand(batch, heads, length, mem_len + key_len)
+    state = named.pop("dropout_state")
+    if named["mask"] is not None:
+        named["mask"] = named["mask"].expand(batch, heads, length, mem_len + key_len)
     for name in ("query_ids", "key_ids", "query_rank", "key_rank", "query_floor"):
-        of[name] = None if of[name] is None else of[name].int()
-    order, positions = (None if of is None else of.int() for of in (order, positions))
-    return numbers, [*of.values(), positions, order, state]
+        named[name] = None if named[name] is None else named[name].int()
+    order, positions = (None if x is None else x.int() for x in (order, positions))
+    return numbers, [*named.values(), positions, order, state]
 
 
 @functools.cache

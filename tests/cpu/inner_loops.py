@@ -41,8 +41,8 @@ class Loop:
         return sum(_STACK.search(line) is not None for line in self.instructions)
 
     def __str__(self) -> str:
-        of = f"{self.products:4} of {len(self.instructions):4}, {self.share:.1%}"
-        return f"{of}, {self.spills} spills: {self.function}"
+        share = f"{self.products:4} of {len(self.instructions):4}, {self.share:.1%}"
+        return f"{share}, {self.spills} spills: {self.function}"
 
 
 def disassemble(file: Path, objdump: str = "objdump") -> str:

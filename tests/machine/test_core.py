@@ -146,7 +146,7 @@ def test_carries(bits, kind):
     run(body, *words, out, block=96)
 
     def joined(parts: list[np.ndarray]) -> list[int]:
-        return [sum(int(v) << bits * i for i, v in enumerate(of)) for of in zip(*parts, strict=True)]
+        return [sum(int(v) << bits * i for i, v in enumerate(words)) for words in zip(*parts, strict=True)]
 
     x, y = joined(words[:3]), joined(words[3:])
     for found, expected in zip(

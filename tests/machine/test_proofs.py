@@ -77,8 +77,8 @@ def test_descriptors_of_the_host(machine):
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     x, out = torch.randn(70, 40).half(), torch.full((70, 40), torch.nan).half()
-    of = [TensorDescriptor(t, list(t.shape), list(t.stride()), [32, 32]) for t in (x, out)]
-    kernels.host_descriptor_copy[(3, 2)](*of, 32, 32, **FUSED)
+    descriptors = [TensorDescriptor(t, list(t.shape), list(t.stride()), [32, 32]) for t in (x, out)]
+    kernels.host_descriptor_copy[(3, 2)](*descriptors, 32, 32, **FUSED)
     assert torch.equal(out, 2 * x)
 
 

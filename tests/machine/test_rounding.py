@@ -89,5 +89,5 @@ def test_a_position_bias_has_a_sum_of_its_own_where_keys_are_cut():
     keys = problem.leaves["key"].contiguous().view(torch.int32) & ~0x1FFF  # TF32's eleven bits
     cut = replace(problem, leaves=problem.leaves | {"key": keys.view(torch.float32)})
     _, allowed = rounding.allowances(problem, with_lse=False, tf32=True)
-    exact, off = (of.to(torch.float64).results("reference")["grad content_bias"] for of in (problem, cut))
+    exact, off = (case.to(torch.float64).results("reference")["grad content_bias"] for case in (problem, cut))
     assert ((exact - off).abs() > 100 * allowed["grad position_bias"]).all()

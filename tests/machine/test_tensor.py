@@ -218,16 +218,16 @@ def test_tensor_maps_feed_wgmma(width, transposed, seed):
     upper = swizzle << 62 | (stride >> 4) << 32 | (leading >> 4) << 16
     loads = "".join(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        f" [tile+{16384 * of + box_bytes * i}], [%d{10 + of}, {{%r{20 + i}, %r20}}], [tile+32768];\n"
-        for of in range(2)
+        f" [tile+{16384 * operand + box_bytes * i}], [%d{10 + operand}, {{%r{20 + i}, %r20}}], [tile+32768];\n"
+        for operand in range(2)
         for i in range(boxes)
     )  # fmt: skip
     offsets = "".join(f"mov.u32 %r{20 + i}, {inner * i};\n" for i in range(boxes))
     products = ""
     for step in range(depth // 16):
-        for of in range(2):
-            start = (16384 * of + 32 * step) >> 4
-            products += f"mov.b64 %d{12 + of}, {upper | start};\n"
+        for operand in range(2):
+            start = (16384 * operand + 32 * step) >> 4
+            products += f"mov.b64 %d{12 + operand}, {upper | start};\n"
         products += (
             f"wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {registers(100, 32)}, %d12, %d13,"
             f" {int(step > 0)}, 1, 1, {int(transposed)}, {int(transposed)};\n"

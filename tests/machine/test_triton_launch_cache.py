@@ -60,7 +60,7 @@ def test_deterministic_additions_keep_their_order(name):
             found.append(problem.results("triton"))
             assert {known.chains for known in launch_cache.plans.values()} == {chains}
     for other in found[1:]:
-        assert all(torch.equal(values, found[0][of]) for of, values in other.items())
+        assert all(torch.equal(values, found[0][result]) for result, values in other.items())
 
 
 @pytest.mark.parametrize("rel_rows", ["bi", "uni", "window"])

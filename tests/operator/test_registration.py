@@ -192,7 +192,9 @@ def python_gradients():
         call = xk.ops.define("rel_attention_python")
     for end in ("", "_backward"):
         kernel = getattr(torch.ops.xlnet_kernels, f"rel_attention{end}")
-        torch.library.impl(f"xlnet_kernels::rel_attention_python{end}", "CPU")(lambda *args, of=kernel: of(*args))
+        torch.library.impl(f"xlnet_kernels::rel_attention_python{end}", "CPU")(
+            lambda *args, kernel=kernel: kernel(*args)
+        )
     return call
 
 

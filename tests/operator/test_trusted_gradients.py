@@ -160,7 +160,7 @@ def test_float32_gradients_are_as_exact_as_the_references(backend):
         exact = problem.to(torch.float64).results("reference")
         plain, found = problem.results("reference"), problem.results(backend)
         for name in (name for name in exact if name.startswith("grad")):
-            error, baseline = ((of[name] - exact[name]).abs().max().item() for of in (found, plain))
+            error, baseline = ((gradients[name] - exact[name]).abs().max().item() for gradients in (found, plain))
             largest = exact[name].abs().max().item()
             assert error <= 10 * baseline + torch.finfo(torch.float32).eps * largest, (seed, name)
             worse += error > 3 * baseline

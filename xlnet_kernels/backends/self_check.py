@@ -120,10 +120,10 @@ class Problem:
         leaves = {name: leaf.to(device, dtype).requires_grad_() for name, leaf in self.leaves().items()}
         out, lse = backend.rel_attention(self.call(leaves))
         generator = torch.Generator("cpu").manual_seed(2)
-        grads = [torch.randn(of.shape, generator=generator, device="cpu").to(of) for of in (out, lse)]
+        grads = [torch.randn(result.shape, generator=generator, device="cpu").to(result) for result in (out, lse)]
         gradients = torch.autograd.grad((out, lse), [*leaves.values()], grads)
         named = {"out": out, "lse": lse} | {f"grad {n}": g for n, g in zip(leaves, gradients, strict=True)}
-        return {name: of.detach().to("cpu", torch.float64) for name, of in named.items()}
+        return {name: result.detach().to("cpu", torch.float64) for name, result in named.items()}
 
 
 def problems() -> tuple[Problem, ...]:

@@ -70,11 +70,11 @@ class _ByClass(NamedTuple):
     def __reduce__(self) -> tuple:
         return _by_class, (self.original, self.name)  # the other class is made, and pickle does not find it
 
-    def of(self, cls: type) -> Any:
+    def function_of(self, cls: type) -> Any:
         return self.functions[issubclass(cls, self.accelerated)]
 
     def __call__(self, module: nn.Module, *args: Any, **options: Any) -> Any:
-        return self.of(type(module))(module, *args, **options)
+        return self.function_of(type(module))(module, *args, **options)
 
 
 def _by_class(original: type, name: str) -> _ByClass:
@@ -86,7 +86,7 @@ def _is_method(held: Any, module: nn.Module, function: Any) -> bool:
     """Whether it is this function, as it is or bound to the module."""
     if isinstance(held, MethodType) and held.__self__ is module:
         held = held.__func__
-    return held is function or isinstance(held, _ByClass) and held.of(type(module)) is function
+    return held is function or isinstance(held, _ByClass) and held.function_of(type(module)) is function
 
 
 def _held_below(holder: Any, module: nn.Module, cls: type, name: str = "", skip: str = "") -> Iterator[tuple[Any, Put]]:

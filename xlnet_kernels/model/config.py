@@ -160,13 +160,13 @@ class XLNetConfig:
             self.eos_token_id = [int(value) for value in self.eos_token_id]
 
     def _check_labels(self) -> None:
-        for name, of in (("id2label", "names by number"), ("label2id", "numbers by name")):
+        for name, content in (("id2label", "names by number"), ("label2id", "numbers by name")):
             found = self.extra.get(name)
             valid = found is None or isinstance(found, dict)
             if found and valid and name == "id2label":
                 valid = all(str(i).isdecimal() and isinstance(label, (str, int)) for i, label in found.items())
             if not valid:
-                raise ValueError(f"{name} must be a dictionary of {of}, got {shortened(found)}")
+                raise ValueError(f"{name} must be a dictionary of {content}, got {shortened(found)}")
 
     def _check_number(self, name: str, valid: bool, needed: str) -> None:
         value = getattr(self, name)

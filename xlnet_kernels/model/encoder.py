@@ -224,7 +224,7 @@ class XLNetModel(PretrainedModel):
             else:
                 rows, weights, made = layer(rows, prepared, plain, projected)
             if extension is not None and projected is not None:
-                key, value = (extension.of(*pair) for pair in zip(projected[:2], made[:2], strict=True))
+                key, value = (extension.extend(*pair) for pair in zip(projected[:2], made[:2], strict=True))
                 # Steps read the table from head to head; `project_positions` leaves the heads of a row side by side.
                 layer_keys.append((key, value, made[2].detach().contiguous()))
             if output_hidden_states:

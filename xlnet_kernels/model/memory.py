@@ -102,7 +102,7 @@ class Extension:
             written.add_(self.count)
         return True
 
-    def of(self, old: Tensor, new: Tensor) -> Tensor:
+    def extend(self, old: Tensor, new: Tensor) -> Tensor:
         """Keys, or values, (B, H, M, D) of the next memory, from those of the memory and of the segment."""
         if not self._buffered:
             return keep(old, new, *self._kept, 2)

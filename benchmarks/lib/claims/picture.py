@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from . import THEIRS
-from .report import BINS, names, of
+from .report import BINS, names, rows_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +46,7 @@ def draw(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
 
 def _pairs(axes: Axes, rows: list[dict]) -> None:
     for name in ("permutation", "masked"):
-        curves = [[(one["bin"], one["gain"]) for one in row["bins"]] for row in of(rows, name)]
+        curves = [[(one["bin"], one["gain"]) for one in row["bins"]] for row in rows_of(rows, name)]
         _band(axes, curves, name, COLOURS[name], marker="o")
     axes.set_xticks(range(len(BINS)), BINS)
     axes.set_xlabel("mutual information of two words (nats)")
@@ -61,7 +61,7 @@ def _context(axes: Axes, rows: list[dict]) -> None:
     for index, name in enumerate(found):
         label, offset = name, width * (index - (len(found) - 1) / 2)
         for place, (task, metric) in enumerate(tasks):
-            values = [row[metric] for row in of(rows, name) if row["task"] == task]
+            values = [row[metric] for row in rows_of(rows, name) if row["task"] == task]
             if values:
                 _bar(axes, place + offset, values, width, COLOURS.get(name, OTHER), label)
                 label = ""
@@ -89,7 +89,7 @@ def _contexts(axes: Axes, rows: list[dict]) -> None:
 
 def _memories(axes: Axes, rows: list[dict], curve: Callable[[dict], list[tuple[float, float]]]) -> None:
     for name in names(rows):
-        found = of(rows, name)
+        found = rows_of(rows, name)
         label = f"{name} segment" if name.endswith(" 1") else f"{name} segments"
         _band(axes, [curve(row) for row in found], label, MEMORIES[found[0]["segments"] % len(MEMORIES)])
     _legend(axes)
@@ -97,10 +97,10 @@ def _memories(axes: Axes, rows: list[dict], curve: Callable[[dict], list[tuple[f
 
 def _streams(axes: Axes, rows: list[dict]) -> None:
     for place, name in enumerate(names(rows)):
-        _bar(axes, place, [row["held_out"] for row in of(rows, name)], 0.6, COLOURS[name], "")
+        _bar(axes, place, [row["held_out"] for row in rows_of(rows, name)], 0.6, COLOURS[name], "")
     labels = []
     for name in names(rows):
-        variation = statistics.fmean(row["other_position"] for row in of(rows, name))
+        variation = statistics.fmean(row["other_position"] for row in rows_of(rows, name))
         labels.append(f"{name}\npredictions of two positions\ndiffer by {variation:.2g}")
     axes.set_xticks(range(len(labels)), labels)
     axes.set_title("streams: held-out loss, nats per target")
@@ -108,7 +108,7 @@ def _streams(axes: Axes, rows: list[dict]) -> None:
 
 def _trainer(axes: Axes, rows: list[dict]) -> None:
     for name in names(rows):
-        for number, row in enumerate(row for row in of(rows, name) if row["course"]):
+        for number, row in enumerate(row for row in rows_of(rows, name) if row["course"]):
             points = [(seconds, loss) for _, seconds, loss in row["course"]]
             style = {"color": COLOURS.get(name, OTHER), "linewidth": 2.5 if name == THEIRS else 1.5}
             axes.plot(*zip(*points, strict=True), label="" if number else name, alpha=0.8, **style)

@@ -48,13 +48,13 @@ def names(rows: list[dict]) -> list[str]:
     return list(dict.fromkeys(row["implementation"] for row in rows))
 
 
-def of(rows: list[dict], name: str) -> list[dict]:
+def rows_of(rows: list[dict], name: str) -> list[dict]:
     return [row for row in rows if row["implementation"] == name]
 
 
 def reached(row: dict, rows: list[dict]) -> float | None:
     """The share of Trainer's time after which a run's loss was no higher than Trainer's last one; None if never."""
-    theirs = next(other for other in of(rows, THEIRS) if other["seed"] == row["seed"])
+    theirs = next(other for other in rows_of(rows, THEIRS) if other["seed"] == row["seed"])
     times = [seconds for _, seconds, loss in row["course"] if loss <= theirs["held_out"]]
     return times[0] / theirs["cpu_seconds"] if times else None
 
@@ -63,7 +63,8 @@ def _pairs(rows: list[dict]) -> str:
     lines = []
     for index, label in enumerate(BINS):
         bins = {
-            name: [one for row in of(rows, name) for one in row["bins"] if one["bin"] == index] for name in names(rows)
+            name: [one for row in rows_of(rows, name) for one in row["bins"] if one["bin"] == index]
+            for name in names(rows)
         }
         if not any(bins.values()):
             continue
@@ -73,7 +74,7 @@ def _pairs(rows: list[dict]) -> str:
     headers = ["mutual information, nats", "pairs", "gain, permutation", "gain, masked"]
     text = table(headers + [f"log p(A, B), {name}" for name in names(rows)], lines)
     examples: dict[str, list[float]] = {}
-    for row in of(rows, "permutation"):
+    for row in rows_of(rows, "permutation"):
         for example in row["examples"]:
             examples.setdefault(f'"{example["pair"]}" ({example["information"]})', []).append(example["gain"])
     shown = ", ".join(f"{name} {statistics.fmean(gains):+.2f}" for name, gains in examples.items())
@@ -85,7 +86,7 @@ def _context(rows: list[dict]) -> str:
     for task in dict.fromkeys(row["task"] for row in rows):
         here = [row for row in rows if row["task"] == task]
         for name in names(here):
-            scores = [spread((row[metric] for row in of(here, name)), 3) for metric in ("accuracy", "f1")]
+            scores = [spread((row[metric] for row in rows_of(here, name)), 3) for metric in ("accuracy", "f1")]
             lines.append([task, name, *scores])
     return table(["task", "pre-trained by", "accuracy", "F1, mean of the classes"], lines)
 
@@ -95,7 +96,7 @@ def _memory(rows: list[dict]) -> str:
     longest = max((int(m) for row in rows for m in row["by_memory"]), default=0)
     shares = list(rows[0]["recl"])
     for name in names(rows):
-        found = of(rows, name)
+        found = rows_of(rows, name)
         cells = [spread(row["held_out"] for row in found)]
         cells += [spread(statistics.fmean(part(row["by_position"])) for row in found) for part in _parts(length)]
         cells.append(spread(row["by_memory"][str(longest)] for row in found))
@@ -114,7 +115,7 @@ def _parts(length: int) -> tuple[Callable, Callable]:
 def _streams(rows: list[dict]) -> str:
     lines = []
     for name in names(rows):
-        found = of(rows, name)
+        found = rows_of(rows, name)
         changes = [
             f"{max(row[change] for row in found):.2g}" if change in found[0] else "-"
             for change in ("own_token", "earlier_token")
@@ -128,7 +129,7 @@ def _streams(rows: list[dict]) -> str:
 def _trainer(rows: list[dict]) -> str:
     lines = []
     for name in names(rows):
-        found = of(rows, name)
+        found = rows_of(rows, name)
         cells = [spread((row["steps"] for row in found), 0), spread((row["cpu_seconds"] for row in found), 1)]
         cells += [spread(row[loss] for row in found if loss in row) for loss in ("held_out", "own")]
         shares = [reached(row, rows) for row in found if row["course"]]

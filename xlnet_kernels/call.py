@@ -126,8 +126,7 @@ def collect(
     for name, given in others.items():
         if name not in PLACE:
             raise TypeError(f"the operator has no argument {name!r}")
-        if given is not None:
-            values[PLACE[name]] = given
+        values[PLACE[name]] = given
     if segments is not None:
         if not isinstance(segments, Segments):
             raise ValueError(f"segments must be xlnet_kernels.Segments or None, got {type(segments).__name__}")

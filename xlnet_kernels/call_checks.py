@@ -76,7 +76,7 @@ def _check_all(values: list[Any], names: tuple[str, ...], sizes: dict[str, int])
     for name in names:
         index, axes, is_floating = _QUICK[name]
         tensor = values[index]
-        if tensor is None:
+        if tensor is None and name in Call._field_defaults:
             continue
         if axes not in shapes:
             shapes[axes] = tuple([sizes[axis] for axis in axes])

@@ -22,16 +22,24 @@ def fault(path: Path) -> str | None:
             head, size = file.read(_HEADER), os.fstat(file.fileno()).st_size
             if sys.platform != "linux":
                 return None
-            with _SELF.open("rb") as python:
-                own = python.read(_HEADER)
             if len(head) < _HEADER or head[:4] != b"\x7fELF":
                 return "is no library of this platform"
-            if _kind(head) != _kind(own):
+            own = _own_head()
+            if own and _kind(head) != _kind(own):
                 return f"is for {_machine(head)}, this Python for {_machine(own)}"
             end = _end(file, head)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return f"is truncated: it has {size} bytes of at least {end}" if size < end else None
+
+
+def _own_head() -> bytes:
+    """The header of this Python's file; empty where /proc is not mounted, as in some containers."""
+    try:
+        with _SELF.open("rb") as python:
+            return python.read(_HEADER)
+    except OSError:
+        return b""
 
 
 def _kind(head: bytes) -> tuple[bytes, bytes]:

@@ -1,0 +1,22 @@
+"""The file of a compiled library, looked at before it is loaded."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from xlnet_kernels import _library_file
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ELF files are Linux's")
+
+
+def test_a_library_is_taken_where_proc_is_not_mounted(tmp_path, monkeypatch):
+    python = Path("/proc/self/exe").resolve()
+    assert _library_file.fault(python) is None
+    monkeypatch.setattr(_library_file, "_SELF", tmp_path / "missing")
+    assert _library_file.fault(python) is None
+    cut = tmp_path / "cut.so"
+    cut.write_bytes(python.read_bytes()[:4096])
+    assert "is truncated: it has 4096 bytes" in _library_file.fault(cut)

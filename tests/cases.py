@@ -14,7 +14,7 @@ from torch import Tensor
 
 import xlnet_kernels as xk
 from tests.cuda import on_host
-from xlnet_kernels import dropout
+from xlnet_kernels import call_checks, dropout
 from xlnet_kernels.backends import self_check
 
 on_host.install()
@@ -260,7 +260,8 @@ def run_without_order(problem: Problem, how: str, backend: str) -> None:
     memory = (leaves.pop("memory_key"), leaves.pop("memory_value")) if "memory_key" in leaves else None
     segments = xk.Segments(problem.query_ids, problem.key_ids, leaves.pop("segment_embed"), leaves.pop("segment_bias"))
     options = problem.options | dict(query_positions=positions, memory=memory, segments=segments)
-    xk.rel_attention(**leaves, **options, backend=backend).sum().backward()
+    with mock.patch.object(call_checks, "check_range", lambda *_: None):  # as on a GPU, where Python reads no values
+        xk.rel_attention(**leaves, **options, backend=backend).sum().backward()
 
 
 # In units of log 2, which are the kernels' own, of two keys in tiles of their own.

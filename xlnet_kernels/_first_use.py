@@ -19,6 +19,9 @@ TRITON = re.compile(r"triton/(compiler/code_generator|backends/\w+/compiler|runt
 @contextlib.contextmanager
 def compiling(what: str, compiler: re.Pattern[str] = TRITON) -> Iterator[None]:
     """Log that `what` is being compiled if the block takes longer than `SECONDS` and is in a file of `compiler`."""
+    if not _LOGGER.isEnabledFor(logging.INFO):
+        yield
+        return
     done, thread = threading.Event(), threading.get_ident()
 
     def watch() -> None:

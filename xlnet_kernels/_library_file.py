@@ -9,6 +9,7 @@ from pathlib import Path
 
 _MACHINES = {3: "x86", 21: "PowerPC", 22: "s390x", 40: "ARM", 62: "x86-64", 183: "AArch64", 243: "RISC-V"}
 _HEADER = 64  # bytes of an ELF file's
+_SEGMENT = 56  # bytes of an entry of the table of segments, in 64 bits
 _SELF = Path("/proc/self/exe")
 
 
@@ -28,6 +29,8 @@ def fault(path: Path) -> str | None:
             if own and _kind(head) != _kind(own):
                 return f"is for {_machine(head)}, this Python for {_machine(own)}"
             end = _end(file, head)
+    except ValueError as error:
+        return str(error)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return f"is truncated: it has {size} bytes of at least {end}" if size < end else None
@@ -59,6 +62,8 @@ def _end(file, head: bytes) -> int:
     order = "<" if head[5] == 1 else ">"
     segments, sections = struct.unpack_from(f"{order}QQ", head, 32)
     segment_size, segment_count, section_size, section_count = struct.unpack_from(f"{order}4H", head, 54)
+    if segment_count and segment_size != _SEGMENT:
+        raise ValueError(f"has a damaged header: segments of {segment_size} bytes each")
     ends = [segments + segment_size * segment_count, sections + section_size * section_count]
     file.seek(segments)
     table = file.read(segment_size * segment_count)

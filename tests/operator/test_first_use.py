@@ -153,3 +153,10 @@ def test_check_shows_progress_on_a_terminal_and_lines_elsewhere(monkeypatch, cap
     else:
         assert written.getvalue() == said
     assert (logger.level, logger.propagate, list(logger.handlers)) == before
+
+
+def test_no_thread_watches_where_nobody_listens(monkeypatch):
+    monkeypatch.setattr(_first_use.threading, "Thread", None)
+    monkeypatch.setattr(_first_use._LOGGER, "isEnabledFor", lambda level: False)
+    with _first_use.compiling("a kernel"):
+        pass

@@ -20,3 +20,11 @@ def test_a_library_is_taken_where_proc_is_not_mounted(tmp_path, monkeypatch):
     cut = tmp_path / "cut.so"
     cut.write_bytes(python.read_bytes()[:4096])
     assert "is truncated: it has 4096 bytes" in _library_file.fault(cut)
+
+
+def test_a_damaged_header_is_named(tmp_path):
+    damaged = bytearray(Path("/proc/self/exe").read_bytes())
+    damaged[54:56] = bytes(2)  # e_phentsize
+    path = tmp_path / "damaged.so"
+    path.write_bytes(damaged)
+    assert _library_file.fault(path) == "has a damaged header: segments of 0 bytes each"

@@ -63,7 +63,9 @@ def average_weights(call: Call, index: Tensor) -> Tensor:
     # in 32 bits and outside autocast, since 16 bits cannot hold gradients times the slope
     with torch.autocast(device, enabled=False) if autocasts(device) else nullcontext():
         tensors = {name: getattr(call, name) for name, argument in TENSORS.items() if argument.is_floating}
-        changes: dict[str, Any] = {name: None if x is None else x.to(wide) for name, x in tensors.items()}
+        changes: dict[str, Any] = {
+            name: None if x is None else x.to(wide) for name, x in tensors.items() if not name.endswith("value")
+        }
         rows = index[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
         # Where rel_key ends at distance 0: zeros for the keys ahead, whose scores in transformers are of other rows.
         changes["rel_key"] = F.pad(call.rel_key.to(wide), (0, 0, 0, 2 * keys - memory - call.rel_key.shape[-2]))

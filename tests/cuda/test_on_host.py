@@ -71,7 +71,7 @@ def test_gradients_added_atomically_are_right_under_any_schedule(under_seed, pro
 
 
 def test_several_blocks_share_a_gradient_of_rel_key_in_deterministic_mode():
-    """One head, several tiles of keys, which add in turns."""
+    """One head, several tiles of keys, which add in a fixed order."""
     problem = make(3, 1, 70, mem=90, width=16).with_options(deterministic=True)
     first, second = (problem.results(on_host.NAME) for _ in range(2))
     assert_close(first, problem.to(torch.float64).results("reference"), problem)

@@ -18,6 +18,9 @@ from tests.cases import MODULES
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 ALL_PAGES = [ROOT / "README.md", *PAGES]
+FOLDERS = ("csrc", "xlnet_kernels", "benchmarks", "examples", "experiments", "tests", "docs")
+FILE_NAMES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")}
+FILE_NAMES |= {path.name for path in ROOT.glob("*.*")}
 # An example that needs a download or minutes has <!-- not run: REASON --> above it.
 BLOCK = re.compile(r"^(?:<!-- (not run): \S.* -->\n)?```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -84,6 +87,8 @@ def test_named_files_and_targets_exist(page):
     for folder in ("csrc", "xlnet_kernels", "benchmarks", "examples", "tests", "docs"):
         for name in re.findall(rf"`({folder}/[\w./-]+)`", text):
             assert (ROOT / name).exists() or name in new, name
+    for name in re.findall(r"`([\w./-]*\w\.(?:py|h|cuh|cu|cpp|md))`", text):  # by their last names, as pages have them
+        assert Path(name).name in FILE_NAMES or name in new, name
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """Compiled Triton kernels that are kept from call to call, and deterministic additions: see launch_cache.py and
-ordered_atomics.py in xlnet_kernels/backends/triton."""
+ordered_accumulation.py in xlnet_kernels/backends/triton."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ def test_kept_kernels_get_the_tensors_of_their_call_and_those_of_their_alignment
     assert len(bound) == 2
 
 
-CHAINS = {  # run and copies of two processors
+QUEUES = {  # run and copies of two processors
     "one-head": (dict(heads=1, length=150), (3, 2)),
     "window": (dict(heads=2, length=150, window=(30, 41)), (1, 2)),
     "rows-far-apart": (dict(heads=4, length=70, keys=150, positions=True), (2, 1)),
 }
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", QUEUES)
 def test_deterministic_additions_keep_their_order(name):
     """Whatever the order in which blocks of the same heads run, several side by side."""
-    sizes, chains = CHAINS[name]
+    sizes, queues = QUEUES[name]
     problem = make(3, width=16, mask="order", dtype=torch.bfloat16, **sizes).with_options(deterministic=True)
     found = []
     for seed in range(3):
         with serving(80, seed=seed):
             found.append(problem.results("triton"))
-            assert {known.chains for known in launch_cache.plans.values()} == {chains}
+            assert {known.queues for known in launch_cache.plans.values()} == {queues}
     for other in found[1:]:
         assert all(torch.equal(values, found[0][result]) for result, values in other.items())
 

@@ -195,7 +195,7 @@ def test_what_triton_does_not_promise_falls_back_to_its_binder():
 
 
 @pytest.mark.parametrize(
-    ("heads", "batch", "length", "rel_len", "chains"),
+    ("heads", "batch", "length", "rel_len", "queues"),
     [
         (16, 1, 65536, 131072, (512, 1)),
         (16, 16, 512, 1024, (4, 3)),  # four tiles a head at once would leave processors idle
@@ -204,7 +204,7 @@ def test_what_triton_does_not_promise_falls_back_to_its_binder():
     ],
 )
 def test_copies_of_a_deterministic_gradient_are_as_many_as_fill_a_gpu(
-    monkeypatch, heads, batch, length, rel_len, chains
+    monkeypatch, heads, batch, length, rel_len, queues
 ):  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
@@ -214,6 +214,6 @@ def test_copies_of_a_deterministic_gradient_are_as_many_as_fill_a_gpu(
     tensors = dict.fromkeys(launch_cache.INPUT_NAMES) | {"query": x, "key": x, "value": x, "rel_key": rel_key}
     known = launch_cache.Plan(tensors, rel_len // 2, 0.0, 1.0)
     known.device = SimpleNamespace(type="cuda")
-    assert known.chains == chains
-    rows = (chains[1] - 1) * heads * rel_len
+    assert known.queues == queues
+    rows = (queues[1] - 1) * heads * rel_len
     assert rows <= 2 * 132 * 64 * 2  # a block, twice as the other half of rel_key is for other keys

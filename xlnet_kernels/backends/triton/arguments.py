@@ -220,7 +220,7 @@ class Meta(NamedTuple):
     LAZY: Any  # see softmax.py's LARGEST_SUM
     IN_REGISTERS: Any  # see tuning.py's `in_registers`
     NEEDS_REL: Any = None  # the gradient of rel_key is asked for
-    ORDERED: Any = None  # and added to in a fixed order: see ordered_atomics.py
+    ORDERED: Any = None  # and added to in a fixed order: see ordered_accumulation.py
     ONE_PASS: Any = None  # the kernel of rows makes the sums over rows, too, and that of keys only rounds them
 
 

@@ -33,7 +33,7 @@ from .operands import (
     row_operand,
     zeros,
 )
-from .ordered_atomics import END, Chains, pass_on, rel_sums, wait
+from .ordered_accumulation import END, OrderedAccumulation, pass_on, rel_sums, wait
 from .segments import add_dS_different, add_segments, id_range, load_embedding, load_row_segments
 from .shift import (
     block_of,
@@ -284,7 +284,8 @@ def rows_kernel(
     head = head_at(index, size)
     # A loop of one: see compiler.py. Without it ptxas spills thousands of words.
     for number in range(first, first + 1):
-        grad_rel = rel_sums(result.rel_key, Chains(groups, run, copies), index, number, tiles, rel_len, META)
+        order = OrderedAccumulation(groups, run, copies)
+        grad_rel = rel_sums(result.rel_key, order, index, number, tiles, rel_len, META)
 
         # load
         tile = load_tile(positions, head, number, size, META)

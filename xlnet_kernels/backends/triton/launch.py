@@ -70,7 +70,7 @@ def backward(
     rows_config, keys_config = known.config("rows"), known.config("keys")
     row_tiles, key_tiles = _tiles(known.length, rows_config.BLOCK_M), _tiles(known.keys, keys_config.BLOCK_N)
     programs = row_tiles * known.batch * known.heads
-    run, copies = known.chains if deterministic and not known.is_empty else (1, 1)
+    run, copies = known.queues if deterministic and not known.is_empty else (1, 1)
 
     grads = {name: rows_first(tensors[name]) for name in ("query", "key", "value")}
     for name in ("memory_key", "memory_value"):

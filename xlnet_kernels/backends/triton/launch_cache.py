@@ -112,10 +112,10 @@ class Plan:
         return tuning.takes_one_pass(self.config("rows"), self.kind, self.capability)
 
     @functools.cached_property
-    def chains(self) -> tuple[int, int]:
-        """Tiles of a run and copies for each group, for additions in a fixed order (ordered_atomics.py).
+    def queues(self) -> tuple[int, int]:
+        """Tiles of a run and copies for each group, for ordered_accumulation.py.
 
-        As many copies as give two programs to each processor, where a chain has as many tiles at work as one visits
+        As many copies as give two programs to each processor, where a queue has as many tiles at work as one visits
         blocks of rel_key. So all copies but the first have about a block for each of these programs.
         """
         config = self.config("rows")

@@ -1,4 +1,4 @@
-"""Deterministic gradients of the CUDA kernels, those of sm_80: the same bits whichever block is ahead.
+"""Ordered accumulation of the CUDA kernels, those of sm_80: the same bits whichever block is ahead.
 
 The machine runs three blocks at a time, in an order and in turns drawn from the seed, and with every second seed lets
 additions to global memory come late, until a fence.

@@ -18,7 +18,7 @@ from tests.cases import MODULES
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 ALL_PAGES = [ROOT / "README.md", *PAGES]
-FOLDERS = ("csrc", "xlnet_kernels", "benchmarks", "examples", "experiments", "tests", "docs")
+FOLDERS = ("build_backend", "csrc", "xlnet_kernels", "benchmarks", "examples", "experiments", "tests", "docs")
 FILE_NAMES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")}
 FILE_NAMES |= {path.name for path in ROOT.glob("*.*")}
 # An example that needs a download or minutes has <!-- not run: REASON --> above it.

@@ -93,3 +93,14 @@ def hide_segment(key_rank: Tensor, padding: Tensor | None, mem_len: int) -> Tens
         return key_rank
     check_flags("padding", padding, (key_rank.shape[0], key_rank.shape[1] - mem_len))
     return hide(key_rank, torch.nn.functional.pad(padding, (mem_len, 0)))
+
+
+def ranks_see(query_rank: Tensor, key_rank: Tensor, query_floor: Tensor | None) -> Tensor:
+    """(B, L, M + K) bool, the keys that each row sees by rank."""
+    visible = key_rank[:, None, :] < query_rank[:, :, None]
+    return visible if query_floor is None else visible & (key_rank[:, None, :] >= query_floor[:, :, None])
+
+
+def own_key(position: Tensor, mem_len: int, keys: int) -> Tensor:
+    """(B or 1, L, M + K) bool, the key at each row's own position."""
+    return torch.arange(keys, device=position.device) == (position + mem_len)[:, :, None]

@@ -20,14 +20,16 @@ from ._ranks import (
     hide,
     hide_segment,
     no_token,
+    own_key,
     positions_of,
+    ranks_see,
     steps_of,
     warn_of_inversion,
     with_memory,
 )
 from ._torch import register
 
-__all__ = ["HIGHEST", "LOWEST", "RankMask", "own_key", "ranks_see"]
+__all__ = ["HIGHEST", "LOWEST", "RankMask"]
 
 
 @register
@@ -389,14 +391,3 @@ def _sees_self(stream: str) -> bool:
     if stream not in ("content", "query"):
         raise ValueError(f'RankMask: stream must be "content" or "query", got {shortened(stream)}')
     return stream == "content"
-
-
-def ranks_see(query_rank: Tensor, key_rank: Tensor, query_floor: Tensor | None) -> Tensor:
-    """(B, L, M + K) bool, the keys that each row sees by rank."""
-    visible = key_rank[:, None, :] < query_rank[:, :, None]
-    return visible if query_floor is None else visible & (key_rank[:, None, :] >= query_floor[:, :, None])
-
-
-def own_key(position: Tensor, mem_len: int, keys: int) -> Tensor:
-    """(B or 1, L, M + K) bool, the key at each row's own position."""
-    return torch.arange(keys, device=position.device) == (position + mem_len)[:, :, None]

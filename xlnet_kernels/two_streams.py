@@ -60,11 +60,6 @@ def split_positions(positions: Tensor | RowPositions | None) -> tuple[Tensor | N
     return positions, None
 
 
-def position_of_rows(positions: Tensor | RowPositions | None) -> Tensor | None:
-    """(B, L), of each query row."""
-    return positions.position if isinstance(positions, RowPositions) else positions
-
-
 def stack_segments(segment_ids: Tensor, positions: Tensor | None, mem_len: int) -> tuple[Tensor, Tensor]:
     """Segments of all rows and of all keys, int32, from those of the current segment (B, L); memory is segment 0."""
     if segment_ids.dtype == torch.int64:

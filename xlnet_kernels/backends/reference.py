@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._ranks import own_key, ranks_see
 from ..call import Call, mem_len, positions_by_row, with_memory
 from ..dropout import keep_mask
-from ..masks import own_key, ranks_see
 
 DEVICE = None  # any
 DTYPES = None  # any

@@ -8,14 +8,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import conformer, transformers
     from ._accelerate import accelerate, accelerated, restore
+    from .registry import register
+    from .relative_attention import RelativeAttention
 
-__all__ = ["accelerate", "accelerated", "conformer", "restore", "transformers"]
+_PLACES = {
+    "RelativeAttention": "relative_attention",
+    "accelerate": "_accelerate",
+    "accelerated": "_accelerate",
+    "register": "registry",
+    "restore": "_accelerate",
+}
+__all__ = ["RelativeAttention", "accelerate", "accelerated", "conformer", "register", "restore", "transformers"]
 
 
 def __getattr__(name: str) -> Any:
     """What is here is imported when it is asked for."""
-    if name in ("accelerate", "accelerated", "restore"):
-        return getattr(importlib.import_module("._accelerate", __name__), name)
+    if name in _PLACES:
+        return getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)
     if name in __all__:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

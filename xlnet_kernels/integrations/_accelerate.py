@@ -1,12 +1,12 @@
 """One line accelerates a model of another library: `accelerate(model)`; `restore(model)` takes it back.
 
-Each module of the model that `_libraries.LIBRARIES` knows gets another class, which derives from its own class and from
-our stand-in. Parameters, buffers, hooks and attributes stay where they are, other models of the same class keep theirs,
-and pickle and copy.deepcopy work.
+Each module of the model that the registry (`_libraries`) knows gets another class, which derives from its own class and
+from our stand-in. Parameters, buffers, hooks and attributes stay where they are, other models of the same class keep
+theirs, and pickle and copy.deepcopy work.
 
-A stand-in is a class of the same name as the class it stands for, in the module of this package that `LIBRARIES` names
-(imported when a model has such a module). It derives from that class, or is a mixin that is put before it. It overrides
-methods, `forward` above all, and
+A stand-in is what `register` was told, or a class of the same name as the class it stands for, in the module of this
+package that `LIBRARIES` names (imported when a model has such a module). It derives from that class, or is a mixin that
+is put before it. It overrides methods, `forward` above all, and
 
 - finds everything of its instance in the attributes that the library gave it: `__init__` never runs;
 - has ``backend = None`` as a class attribute where it calls the operator; `accelerate` sets it in the instance;
@@ -28,13 +28,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from typing import Any
 
 from torch import nn
 
 from ..backends import check_name
 from ..linear import Linear
-from ._accelerated_class import ORIGINAL, accelerated_class, known_bases
-from ._libraries import LIBRARIES, library_of
+from ._accelerated_class import ORIGINAL, accelerated_class
+from ._libraries import LIBRARIES, known_bases, library_of
 from ._own_methods import leads, overridden, rebind
 
 _LOGGER = logging.getLogger("xlnet_kernels")
@@ -77,16 +78,13 @@ def accelerate(model: nn.Module, backend: str | None = None, linears: bool = Fal
     """
     _check_model(model)
     check_name(backend)
-    for library in {library_of(base) for cls in set(map(type, model.modules())) for base in known_bases(cls)}:
+    for library in {library_of(base) for cls in set(map(type, model.modules())) for base in known_bases(cls)} - {None}:
         library.check_version()
     pairs = [(module, accelerated_class(type(module))) for module in model.modules()]
     substitutes = [(module, cls) for module, cls in pairs if cls is not None]
     if not any(hasattr(cls, "backend") and not issubclass(cls, Linear) for _, cls in substitutes):
         raise ValueError(_nothing_found(model))
     for module, cls in substitutes:
-        check = getattr(cls, "check_accelerable", None)
-        if check is not None:
-            check(module)
         if "forward" in _hidden(module, cls) and not issubclass(cls, Linear):
             raise ValueError(_replaced(model, module))
     substitutes = [
@@ -98,6 +96,10 @@ def accelerate(model: nn.Module, backend: str | None = None, linears: bool = Fal
     try:
         for module, cls in substitutes:
             module.__class__ = cls
+        for module, cls in substitutes:
+            check: Any = getattr(cls, "check_accelerable", None)
+            if check is not None:
+                check(module)
     except BaseException:  # e.g. TypeError: a class with __slots__ of its own
         for module, original in before:
             if type(module) is not original:
@@ -188,8 +190,8 @@ def _replaced(model: nn.Module, module: nn.Module) -> str:
 
 def _full_name(cls: type) -> str:
     """The class after the name of its library."""
-    base = next(iter(known_bases(cls)), None)
-    return cls.__name__ if base is None else f"{library_of(base).name} {cls.__name__}"
+    libraries = filter(None, map(library_of, known_bases(cls)))
+    return " ".join([*(library.name for library in [*libraries][:1]), cls.__name__])
 
 
 def _nothing_found(model: nn.Module) -> str:
@@ -208,5 +210,5 @@ def _nothing_found(model: nn.Module) -> str:
     return (
         f"model must have relative attention that is known, got {', '.join(found) or type(model).__name__}; "
         f"`python -m xlnet_kernels.info --models` lists what is known of "
-        f"{', '.join(library.name for library in LIBRARIES)}"
+        f"{', '.join(library.name for library in LIBRARIES)}; xlnet_kernels.integrations.register makes others known"
     )

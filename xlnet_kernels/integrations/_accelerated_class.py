@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from functools import cache
 from typing import Any
 
 from torch import nn
 
 from ..linear import Linear
-from ._libraries import library_of
+from ._libraries import known_bases, stand_in_of
 
 ORIGINAL = "_class_before_accelerate"  # the attribute of an accelerated class that has the library's
-
-
-def known_bases(cls: type) -> list[type]:
-    """The classes of libraries that this one is or derives from, nearest first."""
-    return [base for base in cls.__mro__ if library_of(base) and base.__name__ in library_of(base).classes]
 
 
 def accelerated_class(cls: type) -> Any:
@@ -26,8 +20,7 @@ def accelerated_class(cls: type) -> Any:
     if cls is nn.Linear:
         return _derive(cls, Linear)
     for base in known_bases(cls):
-        module = importlib.import_module(f".{library_of(base).classes[base.__name__][0]}", __package__)
-        stand_in = getattr(module, base.__name__)
+        stand_in = stand_in_of(base)
         return _derive(cls, stand_in if issubclass(stand_in, base) else _put_before(stand_in, base))
     return None
 
@@ -69,4 +62,9 @@ def _reduce(self: nn.Module, protocol: int) -> tuple:
 
 def _new(original: type[nn.Module]) -> nn.Module:
     cls: Any = accelerated_class(original)
+    if cls is None:
+        raise ValueError(
+            f"{original.__module__}.{original.__qualname__} has no stand-in in this process, and the pickle is of an "
+            f"accelerated one: call xlnet_kernels.integrations.register before it is loaded"
+        )
     return cls.__new__(cls)

@@ -1,7 +1,8 @@
-"""Which classes of which libraries `accelerate` knows: by name, so that none of these libraries is imported."""
+"""The registry of stand-ins: libraries' classes by name, so that none is imported; registered classes by themselves."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ class Library:
 
     name: as its people write it. package: as pip knows it. roots: the first part of the names of its modules.
     least: the first version whose classes look as ours expect.
-    classes: name of a class -> the module of this package with its stand-in, and where the class is found.
+    classes: name of a class, after that of its file and a dot where several have it -> the module of this package with
+        its stand-in, and where the class is found.
     refused: name of a class that has relative positions, or is taken for one that has -> why it is not served.
     """
 
@@ -25,6 +27,11 @@ class Library:
     least: str
     classes: dict[str, tuple[str, str]]
     refused: dict[str, str]
+
+    def name_of(self, cls: type) -> str | None:
+        """The name by which `classes` knows the class, or None."""
+        names = (f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}", cls.__name__)
+        return next((name for name in names if name in self.classes), None)
 
     def version(self) -> str | None:
         """Of the library as it is imported; None where neither it nor pip knows."""
@@ -137,3 +144,25 @@ def library_of(cls: type) -> Any:
     """The `Library` that defines the class, or None."""
     root = cls.__module__.partition(".")[0]
     return next((library for library in LIBRARIES if root in library.roots), None)
+
+
+REGISTERED: dict[type, type] = {}  # class -> stand-in, as `register` was told
+
+
+def known_bases(cls: type) -> list[type]:
+    """The classes with a stand-in that this one is or derives from, nearest first; nothing is imported."""
+    return [base for base in cls.__mro__ if base in REGISTERED or _in_library(base)]
+
+
+def _in_library(base: type) -> bool:
+    library = library_of(base)
+    return library is not None and library.name_of(base) is not None
+
+
+def stand_in_of(base: type) -> Any:
+    """The stand-in of one of `known_bases`; the module of this package with a library's is imported here."""
+    if base in REGISTERED:
+        return REGISTERED[base]
+    library = library_of(base)
+    module, _ = library.classes[library.name_of(base)]
+    return getattr(importlib.import_module(f".{module}", __package__), base.__name__)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import warnings
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +149,22 @@ def shared(positions: Tensor) -> Tensor:
         if not torch.equal(hashes, hashes[:1].expand_as(hashes)):
             return positions
     return positions[0]
+
+
+def make_stand_in(name: str, module: str, classes: Mapping[str, tuple[str, type]]) -> type:
+    """The stand-in for a class of transformers, made when it is first asked for: versions have different models.
+
+    module: of this package, that asks. classes: name of the class -> its folder in transformers, and our methods.
+    """
+    if name not in classes:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return _make_stand_in(name, module, *classes[name])
+
+
+@cache
+def _make_stand_in(name: str, module: str, folder: str, methods: type) -> type:
+    modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    return type(name, (methods, getattr(modeling, name)), {"__module__": module})
 
 
 def say_once(text: str) -> None:

@@ -10,7 +10,7 @@ Score, scale and order of rel_key's rows are the operator's with ``max_distance 
   share, with one row for each distance up to a limit.
 
 Not served: the same classes with "rotary" positions or none, which have no relative term; Gemma's audio encoders, which
-cap their scores; Granite Speech, which attends in blocks with a table for those; Funnel, which pools its queries.
+cap their scores; Funnel, which pools its queries. Granite Speech and SpeechT5 are in shaw.py.
 
 The attention map is only had from the original, which is called where it is asked for. Masks are True or 0 where a row
 may attend, which is how transformers makes them; with eager attention its Nemotron and SeamlessM4T v2 read their own
@@ -19,7 +19,6 @@ masks otherwise (5.23), and here they give what they give with sdpa.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from ..dropout import in_force
 from ._masks import EVERYTHING, LayerMask, layer_mask, padding_mask
-from .adapter import Original, attend, project_positions, say_once, shared, split
+from .adapter import Original, attend, make_stand_in, project_positions, say_once, shared, split
 
 _FOR_LOSSES = {"num_items_in_batch"}  # what Trainer gives to all layers, for the loss alone
 
@@ -216,10 +215,4 @@ _CLASSES = {
 
 
 def __getattr__(name: str) -> type:
-    """The stand-in of that name, made when it is first asked for: not every transformers has every model."""
-    if name not in _CLASSES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    folder, methods = _CLASSES[name]
-    modeling = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    globals()[name] = type(name, (methods, getattr(modeling, name)), {"__module__": __name__})
-    return globals()[name]
+    return make_stand_in(name, __name__, _CLASSES)

@@ -8,7 +8,7 @@ import xlnet_kernels as xk
 from tests.integrations import conventions
 from tests.integrations.toolkit_cases import real
 from xlnet_kernels import attention
-from xlnet_kernels.integrations import adapter
+from xlnet_kernels.integrations import _window, adapter
 
 
 @pytest.fixture(params=["small", pytest.param("real", marks=pytest.mark.slow)])
@@ -36,7 +36,8 @@ def calls(monkeypatch) -> list[dict]:
         seen.append(kwargs)
         return xk.rel_attention(*args, **kwargs)
 
-    monkeypatch.setattr(adapter, "rel_attention", spy)
+    for module in (adapter, _window):
+        monkeypatch.setattr(module, "rel_attention", spy)
     return seen
 
 

@@ -91,14 +91,41 @@ class RelPositionMultiHeadAttention(MultiHeadAttention):
 
 
 class RelPositionMultiHeadAttentionLongformer(RelPositionMultiHeadAttention):
-    att_context_size, global_tokens = [3, 3], 0
+    """Scores are columns -w .. w around each row, w the larger side; the table's begin and end where these do.
+
+    Global keys, without positions and biases, are columns of their own. Global rows have queries of other heads and
+    sequences where there are several.
+    """
+
+    att_context_size, global_tokens, global_tokens_spacing, global_attn_separate = [3, 3], 0, 1, False
 
     def forward(self, query, key, value, pad_mask, pos_emb, cache=None):
         q, k, v = self.forward_qkv(query, key, value)
-        left, right = self.att_context_size
-        distance = torch.arange(k.shape[2])[:, None] - torch.arange(k.shape[2])
-        hidden = (distance > left) | (distance < -right) | pad_mask[:, None] | pad_mask[:, :, None]
-        return self.mix(self.scores(q, k, pos_emb, left), hidden[:, None], v)
+        (left, right), frames = self.att_context_size, k.shape[2]
+        wide = max(left, right)
+        products = (q + self.pos_bias_v[:, None]) @ heads(self.linear_pos(pos_emb)).mT
+        columns = torch.zeros(*q.shape[:3], 2 * wide + 1).to(q)
+        columns[..., :left] += products[..., :left]
+        columns[..., 2 * wide - right :] += products[..., left:]
+        distance = torch.arange(frames)[:, None] - torch.arange(frames)
+        scores = (q + self.pos_bias_u[:, None]) @ k.mT
+        scores = scores + columns.gather(-1, (wide - distance).clamp(0, 2 * wide).expand_as(scores))
+        scores = (scores / DIM**0.5).masked_fill((distance > left) | (distance < -right), -10000.0)
+        scores = scores.masked_fill(pad_mask[:, None, None], -10000.0)
+        chosen = slice(0, self.global_tokens * self.global_tokens_spacing, self.global_tokens_spacing)
+        query, key, values = (q, k, v) if not self.global_attn_separate else self.global_heads(query, key, value)
+        scores = torch.cat([query @ key[:, :, chosen].mT / DIM**0.5, scores], -1)
+        weights = self.dropout(scores.softmax(-1).masked_fill(pad_mask[:, None, :, None], 0))
+        out = weights @ torch.cat([v[:, :, chosen], v], 2)
+        rows = query[:, :, chosen].transpose(1, 2).transpose(0, 1).reshape(*q.shape[:2], -1, DIM)
+        hidden = pad_mask[:, None, None]
+        out[:, :, chosen] = (rows @ key.mT / DIM**0.5).masked_fill(hidden, -torch.inf).softmax(-1) @ values
+        return self.linear_out(whole(out))
+
+    def global_heads(self, *inputs):
+        return [
+            heads(linear(x)) for linear, x in zip((self.global_q, self.global_k, self.global_v), inputs, strict=True)
+        ]
 
 
 class ConformerEncoder(nn.Module):

@@ -13,6 +13,7 @@ from tests.integrations.conventions import HEADS, WIDTH
 from tests.integrations.toolkit_cases import (
     LENGTH,
     SHORT,
+    assert_same,
     make,
     nemo_encoder,
     positions,
@@ -125,11 +126,10 @@ def test_a_streaming_nemo_encoder(scripts, calls):
 
 
 @pytest.mark.parametrize("name, value", [("att_context_size", [4, 2]), ("global_tokens", 1)])
-def test_longformer_settings_may_change_later(name, value, small, calls):
-    """NeMo's own code computes what ours does not."""
+def test_longformer_settings_may_change_later(name, value, small):
     attention = make("nemo-local", lambda toolkit: small)
     setattr(attention, name, value)
     wanted = run("nemo-local", attention)
     delattr(attention, name)
     setattr(xk.accelerate(attention), name, value)
-    assert torch.equal(run("nemo-local", attention)["out"], wanted["out"]) and not calls
+    assert_same(run("nemo-local", attention), wanted)

@@ -14,7 +14,6 @@ from torch import nn
 import xlnet_kernels as xk
 from tests.integrations.toolkit_cases import (
     espnet,
-    longformer,
     make,
 )
 from xlnet_kernels import info
@@ -25,8 +24,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 REFUSED = {
-    "nemo-global": (lambda s: longformer(s, global_tokens=2), "with global tokens.* got global_tokens = 2"),
-    "nemo-one-side": (lambda s: longformer(s, att_context_size=[4, 2]), r"att_context_size = \[4, 2\]: NeMo adds"),
     "espnet-legacy": (
         lambda s: espnet(s, "LegacyRelPositionMultiHeadedAttention"),
         "without zero_triu: keys ahead of a query get position scores of the next query",

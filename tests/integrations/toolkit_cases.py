@@ -44,6 +44,9 @@ def nemo(source, cls="RelPositionMultiHeadAttention", dropout=0.0, **options):
         attention = getattr(module, cls)(dropout)
         for name, value in options.items():
             setattr(attention, name, value)
+        if options.get("global_attn_separate"):
+            for name in ("global_q", "global_k", "global_v"):
+                setattr(attention, name, nn.Linear(WIDTH, WIDTH))
         return attention
     return getattr(module, cls)(HEADS, WIDTH, dropout, None, None, **options)
 
@@ -119,6 +122,20 @@ CASES = {
     ),
     "nemo-local-wider-than-the-audio": (
         lambda s: nemo(s, "RelPositionMultiHeadAttentionLongformer", att_context_size=[2 * LENGTH, 2 * LENGTH]),
+        call_longformer,
+        torch.float64,
+    ),
+    "nemo-local-left": (lambda s: longformer(s, (4, 3)), call_longformer, torch.float64),
+    "nemo-local-right": (lambda s: longformer(s, (1, 4)), call_longformer, torch.float64),
+    "nemo-local-left-alone": (lambda s: longformer(s, (4, 0)), call_longformer, torch.float64),
+    # the last global token of the shorter sequence is padding
+    "nemo-global": (
+        lambda s: longformer(s, global_tokens=3, global_tokens_spacing=5),
+        call_longformer,
+        torch.float64,
+    ),
+    "nemo-global-separate": (
+        lambda s: longformer(s, (2, 3), global_tokens=2, global_attn_separate=True),
         call_longformer,
         torch.float64,
     ),

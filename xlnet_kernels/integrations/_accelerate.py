@@ -10,6 +10,7 @@ is put before it. It overrides methods, `forward` above all, and
 
 - finds everything of its instance in the attributes that the library gave it: `__init__` never runs;
 - has ``backend = None`` as a class attribute where it calls the operator; `accelerate` sets it in the instance;
+- has ``window = None`` as one where it attends under a window (`_window.Window`), or says in ``no_window`` why not;
 - lists in ``made_here`` (a class attribute, a tuple of names) the attributes that an instance may get beyond those of
   the library; `restore` deletes them;
 - may define ``check_accelerable(self)``, which raises ValueError, with a sentence, where an instance cannot be served;
@@ -37,11 +38,19 @@ from ..linear import Linear
 from ._accelerated_class import ORIGINAL, accelerated_class
 from ._libraries import LIBRARIES, known_bases, library_of
 from ._own_methods import leads, overridden, rebind
+from ._window import make_window
 
 _LOGGER = logging.getLogger("xlnet_kernels")
 
 
-def accelerate(model: nn.Module, backend: str | None = None, linears: bool = False) -> nn.Module:
+def accelerate(
+    model: nn.Module,
+    backend: str | None = None,
+    linears: bool = False,
+    window: tuple[int, int] | None = None,
+    window_over: int = 0,
+    global_tokens: int = 0,
+) -> nn.Module:
     """Makes the relative attention of this model call `rel_attention`; other instances of its classes keep theirs.
 
     For models of transformers, NeMo, ESPnet, SpeechBrain and fairseq2, or with such modules inside: `python -m
@@ -58,14 +67,21 @@ def accelerate(model: nn.Module, backend: str | None = None, linears: bool = Fal
         backend: of the attention, None for the best available, or "reference", "torch", "cpu", "triton", "cuda".
         linears: give every torch.nn.Linear of the model the products of `xlnet_kernels.Linear` as well, which are
             faster on some processors and the same within float32 rounding.
+        window: (left, right), the numbers of frames before and after its own that a query sees, for audio that is too
+            long for full attention: time and memory of attention are then linear in length. Scores of the frames that
+            are seen are unchanged. None for full attention.
+        window_over: sequences of no more frames than this, cached ones included, keep full attention.
+        global_tokens: so many first frames see all frames and are seen by all. The whole sequence is in one call then:
+            with a cache they are refused. Where there are no other frames, this is full attention.
 
     Returns:
-        `model` itself. Accelerating it again changes no more than the backend.
+        `model` itself. Accelerating it again changes no more than the backend and the window.
 
     Raises:
         ValueError: `model` has nothing that could be accelerated, a layer of a kind that cannot be, one whose `forward`
             was replaced in the instance by another computation, or is of a version of its library that is not served;
-            the text says what was found. Nothing is changed then.
+            `window` is no such pair, shows no key but the query's own, or is given for XLNet, whose masks are its own.
+            The text says what was found. Nothing is changed then.
 
     >>> import transformers
     >>> config = transformers.XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
@@ -78,6 +94,7 @@ def accelerate(model: nn.Module, backend: str | None = None, linears: bool = Fal
     """
     _check_model(model)
     check_name(backend)
+    frames_seen = make_window(window, window_over, global_tokens)
     for library in {library_of(base) for cls in set(map(type, model.modules())) for base in known_bases(cls)} - {None}:
         library.check_version()
     pairs = [(module, accelerated_class(type(module))) for module in model.modules()]
@@ -85,6 +102,8 @@ def accelerate(model: nn.Module, backend: str | None = None, linears: bool = Fal
     if not any(hasattr(cls, "backend") and not issubclass(cls, Linear) for _, cls in substitutes):
         raise ValueError(_nothing_found(model))
     for module, cls in substitutes:
+        if frames_seen is not None:
+            _check_takes_window(cls)
         if "forward" in _hidden(module, cls) and not issubclass(cls, Linear):
             raise ValueError(_replaced(model, module))
     substitutes = [
@@ -110,6 +129,8 @@ def accelerate(model: nn.Module, backend: str | None = None, linears: bool = Fal
     for module, cls in substitutes:
         if hasattr(cls, "backend"):
             vars(module)["backend"] = backend
+        if hasattr(cls, "window"):
+            vars(module)["window"] = frames_seen
     _LOGGER.info("accelerated: %s", ", ".join(f"{count} x {name}" for name, count in accelerated(model).items()))
     return model
 
@@ -167,6 +188,14 @@ def restore(model: nn.Module) -> nn.Module:
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def _check_takes_window(cls: type) -> None:
+    reason = getattr(cls, "no_window", None)
+    if reason is None and hasattr(cls, "backend") and not hasattr(cls, "window") and not issubclass(cls, Linear):
+        reason = "its stand-in attends to everything"
+    if reason is not None:
+        raise ValueError(f"window must be None for {_full_name(getattr(cls, ORIGINAL))}: {reason}")
 
 
 def _hidden(module: nn.Module, cls: type) -> list[str]:

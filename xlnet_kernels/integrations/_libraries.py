@@ -105,10 +105,7 @@ LIBRARIES = (
             "RelPositionMultiHeadAttentionLongformer": ("nemo", "the same, rel_pos_local_attn"),
             "ConformerEncoder": ("nemo", "their encoder, for its masks"),
         },
-        {
-            "RelPositionMultiHeadAttentionLongformer with global tokens": "these see, and are seen, without positions",
-            "RelPositionMultiHeadAttentionLongformer with unequal sides": "NeMo adds its scores to other columns there",
-        },
+        {},
     ),
     Library(
         "ESPnet",

@@ -25,6 +25,16 @@ class LayerMask(NamedTuple):
 EVERYTHING = LayerMask(None)
 
 
+def hide_keys(mask: RankMask | Tensor | None, hidden: Tensor) -> RankMask | Tensor:
+    """The mask without the keys that `hidden` (B, K) has True, for every query."""
+    if mask is None:
+        return RankMask.padding(attention_mask=~hidden)
+    if isinstance(mask, RankMask):
+        mask = mask.expand(hidden.shape[0])
+        return RankMask(mask.query_rank, mask.key_rank.masked_fill(hidden, HIGHEST), mask.query_floor)
+    return mask & ~hidden[:, None, None]
+
+
 class OfLast(Generic[Found]):
     """The result of `find` for the last tensor, kept by its content: all layers of a model get one mask.
 

@@ -21,6 +21,7 @@ from ..masks import RankMask
 from ..position_cache import PositionCache
 from ._accelerated_class import ORIGINAL
 from ._masks import known
+from ._window import Window, attend_in_window, bounded
 
 if TYPE_CHECKING:
 
@@ -50,7 +51,12 @@ def check_forward(module: nn.Module, name: str, *arguments: str) -> None:
         )
 
 
-def attend(
+def attend(*arguments: Any, **options: Any) -> Tensor:
+    """(B, L, H * D), the output of `attend_with_lse`."""
+    return attend_with_lse(*arguments, **options)[0].transpose(1, 2).flatten(2)
+
+
+def attend_with_lse(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -58,32 +64,39 @@ def attend(
     content_bias: Tensor | None,
     position_bias: Tensor | None,
     mask: RankMask | Tensor | None,
-    *,
-    backend: str | None,
+    window: Window | None = None,
     max_distance: int | None = None,
-    dropout_p: float = 0.0,
-    scale: float | None = None,
-) -> Tensor:
-    """(B, L, H * D) from heads (B, H, L, D) and (B, H, K, D); rel_key's row 0 is for `max_distance`, default K - 1.
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """(B, H, L, D), and the log-sum-exp (B, H, L), -inf in rows that see nothing.
 
-    The L queries are the last of the K frames: those before are of a cache.
+    Args:
+        query, key, value: heads (B, H, L, D) and (B, H, K, D). The L queries are the last of the K frames: those before
+            are of a cache.
+        rel_key: row 0 is for `max_distance`, default K - 1; with a window, its `rows` of that table.
+        window: of `window_of`.
+        options: backend, dropout_p and scale of `rel_attention`.
     """
-    keys = key.shape[2]
-    out = rel_attention(
-        query,
-        key,
-        value,
-        rel_key,
-        content_bias=content_bias,
-        position_bias=position_bias,
-        mask=mask,
-        query_positions=_positions(query, key),
-        max_distance=keys - 1 if max_distance is None else max_distance,
-        dropout_p=dropout_p,
-        scale=scale,
-        backend=backend,
-    )
-    return out.transpose(1, 2).flatten(2)
+    options |= dict(content_bias=content_bias, position_bias=position_bias, query_positions=_positions(query, key))
+    if window is not None:
+        return attend_in_window(window, query, key, value, rel_key, mask, **options)
+    max_distance = key.shape[2] - 1 if max_distance is None else max_distance
+    return rel_attention(query, key, value, rel_key, mask=mask, max_distance=max_distance, return_lse=True, **options)
+
+
+def window_of(module: nn.Module, length: int, keys: int) -> Window | None:
+    """What a module's L queries see of its K frames, as `accelerate` was told; None for everything."""
+    return bounded(vars(module).get("window"), length, keys)
+
+
+def check_no_window(window: Window | None, module: nn.Module) -> None:
+    """ValueError where the library's own code is about to compute a call that has a window."""
+    if window is not None:
+        raise ValueError(
+            f"{type(module).__name__} was called with what its library's code alone computes (attention maps, masks "
+            f"that are added to scores, other shapes), and that has no window: accelerate the model without window, "
+            f"got ({window.left}, {window.right})"
+        )
 
 
 def attention_map(
@@ -93,8 +106,14 @@ def attention_map(
     content_bias: Tensor,
     position_bias: Tensor,
     mask: RankMask | Tensor | None,
+    window: Window | None,
 ) -> Tensor:
     """(B, H, L, K), the map of such a call of `attend`."""
+    keys = key.shape[2]
+    if window is not None and window.global_tokens:
+        visible = mask.to_bool()[:, None] if isinstance(mask, RankMask) else mask
+        mask = window.to_bool(keys, key.device)
+        mask = mask if visible is None else mask & visible
     call = collect(
         query,
         key,
@@ -104,7 +123,7 @@ def attention_map(
         position_bias=position_bias.to(query.dtype),
         mask=mask,
         query_positions=_positions(query, key),
-        max_distance=key.shape[2] - 1,
+        max_distance=keys - 1 if window is None else window.first_distance(keys),
         scale=query.shape[3] ** -0.5,
     )
     return reference.attention_map(call)[0]

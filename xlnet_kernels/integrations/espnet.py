@@ -19,7 +19,17 @@ from torch import Tensor
 
 from ..dropout import in_force
 from ._masks import visible_ranks
-from .adapter import Original, attend, attention_map, check_forward, project_positions, shared
+from ._window import Window
+from .adapter import (
+    Original,
+    attend,
+    attention_map,
+    check_forward,
+    check_no_window,
+    project_positions,
+    shared,
+    window_of,
+)
 
 _ARGUMENTS = ("query", "key", "value", "pos_emb", "mask")
 
@@ -28,7 +38,8 @@ class RelPositionMultiHeadedAttention(Original):
     """Positions (1 or B, 2 K - 1, n_feat)."""
 
     backend: str | None = None
-    made_here = ("backend", "kept", "_last_call")
+    window: Window | None = None
+    made_here = ("backend", "window", "kept", "_last_call")
 
     def check_accelerable(self) -> None:
         check_forward(self, "RelPositionMultiHeadedAttention", *_ARGUMENTS)
@@ -43,8 +54,11 @@ class RelPositionMultiHeadedAttention(Original):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, pos_emb: Tensor, mask: Tensor | None) -> Tensor:
         keys = key.shape[1]
         rel_key = self._table(pos_emb, keys) if query.shape[1] <= keys else None
+        window = window_of(self, query.shape[1], keys)
         if rel_key is None:
+            check_no_window(window, self)
             return super().forward(query, key, value, pos_emb, mask)
+        rel_key = rel_key if window is None else window.rows(rel_key, keys)
         q, k, v = self.forward_qkv(query, key, value)
         visible = visible_ranks(mask, hidden=False)
         out = attend(
@@ -55,13 +69,14 @@ class RelPositionMultiHeadedAttention(Original):
             self.pos_bias_u,
             self.pos_bias_v,
             visible,
+            window=window,
             backend=self.backend,
             dropout_p=in_force(self.dropout),
         )
         if not torch.compiler.is_compiling():
             self.attn = None
             biases = (bias.detach().clone() for bias in (self.pos_bias_u, self.pos_bias_v))
-            self._last_call = q.detach(), k.detach(), rel_key.detach(), *biases, visible
+            self._last_call = q.detach(), k.detach(), rel_key.detach(), *biases, visible, window
         return self.linear_out(out)
 
     @property
@@ -104,5 +119,6 @@ class LegacyRelPositionMultiHeadedAttention(RelPositionMultiHeadedAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, pos_emb: Tensor, mask: Tensor | None) -> Tensor:
         if query.shape[1] != key.shape[1]:  # its shift is another one there
+            check_no_window(window_of(self, query.shape[1], key.shape[1]), self)
             return super(RelPositionMultiHeadedAttention, self).forward(query, key, value, pos_emb, mask)
         return super().forward(query, key, value, pos_emb, mask)

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from ..masks import RankMask
 from ._masks import EVERYTHING, LayerMask, layer_mask
-from .adapter import Original, attend, check_forward, project_positions
+from ._window import Window
+from .adapter import Original, attend, check_forward, check_no_window, project_positions, window_of
 
 
 class RelativePositionSDPA(Original):
     backend: str | None = None
-    made_here = ("backend", "kept")
+    window: Window | None = None
+    made_here = ("backend", "window", "kept")
 
     def check_accelerable(self) -> None:
         check_forward(
@@ -34,11 +36,16 @@ class RelativePositionSDPA(Original):
         served = q.dim() == 4 and q.shape[1] <= k.shape[1] and not (q_layout.packed or k_layout.packed)
         served = served and not options.get("needs_weights")
         mask = self._find_mask(q, q_layout, k, k_layout, bias_cache) if served else None
+        window = window_of(self, q.shape[1], k.shape[1]) if q.dim() == 4 else None
         if mask is None:
+            check_no_window(window, self)
             return super().forward(q, q_layout, k, k_layout, v, bias_cache, **options)
         query, key, value = (x.transpose(1, 2) for x in (q, k, v))
-        rel_key = project_positions(self, self.pos_encoding(key), self.r_proj, q.shape[-1])
-        out = attend(query, key, value, rel_key, self.u_bias, self.v_bias, mask.visible, backend=self.backend)
+        rows = self.pos_encoding(key)
+        rows = rows if window is None else window.rows(rows, k.shape[1])
+        rel_key = project_positions(self, rows, self.r_proj, q.shape[-1])
+        biases = self.u_bias, self.v_bias
+        out = attend(query, key, value, rel_key, *biases, mask.visible, window=window, backend=self.backend)
         return out.unflatten(-1, (self.num_heads, -1)), None
 
     def _find_mask(self, q: Tensor, q_layout: Any, k: Tensor, k_layout: Any, bias_cache: Any) -> LayerMask | None:

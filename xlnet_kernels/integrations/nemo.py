@@ -3,9 +3,9 @@
 Order of the table, score and scale are the operator's with ``max_distance = K - 1``. Masks are True where a row may NOT
 attend; fully masked rows give zeros. `update_cache` is NeMo's own: in streaming the keys of the cache come before.
 
-The Longformer variant has a table of the distances left .. -right and sees those alone. It is served where left and
-right are equal; where they are not, NeMo adds its position scores to other columns than those they are made for. Global
-tokens attend, and are attended to, without positions: refused.
+The Longformer variant has a table of the distances left .. -right and sees those alone. It gives what NeMo gives, which
+is attention under that window where left and right are equal and there are no global tokens. Elsewhere position scores
+go to other distances (`_by_distance`), and global tokens have none (`_add_global_tokens`).
 
 ConformerEncoder makes a mask (B, T, T) in every call. Accelerated, it makes vectors where all its attention is
 accelerated too, so that memory for masks is linear in length as well.
@@ -19,19 +19,33 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..dropout import in_force
 from ..masks import HIGHEST, LOWEST, RankMask
+from ..merging import merge
 from ._masks import visible_ranks
-from .adapter import Original, attend, check_forward, project_positions, shared
+from ._window import Window
+from .adapter import (
+    Original,
+    attend,
+    attend_with_lse,
+    check_forward,
+    check_no_window,
+    project_positions,
+    shared,
+    split,
+    window_of,
+)
 
 
 class RelPositionMultiHeadAttention(Original):
     """Positions (1 or B, P, n_feat), P of at least 2 K - 1."""
 
     backend: str | None = None
-    made_here = ("backend", "kept")
+    window: Window | None = None
+    made_here = ("backend", "window", "kept")
 
     def check_accelerable(self) -> None:
         check_forward(self, "RelPositionMultiHeadAttention", "query", "key", "value", "mask", "pos_emb", "cache")
@@ -40,39 +54,23 @@ class RelPositionMultiHeadAttention(Original):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, pos_emb: Tensor, cache: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         keys = key.shape[1] + (0 if cache is None else cache.shape[1])
+        window = window_of(self, query.shape[1], keys)
         if query.shape[1] > keys or pos_emb.shape[1] < 2 * keys - 1:
+            check_no_window(window, self)
             return super().forward(query, key, value, mask, pos_emb, cache)
         key, value, query, cache = self.update_cache(key=key, value=value, query=query, cache=cache)
-        out = self._attend(query, key, value, visible_ranks(mask, hidden=True), pos_emb[:, : 2 * keys - 1])
+        mask, dropout_p = visible_ranks(mask, hidden=True), in_force(self.dropout)
+        rows = pos_emb[:, : 2 * keys - 1]
+        with self._precision():
+            q, k, v = self.forward_qkv(*_in_float32(query, key, value))
+            rel_key = self._table(rows if window is None else window.rows(rows, keys))
+            biases = self.pos_bias_u, self.pos_bias_v
+            out = attend(q, k, v, rel_key, *biases, mask, window=window, backend=self.backend, dropout_p=dropout_p)
+            out = self.linear_out(out)
         return out if cache is None else (out, cache)
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: RankMask | Tensor | None,
-        pos_emb: Tensor,
-        max_distance: int | None = None,
-    ) -> Tensor:
-        if torch.is_autocast_enabled():
-            query, key, value = query.float(), key.float(), value.float()
-        with self._precision():
-            rel_key = project_positions(self, shared(pos_emb), self.linear_pos, self.d_k)
-            q, k, v = self.forward_qkv(query, key, value)
-            out = attend(
-                q,
-                k,
-                v,
-                rel_key,
-                self.pos_bias_u,
-                self.pos_bias_v,
-                mask,
-                max_distance=max_distance,
-                backend=self.backend,
-                dropout_p=in_force(self.dropout),
-            )
-            return self.linear_out(out)
+    def _table(self, pos_emb: Tensor) -> Tensor:
+        return project_positions(self, shared(pos_emb), self.linear_pos, self.d_k)
 
     def _precision(self) -> AbstractContextManager:
         """NeMo's own: it computes attention in bfloat16 where autocast says float16."""
@@ -86,33 +84,81 @@ class RelPositionMultiHeadAttention(Original):
 class RelPositionMultiHeadAttentionLongformer(RelPositionMultiHeadAttention):
     """Positions (1 or B, left + right + 1, n_feat), padding (B, T)."""
 
+    no_window = "it has a window of its own, att_context_size"
+
     def check_accelerable(self) -> None:
         name = "RelPositionMultiHeadAttentionLongformer"
         check_forward(self, name, "query", "key", "value", "pad_mask", "pos_emb", "cache")
-        if self.global_tokens:
-            raise ValueError(
-                f"{name} cannot be accelerated with global tokens, which attend without positions, got global_tokens = "
-                f"{self.global_tokens}"
-            )
-        left, right = self.att_context_size
-        if left != right or left < 1:
-            raise ValueError(
-                f"{name} can be accelerated where it sees as much on the left as on the right, got att_context_size = "
-                f"{[left, right]}: NeMo adds its position scores to other columns there"
-            )
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, pad_mask: Tensor, pos_emb: Tensor, cache: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         left, right = self.att_context_size
-        changed = left != right or left < 1 or self.global_tokens  # since it was accelerated
-        if changed or cache is not None or query.shape[1] != key.shape[1] or pos_emb.shape[1] != left + right + 1:
+        frames = key.shape[1]
+        served = cache is None and query.shape[1] == frames and min(left, right) >= 0 and max(left, right) > 0
+        if not served or pos_emb.shape[1] != left + right + 1:
             own: Any = super(RelPositionMultiHeadAttention, self)  # NeMo's
             return own.forward(query, key, value, pad_mask, pos_emb, cache)
-        frames = RankMask.padding(attention_mask=~pad_mask)
-        mask = RankMask(frames.query_rank.masked_fill(pad_mask, LOWEST), frames.key_rank)
-        reach = min(left, key.shape[1] - 1)  # the window may be wider than the audio is long
-        return self._attend(query, key, value, mask, pos_emb[:, left - reach : left + reach + 1], max_distance=reach)
+        ranks = RankMask.padding(attention_mask=~pad_mask)
+        mask = RankMask(ranks.query_rank.masked_fill(pad_mask, LOWEST), ranks.key_rank)
+        window = Window(min(left, frames - 1), min(right, frames - 1))  # it may be wider than the audio is long
+        biases, dropout_p = (self.pos_bias_u, self.pos_bias_v), in_force(self.dropout)
+        with self._precision():
+            inputs = _in_float32(query, key, value)
+            q, k, v = self.forward_qkv(*inputs)
+            rel_key = _by_distance(self._table(pos_emb), left, right)
+            rel_key = rel_key[..., left - window.left : left + window.right + 1, :]
+            options: dict[str, Any] = dict(backend=self.backend, dropout_p=dropout_p)
+            out, lse = attend_with_lse(q, k, v, rel_key, *biases, mask, window, **options)
+            if self.global_tokens:
+                out = self._add_global_tokens(out, lse, inputs, (q, k, v), pad_mask)
+            return self.linear_out(out.transpose(1, 2).flatten(2))
+
+    def _add_global_tokens(
+        self, out: Tensor, lse: Tensor, inputs: tuple[Tensor, ...], heads: tuple[Tensor, ...], pad_mask: Tensor
+    ) -> Tensor:
+        """The output of the window (B, H, T, D) with the global keys, and with the rows of the global queries.
+
+        These scores are q.k alone. A global key inside of a window counts twice, and padding as a global key is seen.
+        """
+        spacing = self.global_tokens_spacing
+        index = torch.arange(out.shape[2], device=out.device)[: self.global_tokens * spacing : spacing]
+        query, key, value = heads
+        if self.global_attn_separate:
+            projections = self.global_q, self.global_k, self.global_v
+            pairs = zip(projections, inputs, strict=True)
+            query, key, value = (split(projection(x), self.d_k) for projection, x in pairs)
+        scores = query @ key[:, :, index].mT * self.d_k**-0.5
+        of_global = F.dropout(scores.softmax(-1), in_force(self.dropout)) @ heads[2][:, :, index]
+        out, _ = merge([out, of_global.to(out.dtype)], [lse, scores.logsumexp(-1).to(lse.dtype)])
+        out = out.masked_fill(pad_mask[:, None, :, None], 0.0)
+        # NeMo reads its global queries (tokens, B, H, D) as (B, H, tokens, D): more than one are those of other heads
+        # and sequences.
+        rows = query[:, :, index].permute(2, 0, 1, 3).reshape(*query.shape[:2], len(index), -1)
+        seen = ~pad_mask[:, None, None]
+        rows = F.scaled_dot_product_attention(rows, key, value, seen, dropout_p=in_force(self.dropout))
+        return out.index_copy(2, index, rows.to(out.dtype))
+
+
+def _in_float32(*inputs: Tensor) -> tuple[Tensor, ...]:
+    """As NeMo does under autocast."""
+    return tuple(x.float() for x in inputs) if torch.is_autocast_enabled() else inputs
+
+
+def _by_distance(rel_key: Tensor, left: int, right: int) -> Tensor:
+    """The table (..., left + right + 1, D) in the order of distances left .. -right, as NeMo adds its scores.
+
+    It adds the first `left` columns to the first of 2 max(left, right) + 1 and the others to the last ones. Where the
+    sides are unequal, these are of other distances, and some distances have no position score.
+    """
+    if left == right:
+        return rel_key
+    wide, last = max(left, right), left + right
+    column = torch.arange(wide - left, wide + right + 1, device=rel_key.device)
+    row = column.where(column < left, column - 2 * wide + last).where(
+        (column < left) | (column >= 2 * wide - right), last + 1
+    )
+    return F.pad(rel_key, (0, 0, 0, 1)).index_select(-2, row)
 
 
 class ConformerEncoder(Original):

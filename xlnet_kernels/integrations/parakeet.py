@@ -26,7 +26,18 @@ from torch import Tensor
 
 from ..dropout import in_force
 from ._masks import EVERYTHING, LayerMask, layer_mask, padding_mask
-from .adapter import Original, attend, make_stand_in, project_positions, say_once, shared, split
+from ._window import Window
+from .adapter import (
+    Original,
+    attend_with_lse,
+    check_no_window,
+    make_stand_in,
+    project_positions,
+    say_once,
+    shared,
+    split,
+    window_of,
+)
 
 _FOR_LOSSES = {"num_items_in_batch"}  # what Trainer gives to all layers, for the loss alone
 
@@ -35,10 +46,12 @@ class _RelativeAttention(Original):
     """Project, attend and project back: what all of these layers do. Subclasses say what their parts are called."""
 
     backend: str | None = None
-    made_here = ("backend", "kept")
+    window: Window | None = None
+    made_here = ("backend", "window", "kept")
     # query, key, value, output, position
     projections = ("linear_q", "linear_k", "linear_v", "linear_out", "linear_pos")
     biases = ("pos_bias_u", "pos_bias_v")
+    zeros_where_fully_masked = False  # as the operator gives, and not the average of all values
 
     def check_accelerable(self) -> None:
         if getattr(self, "num_key_value_groups", 1) != 1:
@@ -61,18 +74,19 @@ class _RelativeAttention(Original):
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         count, keys = query.shape[1], key.shape[2]
+        window = window_of(self, query.shape[2], keys)
         content_bias, position_bias = (getattr(self, name, None) for name in self.biases)
         if content_bias is None:
-            rel_key = self._table(keys, query.device).to(query.dtype).expand(count, -1, -1)
+            rel_key = self._table(keys, window, query.device).to(query.dtype).expand(count, -1, -1)
         else:
             assert positions is not None, "such a model always passes its position embeddings"
-            projection = getattr(self, self.projections[4])
-            rel_key = project_positions(self, shared(positions), projection, self._width())
-            if rel_key.shape[-2] != 2 * keys - 1:  # which the operator would take for a window
+            if positions.shape[-2] != 2 * keys - 1:  # which the operator would take for a window
                 raise ValueError(
-                    f"position embeddings of {keys} keys must have {2 * keys - 1} rows, got {rel_key.shape[-2]}"
+                    f"position embeddings of {keys} keys must have {2 * keys - 1} rows, got {positions.shape[-2]}"
                 )
-        out = attend(
+            rows = shared(positions if window is None else window.rows(positions, keys))
+            rel_key = project_positions(self, rows, getattr(self, self.projections[4]), self._width())
+        out, lse = attend_with_lse(
             query,
             key,
             value,
@@ -80,16 +94,22 @@ class _RelativeAttention(Original):
             content_bias,
             position_bias,
             mask.visible,
+            window,
             backend=self.backend,
             dropout_p=dropout_p,
         )
+        if window is not None and mask.visible is not None:  # it may have only hidden keys
+            mask = LayerMask(mask.visible, (lse == -torch.inf).all(1))
+        out = out.transpose(1, 2).flatten(2)
         out = self._fill_fully_masked_rows(out, mask, query, key, value, content_bias)
         return getattr(self, self.projections[3])(out), None
 
-    def _table(self, keys: int, device: torch.device) -> Tensor:
-        """Row p of the learned table is for distance keys - 1 - p, (P, D)."""
+    def _table(self, keys: int, window: Window | None, device: torch.device) -> Tensor:
+        """(P, D), row p for distance keys - 1 - p, or the rows that the window reads."""
         # Not the weight's device, because an offloaded one is on meta outside its module's call.
         ahead = torch.arange(1 - keys, keys, device=device)
+        if window is not None:
+            ahead = window.rows(ahead[:, None], keys)[:, 0]
         ahead = ahead.clamp(-self.left_max_position_embeddings, self.right_max_position_embeddings)
         return self.distance_embedding(ahead + self.left_max_position_embeddings)
 
@@ -101,7 +121,7 @@ class _RelativeAttention(Original):
         The scores of such a row are the lowest number there is plus q.k, which is the lowest number again: all equal,
         but autograd still differentiates q.k. The derivative is the covariance of keys and values.
         """
-        if mask.fully_masked is None:
+        if mask.fully_masked is None or self.zeros_where_fully_masked:
             return out
         average = value.mean(2, keepdim=True)
         if torch.is_grad_enabled():
@@ -109,6 +129,11 @@ class _RelativeAttention(Original):
             slope = query @ (key.mT @ (value - average).detach()) * (query.shape[-1] ** -0.5 / key.shape[2])
             average = average + (slope - slope.detach())
         return torch.where(mask.fully_masked[..., None], average.transpose(1, 2).flatten(2), out)
+
+    def _check_no_window(self, hidden_states: Tensor, cache: Any = None) -> None:
+        length = hidden_states.shape[1]
+        past = 0 if cache is None else cache.get_seq_length(self.layer_idx)
+        check_no_window(window_of(self, length, past + length), self)
 
     def _wants_original(self, options: dict[str, Any]) -> bool:
         """Where the attention map is asked for, or anything but a flag is given that is not known here."""
@@ -141,6 +166,7 @@ class _Parakeet(_RelativeAttention):
         mask = layer_mask(attention_mask)
         cache = (past_key_values if cache is None else cache) if self.takes_cache else None
         if mask is None or self._wants_original(options):
+            self._check_no_window(hidden_states, cache)
             caches = (cache,) if self.takes_cache else ()
             return super().forward(hidden_states, position_embeddings, attention_mask, *caches, **options)
         return self._attend(
@@ -151,14 +177,13 @@ class _Parakeet(_RelativeAttention):
 class _NemotronStreaming(_Parakeet):
     """Hidden keys are at -inf, so fully masked rows give zeros, as the operator's do."""
 
-    takes_cache = True
-
-    def _fill_fully_masked_rows(self, out: Tensor, *unused: Any) -> Tensor:
-        return out
+    takes_cache = zeros_where_fully_masked = True
 
 
 class _FastSpeech2(_RelativeAttention):
     """The mask (B, 1, L) is one row for all queries; where it hides everything the result is zeros, as ours."""
+
+    zeros_where_fully_masked = True
 
     def forward(
         self,
@@ -169,6 +194,7 @@ class _FastSpeech2(_RelativeAttention):
     ) -> tuple[Tensor, Tensor | None]:
         batch, length = hidden_states.shape[:2]
         if output_attentions or (attention_mask is not None and attention_mask.shape != (batch, 1, length)):
+            self._check_no_window(hidden_states)
             return super().forward(hidden_states, attention_mask, pos_emb, output_attentions)
         mask = EVERYTHING if attention_mask is None else padding_mask(attention_mask)
         return self._attend(hidden_states, pos_emb, mask, in_force(self.dropout))
@@ -195,6 +221,8 @@ class _Wav2Vec2(_RelativeAttention):
         mask = layer_mask(attention_mask)
         # The adapters of a model with relative positions have none.
         if mask is None or self._wants_original(options) or self.position_embeddings_type is None:
+            if self.position_embeddings_type is not None:
+                self._check_no_window(hidden_states)
             if relative_position_embeddings is not None:
                 options["relative_position_embeddings"] = relative_position_embeddings
             return super().forward(hidden_states, attention_mask, **options)

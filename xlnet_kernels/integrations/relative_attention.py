@@ -8,7 +8,8 @@ from .._checks import shortened
 from ..dropout import in_force
 from ..masks import RankMask
 from ._masks import known, layer_mask, visible_ranks
-from .adapter import Original, attend, project_positions, shared, split
+from ._window import Window
+from .adapter import Original, attend, project_positions, shared, split, window_of
 
 _CONVENTIONS = ("visible", "hidden", "added")
 _ORDERS = ("descending", "ascending")
@@ -30,11 +31,12 @@ class RelativeAttention(Original):
             zeros show and the lowest number, added to the scores, hides.
         table_order: "descending" where the first row of the positions is for the furthest key before the query,
             "ascending" where it is for the furthest key after it.
-        backend: of the attention; `accelerate` sets it.
+        backend, window: of the attention; `accelerate` sets them.
     """
 
     backend: str | None = None
-    made_here: tuple[str, ...] = ("backend", "kept")
+    window: Window | None = None
+    made_here: tuple[str, ...] = ("backend", "window", "kept")
     projection_names: tuple[str | None, ...] = ("linear_q", "linear_k", "linear_v", "linear_out", "linear_pos")
     bias_names: tuple[str, str] | None = ("pos_bias_u", "pos_bias_v")
     head_dim_name: str | None = None
@@ -106,18 +108,25 @@ class RelativeAttention(Original):
             (B, L, width).
 
         Raises:
-            ValueError: positions of another number of rows, or a mask that is more than a mask.
+            ValueError: positions of another number of rows, a mask that is more than a mask, or `max_distance` where
+                `accelerate` has given a window.
         """
+        keys = key.shape[2]
+        window = window_of(self, query.shape[2], keys)
+        if window is not None and max_distance is not None:
+            raise ValueError(f"max_distance must be None under a window of accelerate, got {shortened(max_distance)}")
         if self.bias_names is not None:
             content_bias, position_bias = (getattr(self, name) for name in self.bias_names)
+        rel_key = self._rel_key(positions, keys, query.shape[3], max_distance)
         out = attend(
             query,
             key,
             value,
-            self._rel_key(positions, key.shape[2], query.shape[3], max_distance),
+            rel_key if window is None else window.rows(rel_key, keys),
             content_bias,
             position_bias,
             self._visible(mask),
+            window=window,
             backend=self.backend,
             max_distance=max_distance,
             dropout_p=in_force(dropout) if isinstance(dropout, nn.Module) else dropout * self.training,

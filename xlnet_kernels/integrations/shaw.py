@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..masks import RankMask
 from ._masks import EVERYTHING, LayerMask, OfLast, known, layer_mask
-from .adapter import Original, attend, make_stand_in, split
+from .adapter import Original, attend, attend_with_lse, make_stand_in, split, window_of
 from .parakeet import _RelativeAttention
 
 
@@ -117,13 +117,18 @@ class _SpeechT5(_RelativeAttention):
         mask = layer_mask(attention_mask)
         others = bool(inputs) or output_attentions or any(option is not None for option in options.values())
         if others or position_bias is None or mask is None or mask.fully_masked is not None:
+            if position_bias is not None:
+                self._check_no_window(hidden_states)
             options |= dict(attention_mask=attention_mask, output_attentions=output_attentions)
             if position_bias is not None:
                 options["position_bias"] = position_bias if position_bias.dim() == 3 else _by_pair(position_bias)
             return super().forward(hidden_states, *inputs, **options)
         query, key, value = (self._heads(hidden_states, part) for part in range(3))
         rows = position_bias if position_bias.dim() == 2 else _by_distance(position_bias)
-        out = attend(
+        keys = key.shape[2]
+        window = window_of(self, keys, keys)
+        rows = rows if window is None else window.rows(rows, keys)
+        out, lse = attend_with_lse(
             query,
             key,
             value,
@@ -131,10 +136,13 @@ class _SpeechT5(_RelativeAttention):
             None,
             None,
             mask.visible,
+            window,
             backend=self.backend,
             dropout_p=self.dropout if self.training else 0.0,
         )
-        return self.out_proj(out), None
+        if window is not None and mask.visible is not None:  # rows of padding with only padding in their window
+            out = torch.where((lse == -torch.inf)[..., None], value.mean(2, keepdim=True), out)
+        return self.out_proj(out.transpose(1, 2).flatten(2)), None
 
 
 class _SpeechT5Positions(Original):

@@ -15,14 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..dropout import in_force
-from ..masks import HIGHEST, RankMask
-from ._masks import visible_ranks
-from .adapter import Original, attend, check_forward, project_positions, shared
+from ..masks import RankMask
+from ._masks import hide_keys, visible_ranks
+from ._window import Window
+from .adapter import Original, attend, check_forward, check_no_window, project_positions, shared, window_of
 
 
 class RelPosMHAXL(Original):
     backend: str | None = None
-    made_here = ("backend", "kept")
+    window: Window | None = None
+    made_here = ("backend", "window", "kept")
 
     def check_accelerable(self) -> None:
         arguments = ("query", "key", "value", "pos_embs", "key_padding_mask", "attn_mask", "return_attn_weights")
@@ -45,10 +47,13 @@ class RelPosMHAXL(Original):
         """As RelPosMHAXL, but that the map is None where `return_attn_weights` is not given."""
         keys = key.shape[1]
         soft = any(mask is not None and mask.dtype != torch.bool for mask in (attn_mask, key_padding_mask))
+        window = window_of(self, query.shape[1], keys)
         if return_attn_weights or soft or query.shape[1] > keys or pos_embs.shape[1] != 2 * keys - 1:
+            check_no_window(window, self)
             wanted = True if return_attn_weights is None else return_attn_weights
             return super().forward(query, key, value, pos_embs, key_padding_mask, attn_mask, wanted)
         mask = self._visible(key_padding_mask, attn_mask)
+        rows = pos_embs if window is None else window.rows(pos_embs, keys)
         q, k, v = self._project(query, key, value)
         if self.vbias is not None:
             v = v + self.value_bias_weight.view(self.num_heads, 1, self.vhead_dim)
@@ -56,10 +61,11 @@ class RelPosMHAXL(Original):
             q,
             k,
             v,
-            project_positions(self, shared(pos_embs), self.linear_pos, self.head_dim),
+            project_positions(self, shared(rows), self.linear_pos, self.head_dim),
             self.pos_bias_u.view(self.num_heads, self.head_dim),
             self.pos_bias_v.view(self.num_heads, self.head_dim),
             mask,
+            window=window,
             backend=self.backend,
             dropout_p=in_force(self.dropout_att),
             scale=self.scale,
@@ -86,9 +92,4 @@ class RelPosMHAXL(Original):
             visible = ~attn_mask.unflatten(0, (-1, self.num_heads))
         else:
             visible = visible_ranks(attn_mask, hidden=True)
-        if padding is None or visible is None:
-            return visible if padding is None else RankMask.padding(attention_mask=~padding)
-        if isinstance(visible, RankMask):
-            ranks = visible.expand(padding.shape[0])
-            return RankMask(ranks.query_rank, ranks.key_rank.masked_fill(padding, HIGHEST), ranks.query_floor)
-        return visible & ~padding[:, None, None]
+        return visible if padding is None else hide_keys(visible, padding)

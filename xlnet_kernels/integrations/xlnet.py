@@ -242,6 +242,7 @@ class XLNetRelativeAttention(modeling_xlnet.XLNetRelativeAttention, TwoStreamAtt
     """Parameters, arguments and layout (length, batch, d_model) of transformers, computed by TwoStreamAttention."""
 
     backend, norm = None, "post"
+    no_window = "its memory and its query stream have masks of their own"
     made_here = ("backend",)
 
     def forward(

@@ -31,10 +31,12 @@ def register(cls: type[nn.Module], stand_in: type) -> None:
     ...         super().__init__()
     ...         self.qkv, self.out, self.pos = (torch.nn.Linear(8, width) for width in (24, 8, 8))
     ...         self.u, self.v = (torch.nn.Parameter(torch.randn(2, 4)) for _ in range(2))
+    ...
     ...     def forward(self, x, pos_emb): ...
     >>> class Fused(RelativeAttention):
     ...     projection_names = None, None, None, "out", "pos"
     ...     bias_names = "u", "v"
+    ...
     ...     def forward(self, x, pos_emb):
     ...         query, key, value = (self.split_heads(part) for part in self.qkv(x).chunk(3, -1))
     ...         return self.relative_attention(query, key, value, pos_emb)

@@ -76,8 +76,8 @@ struct KeyTile {
     rel_bias = rel_bias_of(call, b, h);
     first_rel = (grad.sums.rel_batches == 1 ? h : head) * p.rel_len;
     first_row = head * p.length;
-    grad_rel = {grad.sums.rel_key + first_rel * head_dim, head_dim};
-    grad_query = {grad.sums.query + first_row * head_dim, head_dim};
+    grad_rel = {grad.sums.rel_key.data + first_rel * head_dim, head_dim};
+    grad_query = {grad.sums.query.data + first_row * head_dim, head_dim};
     row_values = grad.row_values + first_row;
     all_rows = p.batch * heads * p.length;
   }

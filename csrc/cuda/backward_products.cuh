@@ -126,7 +126,7 @@ DEVICE void add_key_gradients(const Backward& a, const KeyTile<S>& tile, const B
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int m = first_key + half * S::BLOCK_M;
-      serves[half] = uniform(int(sums.rel_key && last >= 0 && first < m + 16 && last + S::BLOCK_N > m)) != 0;
+      serves[half] = uniform(int(sums.rel_key.data && last >= 0 && first < m + 16 && last + S::BLOCK_N > m)) != 0;
       any[half] |= serves[half];
     }
 #pragma unroll 1  // two at once take more registers than float32 has at 128
@@ -153,8 +153,8 @@ DEVICE void add_key_gradients(const Backward& a, const KeyTile<S>& tile, const B
       const int row = window + first_key + half * S::BLOCK_M + of.lane.g + 8 * r;
       if (row < 0 || row >= a.call.p.rel_len) continue;
       add_row(tile.grad_rel(row), dR[half], r, column + 2 * of.lane.t, int(a.call.p.head_dim));
-      if (sums.rel && of.lane.t == 0 && of.part == 0)
-        add_atomically(sums.rel + tile.first_rel + row, column_sum[half][2 * r]);
+      if (sums.rel.data && of.lane.t == 0 && of.part == 0)
+        add_atomically(sums.rel.data + tile.first_rel + row, column_sum[half][2 * r]);
     }
   }
 }
@@ -168,7 +168,7 @@ DEVICE void add_segment_gradient(const Backward& a, const KeyTile<S>& tile, cons
   for (int m = thread_index(); m < S::BLOCK_M && first_row + m < p.length; m += S::THREADS) {
     float sum = memory.different_sums[m];
     if (S::GROUPS == 2) sum += memory.different_sums[S::BLOCK_M + m];
-    add_atomically(a.gradients.sums.different + tile.first_row + row_index(p, tile.b, first_row + m), sum);
+    add_atomically(a.gradients.sums.different.data + tile.first_row + row_index(p, tile.b, first_row + m), sum);
   }
 }
 

@@ -30,7 +30,7 @@ std::string forward<Stream>(const Call& call, Stream stream) {
 template <>
 std::string backward<Stream>(const Call& call, const Gradients& gradients, Stream stream) {
   if constexpr (HAS_WARPGROUPS)
-    if (choose_backward(call, gradients.sums.progress != nullptr, compute_capability()) == WARPGROUPS)
+    if (choose_backward(call, gradients.sums.progress.data != nullptr, compute_capability()) == WARPGROUPS)
       return call.p.dtype == DType::float16 ? warpgroup_backward_of<Half>({call, gradients}, stream)
                                             : warpgroup_backward_of<BFloat16>({call, gradients}, stream);
   return dispatch_dtype(call, [&](auto element) { return backward_of<decltype(element)>({call, gradients}, stream); });

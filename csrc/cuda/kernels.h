@@ -65,21 +65,31 @@ enum QueryPart {
   QUERY_PARTS
 };
 
+// An array that `preprocess` fills with zeros before anything is added to it.
+template <typename Element>
+struct Zeroed {
+  Element* data;
+};
+// All of them, side by side
+struct Zeros {
+  void* data;
+  int64_t chunks;  // of 16 bytes
+};
+
 // What blocks of backward add up, in float32 and without the scale, which would cost 16-bit numbers some of their
-// range. The first six begin as zeros, which `preprocess` writes.
+// range.
 struct Sums {
-  float* query;         // (B, H, L, D), without the segment term
-  float* rel_key;       // (rel_batches, H, P, D), without what position_bias gives; null: not wanted
-  float* rel;           // (rel_batches, H, P), of dS over the pairs at each distance; null: not wanted
-  float* different;     // (B, H, L), of dS over keys of another segment; null: no segments
-  int32_t* progress;    // blocks begun, (B, H, tiles of keys) as in ordered_accumulation.cuh; null: added in any order
-  int32_t* finished;    // (H), blocks of `postprocess` that have stored their parts; null: no sums of parts are wanted
-  float* key;           // (B, H, M + K), of dS over rows
-  float* key_parts;     // (H, B, parts, D), of keys times those; null: not wanted
-  float* query_parts;   // (H, B, parts, QUERY_PARTS, D); null: not wanted
-  float* rel_parts;     // (H, B or 1, parts, D), of rows of rel_key times `rel`; null: not wanted
-  float* zeros;         // where the first six are
-  int64_t zero_chunks;  // of 16 bytes there
+  Zeroed<float> query;       // (B, H, L, D), without the segment term
+  Zeroed<float> rel_key;     // (rel_batches, H, P, D), without what position_bias gives; null: not wanted
+  Zeroed<float> rel;         // (rel_batches, H, P), of dS over the pairs at each distance; null: not wanted
+  Zeroed<float> different;   // (B, H, L), of dS over keys of another segment; null: no segments
+  Zeroed<int32_t> progress;  // blocks begun, (B, H, tiles of keys): ordered_accumulation.cuh; null: in any order
+  Zeroed<int32_t> finished;  // (H), blocks of `postprocess` that have stored their parts; null: no parts are wanted
+  float* key;                // (B, H, M + K), of dS over rows
+  float* key_parts;          // (H, B, parts, D), of keys times those; null: not wanted
+  float* query_parts;        // (H, B, parts, QUERY_PARTS, D); null: not wanted
+  float* rel_parts;          // (H, B or 1, parts, D), of rows of rel_key times `rel`; null: not wanted
+  Zeros zeros;
   int64_t rel_batches;  // B, or 1 where all batches add to the same: they do in any order alone
 };
 

@@ -28,7 +28,7 @@ struct OrderedAccumulation {
   int first = 0;             // all before it have ended
 
   DEVICE OrderedAccumulation(const Backward& a, const KeyItem& item, int key_tiles)
-      : progress(a.gradients.sums.progress),
+      : progress(a.gradients.sums.progress.data),
         head((item.b * int(a.call.p.heads) + item.h) * key_tiles),
         own(item.tile) {}
 
@@ -66,7 +66,7 @@ struct OrderedAccumulation {
 // What this block works on; none if b is no batch. Block, before it has anything in shared memory.
 DEVICE KeyItem key_item(const Backward& a, int key_tiles) {
   const RelAttention& p = a.call.p;
-  int32_t* const begun = a.gradients.sums.progress;
+  int32_t* const begun = a.gradients.sums.progress.data;
   if (begun == nullptr) {
     int tile = block_index().x, b = block_index().z;
     for (; tile >= key_tiles; tile -= key_tiles) b += grid_size().z;  // a batch beyond the grid
@@ -82,7 +82,7 @@ DEVICE KeyItem key_item(const Backward& a, int key_tiles) {
 
 inline Index backward_grid(const Backward& a, int64_t key_tiles) {
   const RelAttention& p = a.call.p;
-  return a.gradients.sums.progress ? Index{int(key_tiles * p.batch * p.heads), 1, 1} : grid_of(key_tiles, p);
+  return a.gradients.sums.progress.data ? Index{int(key_tiles * p.batch * p.heads), 1, 1} : grid_of(key_tiles, p);
 }
 
 }  // namespace xlnet_kernels::cuda

@@ -118,7 +118,7 @@ DEVICE void postprocess_query(const Backward& a, const HeadPart& part) {
   const float scale = float(p.scale);
   const Columns lanes(head_dim);
   RowWalk<const T> queries(rows_of<const T>(p.rows.query, part.b, part.h), part.first, lanes);
-  RowWalk<const float> from({grad.sums.query + first_row * head_dim, head_dim}, part.first, lanes);
+  RowWalk<const float> from({grad.sums.query.data + first_row * head_dim, head_dim}, part.first, lanes);
   RowWalk<T> to(rows_of<T>(grad.query, part.b, part.h), part.first, lanes);
   float same[FOUR] = {}, difference[FOUR] = {}, own_different = 0, own_lse = 0;
   const bool own_inside = part.first + lanes.lane < length;
@@ -133,7 +133,7 @@ DEVICE void postprocess_query(const Backward& a, const HeadPart& part) {
     }
     const int64_t row = first_row + part.first + lanes.lane;
     if (own_inside) {
-      own_different = grad.sums.different[row];
+      own_different = grad.sums.different.data[row];
       if (has_lse && own_inverse != 0) own_lse = grad.lse[row];
     }
   }
@@ -200,8 +200,9 @@ DEVICE void postprocess_rel_key(const Backward& a, const HeadPart& part) {
   float own_sum = 0;
   if (p.position_bias && part.first + lanes.lane < rel_len)
 #pragma unroll 1
-    for (int batch = 0; batch < batches; ++batch) own_sum += grad.sums.rel[first_row(batch) + part.first + lanes.lane];
-  RowWalk<const float> from({grad.sums.rel_key + first_row(0) * head_dim, head_dim}, part.first, lanes);
+    for (int batch = 0; batch < batches; ++batch)
+      own_sum += grad.sums.rel.data[first_row(batch) + part.first + lanes.lane];
+  RowWalk<const float> from({grad.sums.rel_key.data + first_row(0) * head_dim, head_dim}, part.first, lanes);
   float sums[1][FOUR] = {};
   lanes.for_each([&](int base) {
     Four<float> sum[POSTPROCESS_PASSES] = {};
@@ -292,7 +293,7 @@ DEVICE void postprocess_head(const Backward& a, int h) {
 DEVICE bool is_last(const Backward& a, int h, int blocks) {
   int32_t* const before = reinterpret_cast<int32_t*>(shared_memory());
   sync_block();
-  if (thread_index() == 0) *before = count_up(a.gradients.sums.finished + h);
+  if (thread_index() == 0) *before = count_up(a.gradients.sums.finished.data + h);
   sync_block();
   return *before + 1 == blocks;
 }
@@ -312,7 +313,8 @@ KERNEL THREADS_PER_BLOCK(POSTPROCESS_THREADS, 1) postprocess_kernel(Postprocess 
     postprocess_query<T>(a, part);
   else
     postprocess_rel_key<T>(a, part);
-  if (a.gradients.sums.finished && is_last(a, part.h, grid_size().x / int(p.heads))) postprocess_head<T>(a, part.h);
+  if (a.gradients.sums.finished.data && is_last(a, part.h, grid_size().x / int(p.heads)))
+    postprocess_head<T>(a, part.h);
 }
 
 template <typename T>

@@ -124,10 +124,10 @@ KERNEL THREADS_PER_BLOCK(PREPROCESS_THREADS, 1) preprocess_kernel(Preprocess pre
   }
   item -= preprocess.row_items;
   if (item >= preprocess.zero_items) return;
-  const Sums& sums = preprocess.a.gradients.sums;
+  const Zeros& all = preprocess.a.gradients.sums.zeros;
   const int64_t first = int64_t(item) * ZERO_CHUNKS + lane;
-  Bytes16* const zeros = reinterpret_cast<Bytes16*>(sums.zeros) + first;
-  const int chunks = sums.zero_chunks - first < ZERO_CHUNKS ? int(sums.zero_chunks - first) : ZERO_CHUNKS;
+  Bytes16* const zeros = static_cast<Bytes16*>(all.data) + first;
+  const int chunks = all.chunks - first < ZERO_CHUNKS ? int(all.chunks - first) : ZERO_CHUNKS;
 #pragma unroll
   for (int i = 0; i < ZERO_CHUNKS; i += WARP)
     if (i < chunks) zeros[i] = {};
@@ -147,7 +147,7 @@ const char* preprocess(const Backward& a, Stream stream) {
   if (a.call.workspace.key_bias) preprocess.key_items = all_heads * parts(keys, ROWS_AT_ONCE);
   preprocess.rel_items = (a.call.shared_rel_key ? heads : all_heads) * parts(p.rel_len, ROWS_AT_ONCE);
   if (a.gradients.row_values) preprocess.row_items = all_heads * parts(p.length, ROWS_AT_ONCE);
-  preprocess.zero_items = parts(a.gradients.sums.zero_chunks, ZERO_CHUNKS);
+  preprocess.zero_items = parts(a.gradients.sums.zeros.chunks, ZERO_CHUNKS);
   const int warps = preprocess.key_tiles + preprocess.row_tiles + preprocess.unread_items + preprocess.key_items +
                     preprocess.rel_items + preprocess.row_items + preprocess.zero_items;
   if (warps == 0) return nullptr;

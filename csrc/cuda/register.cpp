@@ -52,32 +52,42 @@ bool allows_tf32() {
 // Device memory for a call's workspace, all in one piece: `add` says what is wanted, `allocate` sets the pointers.
 class Arena {
  public:
+  Zeros zeros{};  // set by `allocate`
+
   template <typename Element>
   void add(Element** to, int64_t count) {
-    wanted.push_back({to, size, count * int64_t(sizeof(Element))});
-    size += (wanted.back().bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    wanted.push_back({to, count * int64_t(sizeof(Element))});
+    size += padded(wanted.back().bytes);
   }
-  // Makes array number `index` end where the last one does; returns its bytes.
-  int64_t extend(size_t index) { return wanted[index].bytes = size - wanted[index].offset; }
-  size_t count() const { return wanted.size(); }
-  Tensor allocate(const Tensor& like) const {
+  template <typename Element>
+  void add(Zeroed<Element>* to, int64_t count) {
+    wanted.insert(wanted.begin(), {&to->data, count * int64_t(sizeof(Element))});
+    size += padded(wanted.front().bytes);
+    zero_bytes += padded(wanted.front().bytes);
+  }
+  Tensor allocate(const Tensor& like) {
     const Tensor memory = at::empty({size}, like.options().dtype(at::kByte));
-    for (const auto& [to, offset, bytes] : wanted) {
-      void* const from = static_cast<char*>(memory.data_ptr()) + offset;
-      std::memcpy(to, &from, sizeof from);
-      announce_array(from, bytes);
+    char* next = static_cast<char*>(memory.data_ptr());
+    zeros = {next, zero_bytes / 16};
+    announce_array(next, zero_bytes);
+    next += ALIGNMENT;
+    for (const auto& [to, bytes] : wanted) {
+      std::memcpy(to, &next, sizeof next);
+      announce_array(next, bytes);
+      next += padded(bytes);
     }
     return memory;
   }
 
  private:
   static constexpr int64_t ALIGNMENT = 256;
+  static int64_t padded(int64_t bytes) { return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
   struct Wanted {
     void* to;  // a pointer of any type
-    int64_t offset, bytes;
+    int64_t bytes;
   };
-  std::vector<Wanted> wanted;
-  int64_t size = 0;
+  std::vector<Wanted> wanted;                        // those that begin with zeros first
+  int64_t zero_bytes = ALIGNMENT, size = ALIGNMENT;  // no array begins where that of all zeros does
 };
 
 // The operator's inputs as the kernels take them; the tensors live as long as this.
@@ -199,8 +209,6 @@ void add_sums(const DeviceCall& device, const Needs& needs, Arena& arena, Gradie
   sums.rel_batches = device.call.shared_rel_key && !deterministic ? 1 : p.batch;
   const int64_t all_heads = p.batch * p.heads, rows = all_heads * p.length,
                 rel_rows = sums.rel_batches * p.heads * p.rel_len;
-  const size_t zeros = arena.count();
-  arena.add(&sums.zeros, 1);  // no array begins where another one does
   arena.add(&sums.query, rows * p.head_dim);
   if (p.segments.embed) arena.add(&sums.different, rows);
   const bool of_content = needs.content_bias && p.content_bias, of_position = needs.position_bias && p.position_bias;
@@ -211,7 +219,6 @@ void add_sums(const DeviceCall& device, const Needs& needs, Arena& arena, Gradie
   }
   if (deterministic) arena.add(&sums.progress, 1 + all_heads * most_backward_tiles(p));
   if (of_content || of_position || of_segments) arena.add(&sums.finished, p.heads);
-  sums.zero_chunks = arena.extend(zeros) / 16;
   const int64_t keys = p.mem_len + p.key_len;
   const auto parts = [](int64_t count) { return (count + POSTPROCESS_ROWS - 1) / POSTPROCESS_ROWS; };
   arena.add(&sums.key, all_heads * keys);
@@ -239,6 +246,7 @@ InputGradients gradients(const Inputs& in, const OutputGradients& from, const Ne
   add_sums(device, needs, arena, g);
   arena.add(&device.call.workspace.unread_rel_rows, device.rel_heads() * ((device.call.p.rel_len + 31) / 32));
   device.allocate(arena);
+  g.sums.zeros = arena.zeros;
 
   const Inputs& aligned_in = device.inputs;
   const KeyGradients segment(aligned_in.key, aligned_in.value);

@@ -114,7 +114,7 @@ struct BackwardConsumer {
     add_key_gradients(transposed);
 #pragma unroll
     for (int column = 0; column < D; column += 64) add_query_gradient(rows, dS, transposed, column);
-    if (a.gradients.sums.rel_key) add_rel_key_gradient(row_tile);
+    if (a.gradients.sums.rel_key.data) add_rel_key_gradient(row_tile);
     sync_warpgroup(1 + consumer);  // no one reads what was stored any more
   }
 
@@ -234,7 +234,7 @@ struct BackwardConsumer {
       }
     }
     if (a.call.p.segments.embed)
-      add_segment_gradient<T>(a.gradients.sums.different, tile, rows, segments, labels().segment, rounded, lane.t);
+      add_segment_gradient<T>(a.gradients.sums.different.data, tile, rows, segments, labels().segment, rounded, lane.t);
   }
 
   // dV += P' dO;  dK += dS' Q: under way until add_query_gradient has waited for them. transposed: dS', which is read
@@ -362,12 +362,12 @@ struct BackwardConsumer {
       }
       pin(left[k].word);
     }
-    if (!a.gradients.sums.rel) return;
+    if (!a.gradients.sums.rel.data) return;
     const int rel = window + half + 16 * lane.warp + lane.g;
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       if (lane.t == 0 && uint32_t(rel + 8 * r) < uint32_t(a.call.p.rel_len))
-        add_atomically(a.gradients.sums.rel + tile.first_rel + rel + 8 * r, sum[2 * r]);
+        add_atomically(a.gradients.sums.rel.data + tile.first_rel + rel + 8 * r, sum[2 * r]);
   }
 
   // 64 columns of band' Q for 64 rows of the window; added to dR, or all of it.

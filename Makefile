@@ -9,8 +9,9 @@
 #   make test TORCH="torch==2.8.0"            another torch
 #   make test PYTHON=python3.12               another interpreter
 #
-# `make test-machine` runs the GPU kernels as their compilers left them, on the host (tests/machine), and takes hours;
-# `make test` has a sample of it. Run again it goes on with what has not passed, or starts anew where a source has changed.
+# `make test-machine` runs the GPU kernels as their compilers left them, on the host (benchmarks/lib/machine). It takes
+# hours; `make test` has a sample of it. Run again it goes on with what has not passed, or starts anew where a source has
+# changed.
 #
 # `make gpu-counts` counts what the GPU kernels execute, beside plain flash attention, on the same machine.
 #

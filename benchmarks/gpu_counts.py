@@ -19,7 +19,6 @@ from fractions import Fraction
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # because tests/machine executes the kernels
 
 import torch  # noqa: E402
 import triton  # noqa: E402
@@ -27,12 +26,12 @@ import triton  # noqa: E402
 import xlnet_kernels as xk  # noqa: E402
 from compiled import triton_report  # noqa: E402
 from lib import bounds, plain_attention  # noqa: E402
+from lib.machine import cuda_driver  # noqa: E402
+from lib.machine.machine import Counts  # noqa: E402
+from lib.machine.machine_code import assemble  # noqa: E402
+from lib.machine.package import serving  # noqa: E402
+from lib.machine.triton_driver import Launch, on_machine  # noqa: E402
 from lib.plain_attention import Config  # noqa: E402
-from tests.machine import cuda_driver  # noqa: E402
-from tests.machine.machine import Counts  # noqa: E402
-from tests.machine.machine_code import assemble  # noqa: E402
-from tests.machine.package import serving  # noqa: E402
-from tests.machine.triton_driver import Launch, on_machine  # noqa: E402
 
 LENGTHS = (256, 512, 768)  # of plain kernels; halves are whole tiles
 REPORTED = (512, 2048)

@@ -3,7 +3,7 @@
     python benchmarks/host_time.py --output benchmarks/results/host-time.json
 
 Runs without a GPU. Tensors are on the CPU and small. Triton compiles for a GPU with compute capability 8.0, and a
-launch ends where CUDA's driver would be called; the CUDA backend is compiled for the host (tests/cuda/simt), where a
+launch ends where CUDA's driver would be called; the CUDA backend is compiled for the host (lib/simt), where a
 launch ends before it begins. *Operator* is the implementation of xlnet_kernels::rel_attention_triton and of its
 backward, or the operator xlnet_kernels::rel_attention; *call* is xk.rel_attention with autograd around it. Beside them
 torch's scaled_dot_product_attention on the same query, key and value, which computes, and on one query, key and value
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,8 +48,7 @@ def pretend_triton() -> Operator:
 
 def pretend_cuda() -> Operator:
     """The CUDA backend launches nothing and serves tensors of the CPU, as which the CPU's backend does no longer."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from tests.cuda import on_host
+    from lib.simt import on_host
 
     library = on_host.library('-DXLNET_KERNELS_OPERATOR="rel_attention"')
     library.simt_skip_launches(1)

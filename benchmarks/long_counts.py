@@ -12,20 +12,18 @@ import argparse
 import itertools
 import json
 import os
-import sys
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # because tests/machine executes the kernels
 
 import torch  # noqa: E402
 import triton  # noqa: E402
 
 import xlnet_kernels as xk  # noqa: E402
 from lib import bounds  # noqa: E402
-from tests.machine.machine_code import assemble  # noqa: E402
-from tests.machine.package import serving  # noqa: E402
-from tests.machine.triton_driver import Launch  # noqa: E402
+from lib.machine.machine_code import assemble  # noqa: E402
+from lib.machine.package import serving  # noqa: E402
+from lib.machine.triton_driver import Launch  # noqa: E402
 
 CASES = ("window", "documents", "windowed rel_key")
 HEAD_DIM = 64

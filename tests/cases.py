@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import xlnet_kernels as xk
-from tests.cuda import on_host
+from lib.simt import on_host
 from xlnet_kernels import call_checks, dropout
 from xlnet_kernels.backends import self_check
 

@@ -9,7 +9,7 @@ import torch
 
 # Read when cuBLAS is first used; without it torch refuses matrix products in its deterministic mode.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-MACHINE = os.environ.get("XLNET_KERNELS_MACHINE")  # an architecture, such as 80: GPU kernels run on tests/machine
+MACHINE = os.environ.get("XLNET_KERNELS_MACHINE")  # an architecture, such as 80: GPU kernels run on lib/machine
 if MACHINE and not MACHINE.isdecimal():
     raise pytest.UsageError(f"XLNET_KERNELS_MACHINE must be an architecture in digits, such as 80, got {MACHINE!r}")
 if MACHINE:
@@ -18,7 +18,7 @@ elif not torch.cuda.is_available():  # the Triton kernels run in Triton's interp
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if MACHINE:
-    from tests.machine import package
+    from lib.machine import package
 
     _serving = package.serving(int(MACHINE))
     _serving.__enter__()  # before cases.py asks which backends are ready; until the process ends

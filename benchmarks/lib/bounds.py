@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.machine.machine import Counts
+    from lib.machine.machine import Counts
 
 PAIRS = 1024  # what bounds are given for
 SCHEDULERS = 4  # of a multiprocessor, each issues one instruction of a warp a cycle [A100, H100]

@@ -1,4 +1,4 @@
-// What the kernels ask of a GPU: all that has inline PTX, with sm90/primitives.cuh. tests/cuda/simt/primitives.cuh
+// What the kernels ask of a GPU: all that has inline PTX, with sm90/primitives.cuh. benchmarks/lib/simt/primitives.cuh
 // defines the same for the host.
 //
 // A warp is 32 lanes. Functions that say "warp" must be called by all of its lanes.

@@ -19,9 +19,9 @@ if triton.knobs.runtime.interpret:
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_counts  # noqa: E402
 import long_counts  # noqa: E402
-from tests.machine.machine import Counts  # noqa: E402
-from tests.machine.machine_code import Line, MachineCode  # noqa: E402
-from tests.machine.triton_driver import Launch  # noqa: E402
+from lib.machine.machine import Counts  # noqa: E402
+from lib.machine.machine_code import Line, MachineCode  # noqa: E402
+from lib.machine.triton_driver import Launch  # noqa: E402
 
 KERNELS, WIDTHS = ("plain", "triton", "cuda"), (64, 128)
 

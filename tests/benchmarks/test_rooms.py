@@ -1,6 +1,7 @@
-"""Benchmarks measure and write results, tests do not; benchmarks stand on the package and on benchmarks/lib.
+"""Benchmarks measure and write results, tests do not; benchmarks import from the package and benchmarks/lib.
 
-Experiments train what examples/ train, and stand on both.
+The machines that execute GPU kernels on the host lie in benchmarks/lib, because tests and benchmarks use both.
+Experiments train what examples/ train, and import from both.
 """
 
 from __future__ import annotations
@@ -8,9 +9,6 @@ from __future__ import annotations
 import ast
 
 from tests import ROOT
-
-# What executes the GPU kernels on the host is the tests' own; these count or time what it executes.
-ON_HOST = {"gpu_counts.py", "long_counts.py", "bounds.py", "host_time.py"}
 
 
 def imported(file) -> set[str]:
@@ -27,12 +25,19 @@ def imported(file) -> set[str]:
 def test_benchmarks_import_neither_tests_nor_examples():
     examples = {"claims", "examples", "experiments", "parts"} | {file.stem for file in (ROOT / "examples").glob("*.py")}
     files = {file: imported(file) for file in (ROOT / "benchmarks").rglob("*.py")}
-    assert {file.name for file, names in files.items() if "tests" in names} == ON_HOST
-    assert {file.name for file, names in files.items() if names & examples} == set()
+    assert {"gpu_counts.py", "cuda_driver.py", "on_host.py"} <= {file.name for file in files}
+    assert [file for file, names in files.items() if names & {"tests", *examples}] == []
 
 
-def test_the_machine_writes_no_results():
-    files = list((ROOT / "tests" / "machine").rglob("*.py"))
+OF_GPU_KERNELS = [path for name in ("machine", "cuda") for path in (ROOT / "tests" / name).rglob("*.*")]
+
+
+def test_what_executes_gpu_kernels_is_not_in_tests():
+    assert {path.name for path in OF_GPU_KERNELS if path.suffix not in (".py", ".pyc")} == {"sample.cu", "selftest.cu"}
+
+
+def test_tests_of_gpu_kernels_write_no_results():
+    files = [path for path in OF_GPU_KERNELS if path.suffix == ".py"]
     assert len(files) > 20
     for file in files:
         text = file.read_text()

@@ -21,8 +21,9 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from tests import ROOT, own_cache
-from tests.cuda import simt_build
+from lib.own_cache import own_cache
+from lib.simt import simt_build
+from tests import ROOT
 from xlnet_kernels import ops
 
 SOURCES = [*sorted(ROOT.glob("csrc/cpu/kernels_*.cpp")), ROOT / "csrc/cpu/dispatch.cpp"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lib.simt import simt_build
 from tests import ROOT
-from tests.cuda import simt_build
 
 SOURCE = Path(__file__).with_name("unread_flags.cpp")
 

@@ -1,4 +1,4 @@
-"""tests/cuda/simt/selftest.cu from Python."""
+"""selftest.cu from Python."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tests.cuda import simt_build
-
-SELFTEST = simt_build.SIMT / "selftest.cu"
+SELFTEST = Path(__file__).with_name("selftest.cu")
 
 
 def arguments(name: str, **fields) -> type[ctypes.Structure]:

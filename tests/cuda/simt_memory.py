@@ -21,7 +21,7 @@ def torch_guarded(library: ctypes.CDLL, at_start: bool = False) -> Iterator[None
 
 
 def guarded(library: ctypes.CDLL, tensor: torch.Tensor, at_start: bool = False) -> torch.Tensor:
-    """A copy, with the same strides, in memory of a library that tests/cuda/simt is part of.
+    """A copy, with the same strides, in memory of a library that benchmarks/lib/simt is part of.
 
     What is just behind its end traps, or what is just before its start; the other side of it is NaN and, once written,
     an error of the next launch.

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lib.simt import on_host
 from tests.cases import (
     ANY_RANKS,
     NO_ORDERS,
@@ -22,13 +23,12 @@ from tests.cases import (
     make,
     run_without_order,
 )
-from tests.cuda import on_host
 from tests.cuda.simt_memory import torch_guarded
 
 if on_host.NAME not in READY:
     pytest.skip(on_host.unavailable(), allow_module_level=True)
 
-SEEDS = range(9)  # every way of ordering threads that tests/cuda/simt/schedule.h has
+SEEDS = range(9)  # every way of ordering threads that benchmarks/lib/simt/schedule.h has
 PROBLEMS = {
     "order": dict(length=75, mask="order"),
     "memory-in-the-middle-of-a-tile": dict(length=70, mem=37, mask="ranks"),

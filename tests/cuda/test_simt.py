@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from tests.cuda import simt_build
+from lib.simt import simt_build
 from tests.cuda.simt_kernels import (
     NUMBERS,
     SELFTEST,

@@ -9,8 +9,8 @@ from itertools import product
 import pytest
 import torch
 
+from lib.simt import simt_build
 from tests import ROOT
-from tests.cuda import simt_build
 from tests.cuda.simt_kernels import SELFTEST, Access, Kernels
 from tests.cuda.simt_memory import guarded, torch_guarded
 

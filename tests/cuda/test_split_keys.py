@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import xlnet_kernels as xk
+from lib.simt import on_host
 from tests.cases import READY, TWO_SCORES, assert_close, assert_right, assert_two_keys_have_their_weights, make
-from tests.cuda import on_host
 from tests.cuda.simt_memory import torch_guarded
 
 if on_host.NAME not in READY:

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 
+from lib.machine.machine import Fault  # noqa: E402
+from lib.machine.package import serving  # noqa: E402
 from tests.machine import features  # noqa: E402
-from tests.machine.machine import Fault  # noqa: E402
-from tests.machine.package import serving  # noqa: E402
 
 # Problems of one combination of features: Triton compiles for each, which takes longer than running
 SAME = {"triton": 40, "cuda": 1}

@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import pytest
 
-from tests.machine import machine
+from lib.machine import machine
 
 KINDS = {2: ("%h", "b16"), 4: ("%r", "b32"), 8: ("%d", "b64")}
 

@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from tests.cuda import simt_build
-from tests.machine import machine
+from lib.machine import machine
+from lib.simt import simt_build
 from tests.machine.snippets import at, fault, run, zeros
 
 pytestmark = pytest.mark.skipif(simt_build.COMPILER is None, reason=simt_build.NO_COMPILER)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.cuda import simt_build
-from tests.machine import machine
+from lib.machine import machine
+from lib.simt import simt_build
 from tests.machine.snippets import at, lanewise, run
 
 pytestmark = pytest.mark.skipif(simt_build.COMPILER is None, reason=simt_build.NO_COMPILER)

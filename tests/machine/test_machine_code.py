@@ -13,10 +13,10 @@ if triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
 from benchmarks.lib import plain_attention  # noqa: E402
-from tests.cuda import simt_build  # noqa: E402
+from lib.machine.machine_code import assemble, basic_blocks  # noqa: E402
+from lib.machine.triton_driver import on_machine  # noqa: E402
+from lib.simt import simt_build  # noqa: E402
 from tests.machine import snippets  # noqa: E402
-from tests.machine.machine_code import assemble, basic_blocks  # noqa: E402
-from tests.machine.triton_driver import on_machine  # noqa: E402
 
 pytestmark = pytest.mark.skipif(simt_build.COMPILER is None, reason=simt_build.NO_COMPILER)
 

@@ -16,6 +16,10 @@ if triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
 import xlnet_kernels as xk  # noqa: E402
+from lib.machine import cuda_driver  # noqa: E402
+from lib.machine.machine import Fault  # noqa: E402
+from lib.machine.package import serving  # noqa: E402
+from lib.machine.triton_driver import Record  # noqa: E402
 from tests.cases import (  # noqa: E402
     ANY_RANKS,
     TWO_SCORES,
@@ -26,11 +30,7 @@ from tests.cases import (  # noqa: E402
     make,
     make_mask,
 )
-from tests.machine import cuda_driver  # noqa: E402
 from tests.machine.features import Features, pairwise  # noqa: E402
-from tests.machine.machine import Fault  # noqa: E402
-from tests.machine.package import serving  # noqa: E402
-from tests.machine.triton_driver import Record  # noqa: E402
 
 EVERYTHING = "XLNET_KERNELS_MACHINE" in os.environ
 BASE = Features(

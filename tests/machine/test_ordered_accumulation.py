@@ -17,9 +17,9 @@ import triton  # noqa: E402
 if triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
+from lib.machine import cuda_driver  # noqa: E402
+from lib.machine.package import serving  # noqa: E402
 from tests.cases import Problem, assert_close, make  # noqa: E402
-from tests.machine import cuda_driver  # noqa: E402
-from tests.machine.package import serving  # noqa: E402
 
 if cuda_driver.unavailable() is not None:
     pytest.skip(cuda_driver.unavailable(), allow_module_level=True)

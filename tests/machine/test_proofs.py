@@ -13,8 +13,8 @@ if triton.knobs.runtime.interpret:
 
 from benchmarks.lib import plain_attention  # noqa: E402
 from benchmarks.lib.plain_attention import Config  # noqa: E402
+from lib.machine.triton_driver import on_machine  # noqa: E402
 from tests.machine import proving_kernels as kernels  # noqa: E402
-from tests.machine.triton_driver import on_machine  # noqa: E402
 
 FUSED = {"enable_fp_fusion": True}  # the default until Triton 3.10
 PRODUCTS = {80: "mma.sync", 90: "wgmma.mma_async"}

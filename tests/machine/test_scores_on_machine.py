@@ -12,9 +12,9 @@ if triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
 import xlnet_kernels as xk  # noqa: E402
+from lib.machine import cuda_driver  # noqa: E402
+from lib.machine.package import serving  # noqa: E402
 from tests.cases import make  # noqa: E402
-from tests.machine import cuda_driver  # noqa: E402
-from tests.machine.package import serving  # noqa: E402
 
 NEEDS_NVCC = pytest.mark.skipif(cuda_driver.unavailable() is not None, reason=str(cuda_driver.unavailable()))
 BACKENDS = ["triton", pytest.param("cuda", marks=NEEDS_NVCC)]

@@ -11,9 +11,9 @@ import triton  # noqa: E402
 if triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
+from lib.machine import cuda_driver  # noqa: E402
+from lib.machine.package import serving  # noqa: E402
 from tests.cases import make  # noqa: E402
-from tests.machine import cuda_driver  # noqa: E402
-from tests.machine.package import serving  # noqa: E402
 from tests.machine.rounding import assert_right  # noqa: E402
 
 pytestmark = pytest.mark.skipif(cuda_driver.unavailable() is not None, reason=str(cuda_driver.unavailable()))

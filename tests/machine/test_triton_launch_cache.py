@@ -14,8 +14,8 @@ import triton  # noqa: E402
 if triton.knobs.runtime.interpret:
     pytest.skip("Triton interprets in this process", allow_module_level=True)
 
+from lib.machine.package import serving  # noqa: E402
 from tests.cases import assert_right, make  # noqa: E402
-from tests.machine.package import serving  # noqa: E402
 from xlnet_kernels.backends.triton import launch_cache  # noqa: E402
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from lib.simt import simt_build
 from tests import ROOT
-from tests.cuda import simt_build
 
 CSRC = ROOT / "csrc"
 HEADERS = sorted([*CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")])
@@ -65,7 +65,7 @@ def test_headers_of_torch():
 
 @needs_compiler
 def test_headers_of_cuda():
-    """On the host, by the primitives of tests/cuda/simt."""
+    """On the host, by the primitives of benchmarks/lib/simt."""
     headers = [path for path in CUDA if path not in DEVICE_ONLY and path.name not in OF_TORCH_AND_CUDA]
     assert_compile(simt_build.COMPILER, headers, "-std=c++17", f"-I{simt_build.SIMT}", f"-I{CSRC / 'cuda'}")
 

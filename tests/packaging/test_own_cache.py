@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from tests import own_cache
+from lib.own_cache import own_cache
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Tile sizes, warps and pipeline stages of the kernels: a table, no search at run time.
 
-Not measured on a GPU yet. Entries "by counts" are those whose busiest resource has least to do, as tests/machine counts
-it (docs/notebook/triton.md); those "by spills" compile with the fewest register spills among those that use the widest
+Not measured on a GPU yet. Entries "by counts" are those whose busiest resource has least to do (`make gpu-counts`,
+docs/notebook/triton.md); those "by spills" compile with the fewest register spills among those that use the widest
 matrix instructions of their GPUs. Family 80 stays within the 99 KB of shared memory that a program may have on sm_86,
 sm_89 and sm_120, the others within 227 KB. benchmarks/results/triton-compiled.json has the compiler's counts of
 them. benchmarks/tune_triton.py measures candidates on a GPU and writes entries of this form.

@@ -15,7 +15,7 @@ struct DeviceGuard {
   explicit DeviceGuard(const Device&) {}
 };
 
-inline void announce_array(void*, int64_t) {}  // for what checks addresses: tests/machine/cuda
+inline void announce_array(void*, int64_t) {}  // for what checks addresses: benchmarks/lib/machine/cuda
 inline Stream current_stream() { return nullptr; }
 inline int device_processors = 3;  // with few heads, several slots at work on one rel_key
 inline int device_tiles = 4;       // both set through simt_size

@@ -16,7 +16,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 
-from tests.machine.machine import Counts, Module, tensor_map
+from lib.machine.machine import Counts, Module, tensor_map
 
 WARP = 32
 # What a block can ask for (CUDA programming guide, technical specifications by compute capability).

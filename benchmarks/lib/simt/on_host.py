@@ -1,4 +1,4 @@
-"""The CUDA backend's kernels and glue, compiled for the host and run by tests/cuda/simt, as a backend of its own.
+"""The CUDA backend's kernels and glue, compiled for the host and executed there, as a backend of its own.
 
 Compiled by the first call; every call runs under another schedule of its threads.
 """
@@ -12,17 +12,17 @@ import itertools
 
 import torch
 
-from tests import ROOT
-from tests.cuda import simt_build
+from lib.simt import simt_build
 from xlnet_kernels import _extension, ops
 
 NAME = "cuda-on-host"
 DEVICE = "cpu"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED = True
-# Not the warpgroup kernels of csrc/cuda/sm90: the machine (tests/machine) alone has wgmma.
-SOURCES = [path for pattern in ("*.cu", "instances/*.cu", "*.cpp") for path in ROOT.glob(f"csrc/cuda/{pattern}")]
-SOURCES += [ROOT / "csrc" / "call.cpp"]
+# Not the warpgroup kernels of csrc/cuda/sm90: the machine (lib/machine) alone has wgmma.
+CSRC = simt_build.ROOT / "csrc"
+SOURCES = [path for pattern in ("*.cu", "instances/*.cu", "*.cpp") for path in (CSRC / "cuda").glob(pattern)]
+SOURCES += [CSRC / "call.cpp"]
 FLAGS = ("-std=c++20", "-O1", "-Wno-unknown-pragmas", "-DXLNET_KERNELS_LOOKS_AT_VALUES=false")
 
 _operator = ops.define("rel_attention_simt")

@@ -1,7 +1,7 @@
 // Number formats and matrix products of a warp, as the hardware has them.
 #pragma once
 
-#include "../../machine/numbers.h"
+#include "../machine/numbers.h"
 
 namespace simt {
 

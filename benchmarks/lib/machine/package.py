@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-from tests.machine import cuda_driver
-from tests.machine.triton_driver import Record, on_machine
+from lib.machine import cuda_driver
+from lib.machine.triton_driver import Record, on_machine
 from xlnet_kernels.backends import cuda as cuda_backend
 from xlnet_kernels.backends import triton as triton_backend
 

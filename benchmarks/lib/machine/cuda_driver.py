@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-from tests import own_cache
-from tests.cuda import simt_build
-from tests.machine.machine import Counts, Fault, Module
-from tests.machine.triton_driver import SHARED_MEMORY, Launch, Record
+from lib.machine.machine import Counts, Fault, Module
+from lib.machine.triton_driver import SHARED_MEMORY, Launch, Record
+from lib.own_cache import own_cache
+from lib.simt import simt_build
 from xlnet_kernels import ops
 
 HERE = Path(__file__).resolve().parent
-CSRC = HERE.parent.parent / "csrc"
+CSRC = simt_build.ROOT / "csrc"
 NVCC = shutil.which("nvcc")
 FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler", "-fPIC", f"-I{CSRC}", f"-I{CSRC / 'cuda'}"]
 FLAGS += ["-DXLNET_KERNELS_CUDA_ARCHITECTURES=8.0;9.0a"]

@@ -9,8 +9,8 @@ import platform
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests import own_cache
-from tests.cuda import simt_build
+from lib.own_cache import own_cache
+from lib.simt import simt_build
 
 FOLDER = Path(__file__).resolve().parent
 SOURCES = sorted(FOLDER.glob("*.cpp"))

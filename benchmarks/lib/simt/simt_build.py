@@ -1,4 +1,4 @@
-"""Compiles CUDA sources with the host's C++ compiler against tests/cuda/simt, and keeps what it has compiled.
+"""Compiles CUDA sources with the host's C++ compiler against the files beside this one, and keeps what it has compiled.
 
 Kept in a folder of the user's under the system's one for temporary files: an object as long as its source and the
 headers that it includes are the same, a library under a name made of its objects' contents.
@@ -18,9 +18,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests import ROOT, own_cache
+from lib.own_cache import own_cache
 
-SIMT = Path(__file__).resolve().parent / "simt"
+SIMT = Path(__file__).resolve().parent
+ROOT = SIMT.parents[2]
 MACHINE = sorted(path for path in SIMT.glob("*.cpp") if path.name != "torch_memory.cpp")
 COMPILERS = [os.environ.get("CXX", ""), "c++", "g++", "clang++"] if sys.platform == "linux" else []
 COMPILER = next(filter(None, map(shutil.which, COMPILERS)), None)
@@ -28,7 +29,7 @@ FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", f"-I{SIMT}", f
 FLAGS += ["-fstack-clash-protection"]  # large frames touch the page that traps below a fiber's stack
 # What C++ leaves undefined ends the launch; misaligned accesses are among it, which x86 does not mind and a GPU does.
 SANITIZE = ["-fsanitize=undefined", "-fno-sanitize=vptr"]
-NO_COMPILER = "no C++ compiler, or not Linux: tests/cuda/simt runs kernels compiled for the host"
+NO_COMPILER = "no C++ compiler, or not Linux: benchmarks/lib/simt runs kernels compiled for the host"
 
 
 def library(sources: Sequence[str | Path], name: str, extra_flags: Sequence[str] = ()) -> Path:

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tests.machine import build
+from lib.machine import build
 
 Region = tuple[int, int, bool, str]
 """address, bytes, writable, name: one tensor of the call"""

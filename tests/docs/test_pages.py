@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -12,9 +13,11 @@ from unittest import mock
 import pytest
 import torch
 
-import xlnet_kernels as xk
 from tests import ROOT
-from tests.cases import MODULES
+from tests.cases import MODULES, make
+from xlnet_kernels import call_checks
+from xlnet_kernels._ops import ops
+from xlnet_kernels.call import DIFFERENTIABLE, collect
 
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 ALL_PAGES = [ROOT / "README.md", *PAGES]
@@ -33,6 +36,7 @@ def examples(page: Path) -> list[str]:
     return [code for skipped, code in BLOCK.findall(page.read_text()) if not skipped]
 
 
+@functools.cache  # because an operator is defined once in a process
 def run(page: Path) -> dict:
     """The names that a page's examples have made, one after the other, as a reader's session would."""
     code = "\n".join(examples(page))
@@ -56,18 +60,39 @@ def test_what_may_not_run_is_marked():
     assert [code for skipped, code in BLOCK.findall(page) if not skipped] == ["a = 1\n"]
 
 
+@pytest.fixture
+def new_backend():
+    """The module of add-a-backend.md with its kernels."""
+    return run(ROOT / "docs" / "how-to" / "add-a-backend.md")
+
+
 @pytest.mark.parametrize("limits", [{}, {"DEVICE": None, "DTYPES": None}], ids=["as it stands", "for any tensors"])
-def test_new_backend_is_right(monkeypatch, limits):
-    """The one of the how-to, named where it says, gives what the reference gives."""
-    module = sys.modules["xlnet_kernels.backends"]
-    new = SimpleNamespace(**run(ROOT / "docs" / "how-to" / "add-a-backend.md") | limits)
-    monkeypatch.setattr(module, "_BACKENDS", {"new": new} | MODULES)
-    query, key, value = (torch.randn(2, 3, 7, 8, dtype=torch.float64) for _ in range(3))
-    rel_key, bias = torch.randn(3, 18, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
-    memory = tuple(torch.randn(2, 3, 4, 8, dtype=torch.float64) for _ in range(2))
-    options = {"content_bias": bias, "position_bias": -bias, "memory": memory, "mask": xk.RankMask.causal(2, 7, 4)}
-    outputs = [xk.rel_attention(query, key, value, rel_key, backend=name, **options) for name in ("new", "reference")]
-    torch.testing.assert_close(*outputs, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("part", ["by_head", "rel_attention"])
+def test_new_backend_is_right(monkeypatch, new_backend, part, limits):
+    """Named where the page says, without its kernels and with them it gives what the reference gives."""
+    new = SimpleNamespace(**new_backend | limits | {"rel_attention": new_backend[part]})
+    monkeypatch.setattr(sys.modules["xlnet_kernels.backends"], "_BACKENDS", {"new": new} | MODULES)
+    problem = make(2, 3, 7, mem=4, width=8, dtype=torch.float64)
+    found, wanted = (problem.results(name) for name in ("new", "reference"))
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_new_kernels_are_an_operator(new_backend):
+    """Schema, and shapes and strides without data, are what torch asks for."""
+    leaves = make(2, 3, 7, width=8, dtype=torch.float64).leaves
+    call = call_checks.check(collect(*(leaves[name].detach() for name in ("query", "key", "value", "rel_key"))))
+    forward, backward = (getattr(ops, new_backend["NAME"] + end).default for end in ("", "_backward"))
+    torch.library.opcheck(forward, (*call, True))
+    out, lse, row_max, row_sum, out_residual = forward(*call, True)
+    saved = torch.randn_like(out), torch.randn_like(lse), out, out_residual, row_max, row_sum
+    arguments = *saved, [leaf is not None for leaf in call[:DIFFERENTIABLE]], *call
+    on_meta = [given.to("meta") if isinstance(given, torch.Tensor) else given for given in arguments]
+    # Not by opcheck, because it looks at storage, which tensors of vjp do not have.
+    gradients, fakes = backward(*arguments), backward(*on_meta)
+    assert [(x.shape, x.stride(), x.dtype) for x in gradients] == [(x.shape, x.stride(), x.dtype) for x in fakes]
+    assert all(x.isfinite().all() for x in gradients) and len(gradients[0]) == 2
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=name_of)

@@ -1,5 +1,5 @@
 """`python -m xlnet_kernels.info [--json | --check | --models]`: versions, devices, what was compiled, which backends
-are ready, whether they compute right on this machine, and which models of other libraries `accelerate` knows."""
+are ready, what newer versions would bring, whether backends compute right, and which models `accelerate` knows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import re
+import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 
 import xlnet_kernels
 from xlnet_kernels import _extension, linear
+from xlnet_kernels._upgrades import upgrades
 from xlnet_kernels._version import __version__
 from xlnet_kernels.backends import _BACKENDS, self_check
 from xlnet_kernels.backends.cpu import UNKNOWN_SET
@@ -73,7 +75,7 @@ def compiled() -> dict | None:
 def collect() -> dict:
     record, built = _extension.build_record(), compiled()
     backends = {name: "ready" if state.available else state.reason for name, state in xlnet_kernels.backends().items()}
-    return {
+    facts: dict = {
         "xlnet_kernels": __version__,
         "folder": str(Path(xlnet_kernels.__file__).parent),
         "python": platform.python_version(),
@@ -89,11 +91,13 @@ def collect() -> dict:
         },
         "linear": linear_library(),
         "cuda_devices": cuda_devices(),
+        "nvidia_driver": shutil.which("nvidia-smi") is not None,
         "compiled": built,
         "not_compiled_because": _extension.reason,
         "build_decisions": {name: record.get(name) for name in ("extension", "cuda", "bfloat16")},
         "backends": backends,
     }
+    return facts | {"upgrades": upgrades(facts)}
 
 
 def render(facts: dict) -> str:
@@ -125,7 +129,8 @@ def render(facts: dict) -> str:
         rows.append(("extension", facts["not_compiled_because"]))
     for name, label in (("extension", "  built"), ("cuda", "  CUDA"), ("bfloat16", "  bfloat16")):
         rows.append((label, facts["build_decisions"][name] or "no record of a build"))
-    rows += [("backends", "")] + [(f"  {name}", state) for name, state in facts["backends"].items()]
+    for title in ("backends", "upgrades"):
+        rows += [(title, "")] + [(f"  {name}", state) for name, state in facts[title].items()]
     return "\n".join(f"{label:<15} {text}".rstrip() for label, text in rows)
 
 

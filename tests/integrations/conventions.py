@@ -12,6 +12,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_mask
 
 WIDTH, HEADS = 32, 4
 DIM = WIDTH // HEADS
@@ -126,6 +127,39 @@ class RelPositionMultiHeadAttentionLongformer(RelPositionMultiHeadAttention):
         return [
             heads(linear(x)) for linear, x in zip((self.global_q, self.global_k, self.global_v), inputs, strict=True)
         ]
+
+
+class TransformerEncoderAttention(nn.Module):
+    """NeMo's TransformerEncoder: one projection, norms of heads, a mask as a function of places (FlexAttention's)."""
+
+    self_attention_model = "rel_pos"
+
+    def __init__(self, qk_norm: bool = False) -> None:
+        super().__init__()
+        self.n_heads, self.head_dim, self.qk_norm = HEADS, DIM, qk_norm
+        self.w_qkv, self.out_proj = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.linear_pos = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.pos_bias_u, self.pos_bias_v = (nn.Parameter(torch.randn(HEADS, DIM)) for _ in range(2))
+        if qk_norm:
+            self.q_norm, self.k_norm = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+
+    def forward(self, x, block_mask=None, pos_emb=None):
+        q, k, v = (heads(part) for part in self.w_qkv(x).chunk(3, -1))
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        position = by_distance(
+            q + self.pos_bias_v[:, None], heads(self.linear_pos(pos_emb)), k.shape[2], k.shape[2] - 1
+        )
+        scores = ((q + self.pos_bias_u[:, None]) @ k.mT + position) / DIM**0.5
+        if block_mask is None:
+            return self.out_proj(whole(scores.softmax(-1) @ v))
+        batch, _, *lengths = block_mask.shape
+        hidden = ~create_mask(block_mask.mask_mod, batch, 1, *lengths, x.device)
+        weights = scores.masked_fill(hidden, -10000.0).softmax(-1).masked_fill(hidden, 0)
+        return self.out_proj(whole(weights @ v))
+
+
+TransformerEncoderAttention.__name__ = TransformerEncoderAttention.__qualname__ = "MultiHeadAttention"
 
 
 class ConformerEncoder(nn.Module):
@@ -301,6 +335,33 @@ class RelativePositionSDPA(nn.Module):
         return (weights @ v).transpose(1, 2), weights if needs_weights else None
 
 
+class ShawRelativePositionSDPA(nn.Module):
+    def __init__(
+        self,
+        model_dim=WIDTH,
+        num_heads=HEADS,
+        bias=None,
+        max_lhs_rel_pos=3,
+        max_rhs_rel_pos=2,
+        use_rel_pos_values=False,
+    ) -> None:
+        super().__init__()
+        self.model_dim, self.num_heads, self.bias = model_dim, num_heads, bias or IdentityBias()
+        self.max_lhs_rel_pos, self.max_rhs_rel_pos = max_lhs_rel_pos, max_rhs_rel_pos
+        self.rel_k_embed = nn.Embedding(max_lhs_rel_pos + 1 + max_rhs_rel_pos, DIM)
+        self.rel_v_embed = nn.Embedding(max_lhs_rel_pos + 1 + max_rhs_rel_pos, DIM) if use_rel_pos_values else None
+
+    def forward(self, q, q_layout, k, k_layout, v, bias_cache, *, needs_weights=False):
+        bias = maybe_get_attention_bias_tensor(self.bias, q, q_layout, k_layout, bias_cache)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        length, keys = q.shape[2], k.shape[2]
+        ahead = torch.arange(keys) - torch.arange(keys - length, keys)[:, None]
+        rows = self.rel_k_embed(ahead.clamp(-self.max_lhs_rel_pos, self.max_rhs_rel_pos) + self.max_lhs_rel_pos)
+        scores = (q @ k.mT + torch.einsum("bhid,ijd->bhij", q, rows)) * DIM**-0.5 + bias
+        weights = scores.softmax(-1, dtype=torch.float32).type_as(q)
+        return (weights @ v).transpose(1, 2), weights if needs_weights else None
+
+
 MODULES = {
     "nemo": "3.0.0",
     "nemo.collections.asr.parts.submodules.multi_head_attention": (
@@ -309,6 +370,7 @@ MODULES = {
         RelPositionMultiHeadAttentionLongformer,
     ),
     "nemo.collections.asr.modules.conformer_encoder": (ConformerEncoder,),
+    "nemo.collections.asr.modules.transformer_encoder": (TransformerEncoderAttention,),
     "espnet": "202511",
     "espnet.nets.pytorch_backend.transformer.attention": (
         RelPositionMultiHeadedAttention,
@@ -318,6 +380,7 @@ MODULES = {
     "speechbrain.nnet.attention": (RelPosMHAXL,),
     "fairseq2": "0.8.1",
     "fairseq2.models.transformer.sdpa.relative": (RelativePositionSDPA, maybe_get_attention_bias_tensor),
+    "fairseq2.models.transformer.sdpa.shaw": (ShawRelativePositionSDPA, maybe_get_attention_bias_tensor),
 }
 
 
@@ -332,7 +395,7 @@ def installed():
             module.__version__ = content
             continue
         for thing in content:
-            own[thing] = thing.__module__
+            own.setdefault(thing, thing.__module__)
             thing.__module__ = name
             setattr(module, thing.__name__, thing)
     try:

@@ -14,7 +14,9 @@ from torch import nn
 import xlnet_kernels as xk
 from tests.integrations.toolkit_cases import (
     espnet,
+    fairseq2_shaw,
     make,
+    nemo_transformer,
 )
 from xlnet_kernels import info
 from xlnet_kernels.integrations import accelerated
@@ -23,7 +25,21 @@ from xlnet_kernels.integrations._libraries import LIBRARIES
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def with_attributes(module, **attributes):
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
 REFUSED = {
+    "nemo-transformer": (
+        lambda s: with_attributes(nemo_transformer(s), self_attention_model="abs_pos"),
+        """must have self_attention_model "rel_pos" to be accelerated, got 'abs_pos': it has no relative term""",
+    ),
+    "fairseq2-values": (
+        lambda s: with_attributes(fairseq2_shaw(s), rel_v_embed=nn.Embedding(6, 8)),
+        "with use_rel_pos_values: values have positions too",
+    ),
     "espnet-legacy": (
         lambda s: espnet(s, "LegacyRelPositionMultiHeadedAttention"),
         "without zero_triu: keys ahead of a query get position scores of the next query",
@@ -34,7 +50,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_not_served_is_refused_and_nothing_is_changed(case, toolkits):
     make_one, text = REFUSED[case]
-    good, bad = make("nemo", toolkits) if "nemo" in case else make("espnet", toolkits), make_one(toolkits)
+    good, bad = make(case.partition("-")[0], toolkits), make_one(toolkits)
     kinds = type(good), type(bad)
     with pytest.raises(ValueError, match=text):
         xk.accelerate(nn.ModuleList([good, bad]))
@@ -130,4 +146,5 @@ def test_info_lists_what_is_known(capsys, monkeypatch):
 def test_every_stand_in_is_there():
     for library in LIBRARIES[1:]:  # those of transformers import it
         for name, (module, _) in library.classes.items():
+            name = name.rpartition(".")[2]
             assert getattr(importlib.import_module(f"xlnet_kernels.integrations.{module}"), name).__name__ == name

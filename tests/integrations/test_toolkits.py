@@ -124,7 +124,7 @@ def test_copies_are_accelerated(name, toolkits, calls):
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize("name", ["nemo", "nemo-local", "espnet", "speechbrain"])
+@pytest.mark.parametrize("name", ["nemo", "nemo-local", "nemo-transformer-causal", "espnet", "speechbrain"])
 def test_a_layer_compiles(name, small):
     attention = make(name, lambda toolkit: small)
     wanted = run(name, attention, padded=True)["out"]
@@ -159,7 +159,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if "shaw" not in name])  # whose table is not projected
 def test_positions_are_projected_once_at_inference(name, toolkits, monkeypatch):
     """And again where the weight was changed since, or gradients are wanted."""
     attention = make(name, toolkits).eval()

@@ -103,11 +103,14 @@ def call_toolkit(name: str, attention: torch.nn.Module, x: torch.Tensor, padded:
     if name == "speechbrain":
         window = None if visible is None else ~visible
         return attention(x, x, x, table, key_padding_mask=hidden, attn_mask=window)[0]
-    if name == "fairseq2":
+    if name.startswith("fairseq2"):
         if visible is not None:
             attention.bias.visible = lambda length: visible[:length, :length]
         out = toolkit_cases.call_fairseq2(attention, x, padded)
         return out.masked_fill(hidden[..., None], 0.0)  # padded rows see padding, here that of the window
+    if name == "nemo-transformer":
+        parts = [lambda b, h, q, k: ~hidden[b, k]] * padded + [lambda b, h, q, k: visible[q, k]] * (visible is not None)
+        return attention(x, block_mask=toolkit_cases.block_mask(parts), pos_emb=table)
     mask = ~hidden[:, None] & (torch.ones(LENGTH, LENGTH, dtype=torch.bool) if visible is None else visible)
     if "nemo" in name:
         return attention(query=x, key=x, value=x, mask=~mask | hidden[:, :, None], pos_emb=table)
@@ -116,11 +119,14 @@ def call_toolkit(name: str, attention: torch.nn.Module, x: torch.Tensor, padded:
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("name", ["nemo", "espnet", "espnet-triu", "espnet-legacy", "speechbrain", "fairseq2"])
+@pytest.mark.parametrize(
+    "name",
+    ["nemo", "nemo-transformer", "espnet", "espnet-triu", "espnet-legacy", "speechbrain", "fairseq2", "fairseq2-shaw"],
+)
 def test_toolkits_under_the_mask(name, window, padded, toolkits, calls, monkeypatch):
     left, right, count = window
     attention = make(name, toolkits)
-    if name == "fairseq2" and not hasattr(attention.bias, "visible"):
+    if name.startswith("fairseq2") and not hasattr(attention.bias, "visible"):
         pytest.skip("fairseq2 has no bias of any two sides")
     plain = copy.deepcopy(attention)
     xk.accelerate(attention, window=(left, right), global_tokens=count)

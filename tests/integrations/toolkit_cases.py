@@ -8,6 +8,7 @@ import importlib.util
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
 from tests.integrations import conventions
 from tests.integrations.conventions import HEADS, WIDTH
@@ -51,6 +52,14 @@ def nemo(source, cls="RelPositionMultiHeadAttention", dropout=0.0, **options):
     return getattr(module, cls)(HEADS, WIDTH, dropout, None, None, **options)
 
 
+def nemo_transformer(source, qk_norm=False):
+    if source("nemo") is conventions:
+        return conventions.TransformerEncoderAttention(qk_norm)
+    module = importlib.import_module("nemo.collections.asr.modules.transformer_encoder")
+    config = module.TransformerEncoderConfig(d_model=WIDTH, n_heads=WIDTH // 16, qk_norm=qk_norm)  # heads of 16 or more
+    return module.MultiHeadAttention(config)
+
+
 def espnet(source, cls="RelPositionMultiHeadedAttention", dropout=0.0, zero_triu=False):
     module = source("espnet")
     if module is conventions:
@@ -69,6 +78,15 @@ def fairseq2(source, bias="IdentityBias", *options):
     return module.RelativePositionSDPA(WIDTH, HEADS, encoding, getattr(kinds, bias)(*options))
 
 
+def fairseq2_shaw(source, bias="IdentityBias"):
+    module = source("fairseq2")
+    if module is conventions:
+        return module.ShawRelativePositionSDPA(bias=getattr(module, bias)())
+    kinds = importlib.import_module("fairseq2.models.transformer.attention_bias")
+    shaw = importlib.import_module("fairseq2.models.transformer.sdpa.shaw")
+    return shaw.ShawRelativePositionSDPA(WIDTH, HEADS, getattr(kinds, bias)(), 3, max_rhs_rel_pos=2)
+
+
 def of_fairseq2(attention):
     """Its layouts and cache of biases."""
     if type(attention.bias).__module__ == conventions.__name__:
@@ -82,6 +100,17 @@ def of_fairseq2(attention):
 def call_nemo(attention, x, padded):
     mask = (HIDDEN[:, None] | HIDDEN[:, :, None]) if padded else None
     return attention(query=x, key=x, value=x, mask=mask, pos_emb=positions(2 * LENGTH - 1).to(x))
+
+
+def call_nemo_transformer(attention, x, padded, causal=False):
+    lengths = torch.tensor([LENGTH, SHORT])
+    mask = block_mask([lambda b, h, q, k: k < lengths[b]] * padded + [lambda b, h, q, k: k <= q] * causal)
+    return attention(x, block_mask=mask, pos_emb=positions(2 * LENGTH - 1).to(x))
+
+
+def block_mask(parts):
+    """FlexAttention's, of functions of places that all have to hold."""
+    return create_block_mask(and_masks(*parts), 2, 1, LENGTH, LENGTH, device="cpu") if parts else None
 
 
 def call_longformer(attention, x, padded):
@@ -139,6 +168,12 @@ CASES = {
         call_longformer,
         torch.float64,
     ),
+    "nemo-transformer": (nemo_transformer, call_nemo_transformer, torch.float64),
+    "nemo-transformer-causal": (
+        lambda s: nemo_transformer(s, qk_norm=True),
+        lambda attention, x, padded: call_nemo_transformer(attention, x, padded, causal=True),
+        torch.float64,
+    ),
     "espnet": (espnet, call_espnet, torch.float64),
     "espnet-triu": (lambda s: espnet(s, zero_triu=True), call_espnet, torch.float64),
     "espnet-legacy": (
@@ -154,6 +189,8 @@ CASES = {
     ),
     "fairseq2": (fairseq2, call_fairseq2, torch.float32),
     "fairseq2-causal": (lambda s: fairseq2(s, "CausalAttentionBias"), call_fairseq2, torch.float32),
+    "fairseq2-shaw": (fairseq2_shaw, call_fairseq2, torch.float32),
+    "fairseq2-shaw-causal": (lambda s: fairseq2_shaw(s, "CausalAttentionBias"), call_fairseq2, torch.float32),
 }
 
 

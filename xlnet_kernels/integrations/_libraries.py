@@ -104,6 +104,7 @@ LIBRARIES = (
             "RelPositionMultiHeadAttention": ("nemo", "Conformer, FastConformer"),
             "RelPositionMultiHeadAttentionLongformer": ("nemo", "the same, rel_pos_local_attn"),
             "ConformerEncoder": ("nemo", "their encoder, for its masks"),
+            "transformer_encoder.MultiHeadAttention": ("nemo_transformer", "TransformerEncoder, rel_pos"),
         },
         {},
     ),
@@ -134,8 +135,11 @@ LIBRARIES = (
         "fairseq2",
         ("fairseq2",),
         "0.5",
-        {"RelativePositionSDPA": ("fairseq2", "Conformer of wav2vec 2.0 and S2T")},
-        {"ShawRelativePositionSDPA": "Shaw's positions are another term"},
+        {
+            "RelativePositionSDPA": ("fairseq2", "Conformer of wav2vec 2.0 and S2T"),
+            "ShawRelativePositionSDPA": ("fairseq2", "Conformer of w2v-BERT, Shaw's keys"),
+        },
+        {"ShawRelativePositionSDPA with use_rel_pos_values": "values have positions too"},
     ),
 )
 

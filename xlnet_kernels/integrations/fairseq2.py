@@ -1,4 +1,7 @@
-"""Stand-in for fairseq2's RelativePositionSDPA, which gets heads (B, L, H, D) and makes the table itself.
+"""Stand-ins for fairseq2's relative attention, which gets heads (B, L, H, D) and makes the table itself.
+
+ShawRelativePositionSDPA has u = v = 0, and rel_key is a learned table that all heads share. Distances beyond its limits
+share its first or last row. With `use_rel_pos_values` the output has a second sum, over a table of values: refused.
 
 Its masks are layouts (lengths) with an `AttentionBias`. Padding alone becomes ranks; other biases are made dense by
 fairseq2's code and become ranks where these can say them. What is found is kept in fairseq2's cache of biases, by the
@@ -41,12 +44,17 @@ class RelativePositionSDPA(Original):
             check_no_window(window, self)
             return super().forward(q, q_layout, k, k_layout, v, bias_cache, **options)
         query, key, value = (x.transpose(1, 2) for x in (q, k, v))
-        rows = self.pos_encoding(key)
-        rows = rows if window is None else window.rows(rows, k.shape[1])
-        rel_key = project_positions(self, rows, self.r_proj, q.shape[-1])
-        biases = self.u_bias, self.v_bias
-        out = attend(query, key, value, rel_key, *biases, mask.visible, window=window, backend=self.backend)
+        terms = self._rel_key(query, key, window), *self._biases()
+        out = attend(query, key, value, *terms, mask.visible, window=window, backend=self.backend)
         return out.unflatten(-1, (self.num_heads, -1)), None
+
+    def _rel_key(self, query: Tensor, key: Tensor, window: Window | None) -> Tensor:
+        rows = self.pos_encoding(key)
+        rows = rows if window is None else window.rows(rows, key.shape[2])
+        return project_positions(self, rows, self.r_proj, query.shape[-1])
+
+    def _biases(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.u_bias, self.v_bias
 
     def _find_mask(self, q: Tensor, q_layout: Any, k: Tensor, k_layout: Any, bias_cache: Any) -> LayerMask | None:
         # fairseq2 keeps nothing where all is seen, so that one cache may serve several layouts
@@ -74,3 +82,22 @@ class RelativePositionSDPA(Original):
 
 
 _SOFT = LayerMask(None)  # a bias that is more than a mask
+
+
+class ShawRelativePositionSDPA(RelativePositionSDPA):
+    def check_accelerable(self) -> None:
+        name = "ShawRelativePositionSDPA"
+        check_forward(self, name, "q", "q_layout", "k", "k_layout", "v", "bias_cache", "needs_weights")
+        if self.rel_v_embed is not None:
+            raise ValueError(f"{name} cannot be accelerated with use_rel_pos_values: values have positions too then")
+
+    def _rel_key(self, query: Tensor, key: Tensor, window: Window | None) -> Tensor:
+        keys = key.shape[2]
+        ahead = torch.arange(1 - keys, keys, device=key.device)
+        if window is not None:
+            ahead = window.rows(ahead[:, None], keys)[:, 0]
+        rows = self.rel_k_embed(ahead.clamp(-self.max_lhs_rel_pos, self.max_rhs_rel_pos) + self.max_lhs_rel_pos)
+        return rows.to(query.dtype).expand(query.shape[1], -1, -1)
+
+    def _biases(self) -> tuple[None, None]:
+        return None, None

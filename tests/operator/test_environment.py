@@ -30,7 +30,7 @@ def afresh():
 
 READS = {
     "XLNET_KERNELS_SELF_CHECK": (self_check._wish, ("off", "2", " 1")),
-    "XLNET_KERNELS_BLOCK_BYTES": (lambda: blocks.budget("cpu"), ("0", "-1", "many", "1e6", "12.5")),
+    "XLNET_KERNELS_BLOCK_BYTES": (lambda: blocks.budget(), ("0", "-1", "many", "1e6", "12.5")),
     "XLNET_KERNELS_LINEAR": (linear.library, ("blas", "MKL")),
 }
 

@@ -22,12 +22,12 @@ IMPLEMENTATIONS = {
 OPERATORS = set(
     """
     __and__ __iand__ __ior__ __or__ __rshift__ __xor__ add add_ addcmul_ alias all amax amin any arange as_strided
-    bitwise_not cat clone copy_ div_ eq exp_ expand expand_as flatten gather ge log logical_or lt mT masked_fill
+    bitwise_not cat clone copy_ div_ eq expand expand_as flatten gather ge log logical_or lt mT masked_fill
     masked_fill_ matmul mul mul_ narrow ne new_empty new_empty_strided new_zeros pad permute promote_types reciprocal
-    rsub scatter_ select slice stack sub sub_ sum to transpose unbind unflatten unsqueeze view where zero_
+    rsub scatter_ select slice softmax stack sub sub_ sum to transpose unbind unflatten unsqueeze view where zero_
     """.split()
 )
-READS = {"aminmax", "is_nonzero", "isfinite", "item", "nonzero"}  # used on the CPU alone
+READS = {"aminmax", "clamp_max_", "gt", "is_nonzero", "item", "nonzero"}  # used on the CPU alone
 
 
 class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
@@ -87,6 +87,15 @@ def test_any_budget_gives_the_same_numbers(monkeypatch, limit, length, kind):
     problem = make(3, 3, length, **PROBLEMS[kind]).with_options(dropout_p=0.25)
     monkeypatch.setenv("XLNET_KERNELS_BLOCK_BYTES", str(limit))
     assert_right(problem, "torch")
+
+
+@pytest.mark.parametrize("kind", PROBLEMS)
+def test_numbers_of_any_size_are_served(monkeypatch, kind):
+    """Where products may overflow, other operators keep infinities and NaN to the pairs that they belong to."""
+    monkeypatch.setattr(blocks, "LARGEST", 0.0)
+    with Recorder() as recorder:
+        assert_right(make(2, 2, 20, **PROBLEMS[kind]).with_options(dropout_p=0.25), "torch")
+    assert "clamp_max_" not in recorder.operators
 
 
 def test_backward_has_the_largest_score_of_its_own_products(monkeypatch):

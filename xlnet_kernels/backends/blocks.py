@@ -9,6 +9,7 @@ Rows with `query_positions` gather their scores from the band instead.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 
 import torch
@@ -21,17 +22,15 @@ from ..call import INPUT_NAMES, positions_by_row
 from ..dropout import keep_block
 from ..ops import check_segments_are_whole
 
-DEFAULT_BUDGET = 128 * 2**20
-CPU_BUDGET = 16 * 2**20  # smaller, to keep the scores in the cache
+BUDGET = 128 * 2**20
+LARGEST = 2.0**60  # numbers of at most this size have finite products
 MOST_ROWS = 128  # a band of m rows and n keys is m - 1 columns wider than its scores
 
 
-def budget(device_type: str) -> int:
-    """Bytes that the temporaries of one block may take on such a device."""
+def budget() -> int:
+    """Bytes that the temporaries of one block may take."""
     wish = _environment.read("XLNET_KERNELS_BLOCK_BYTES", lambda text: text.isdecimal() and int(text) > 0)
-    if wish:
-        return int(wish)
-    return CPU_BUDGET if device_type == "cpu" else DEFAULT_BUDGET
+    return int(wish) if wish else BUDGET
 
 
 class BlockedCall:
@@ -50,6 +49,23 @@ class BlockedCall:
         self.rel_len = self.tensors["rel_key"].shape[-2]
         # Values are read on the CPU alone: elsewhere the host would wait for the device.
         self.reads = self.query.device.type == "cpu" and readable(self.query)
+        self._scratch: dict[str, Tensor] = {}
+
+    def scratch(self, name: str, *shape: int) -> Tensor:
+        """Uninitialised numbers in the dtype of the scores: the same memory for every block.
+
+        New memory for each block would cost more than its products, because a system clears the pages that it gives.
+        """
+        count = math.prod(shape)
+        found = self._scratch.get(name)
+        if found is None or len(found) < count:
+            found = self._scratch[name] = self.query.new_empty(count, dtype=self.dtype)
+        return found[:count].view(shape)
+
+    def is_bounded(self, *tensors: Tensor | None) -> bool:
+        """Whether all numbers are known to be finite, and small enough for finite products."""
+        present = [x for x in tensors if x is not None and x.numel()]
+        return self.reads and all(-LARGEST < low and high < LARGEST for low, high in map(torch.aminmax, present))
 
     @functools.cached_property
     def positions(self) -> Tensor | None:
@@ -66,7 +82,7 @@ class BlockedCall:
         bytes_a_row *= self.dtype.itemsize * maps
         if self.dropout_p:
             bytes_a_row += 28 * self.keys  # the generator's integers
-        limit = budget(self.query.device.type)
+        limit = budget()
         heads = max(1, min(self.heads, limit // (rows * bytes_a_row)))
         batch = max(1, min(self.batch, limit // (rows * bytes_a_row * heads))) if heads == self.heads else 1
         rows = max(1, min(rows, limit // bytes_a_row))
@@ -88,10 +104,12 @@ class Part:
         self.content_bias, self.position_bias, self.segment_bias = (
             self._of_heads(name) for name in ("content_bias", "position_bias", "segment_bias")
         )
-        # Elsewhere than on the CPU the host would wait for the answer.
-        self.is_finite = call.reads and all(bool(x.isfinite().all()) for x in (self.key, self.value, self.rel_key))
         embed = call.tensors["segment_embed"]
         self.embed = None if embed is None else embed[:, heads].to(call.dtype)
+        biases = self.content_bias, self.position_bias, self.segment_bias
+        self.is_bounded = call.is_bounded(
+            call.query[batch, heads], self.key, self.value, self.rel_key, self.embed, *biases
+        )
 
     def _joined(self, memory: str, current: str) -> Tensor:
         names = (memory, current) if self.call.mem_len else (current,)
@@ -158,7 +176,7 @@ class Block:
         self.table = slice(max(0, self.window.start), max(0, min(self.call.rel_len, self.window.stop)))
         self.table = slice(min(self.table.start, self.table.stop), self.table.stop)
         self.rel_key = part.rel_key[..., self.table, :]  # (h, rows, D) or (b, h, rows, D): those that the table has
-        if self.keys and not part.is_finite and self.hidden is not None:
+        if self.keys and not part.is_bounded and self.hidden is not None:
             self._leave_out_unread(self.hidden)
 
     @functools.cached_property
@@ -174,19 +192,31 @@ class Block:
         """(b, h, m, n) scaled scores, without the segment term of the same segment; -inf where invisible."""
         if not self.keys:
             return self.content.new_empty(*self.content.shape[:3], 0)
-        score = self.content @ self.key.mT
+        score = self.call.scratch("score", *self.content.shape[:3], self.keys)
+        torch.matmul(self.content, self.key.mT, out=score)
         score += self._shifted(self._band())
         if self.part.embed is not None:
-            step = (self.segmental * (self.part.embed[1] - self.part.embed[0])[:, None]).sum(-1)
-            score += torch.where(self.different, step[..., None], 0)
-        return score if self.hidden is None else score.masked_fill_(self.hidden, -torch.inf)
+            step = (self.segmental * (self.part.embed[1] - self.part.embed[0])[:, None]).sum(-1)[..., None]
+            if self.part.is_bounded:
+                score.addcmul_(self.different.to(score.dtype), step)
+            else:
+                score += torch.where(self.different, step, 0)
+        if self.hidden is None:
+            return score
+        if self.part.is_bounded:  # no NaN for the upper bound to keep, and a CPU takes vectors of it
+            return score.clamp_max_(torch.where(self.hidden, -torch.inf, torch.inf))
+        return score.masked_fill_(self.hidden, -torch.inf)
 
     def _band(self) -> Tensor:
         """(b, h, m, rows of the window), 0 where the table has no row."""
+        width = self.rel_key.shape[-2]
         if self.rel_key.dim() == 4:
-            band = self.positional @ self.rel_key.mT
+            band = self.call.scratch("band", *self.positional.shape[:3], width)
+            torch.matmul(self.positional, self.rel_key.mT, out=band)
         else:  # one table for all sequences: their rows are those of one matrix
-            band = self.positional.transpose(0, 1).flatten(1, 2) @ self.rel_key.mT
+            rows = self.positional.transpose(0, 1).flatten(1, 2)
+            band = self.call.scratch("band", *rows.shape[:2], width)
+            torch.matmul(rows, self.rel_key.mT, out=band)
             band = band.unflatten(1, (-1, self.length)).transpose(0, 1)
         if self.position is not None:
             return band
@@ -223,7 +253,10 @@ class Block:
     @functools.cached_property
     def masked_rows(self) -> Tensor | None:
         """Which rows see no key, broadcastable to (b, h, m); None: none."""
-        return None if self.hidden is None else self.hidden.all(-1)
+        if self.hidden is None:
+            return None
+        found = self.hidden.all(-1)
+        return None if self.call.reads and not found.any() else found
 
     def zero_masked_rows(self, rows: Tensor) -> Tensor:
         """Rows (b, h, m, D), in place 0 where they see no key: a key that others see may have made them NaN."""
@@ -290,10 +323,10 @@ class Block:
         sequences, heads = grad_score.shape[:2]
         size = self.table.stop - self.table.start
         if self.position is not None:
-            band = grad_score.new_zeros(sequences, heads, self.length, size + 1)
+            band = self.call.scratch("band", sequences, heads, self.length, size + 1).zero_()
             return band.scatter_(-1, self.row_of_pair.expand_as(grad_score), grad_score)[..., :size]
         width = self.window.stop - self.window.start
-        band = grad_score.new_zeros(heads, sequences, self.length, width).transpose(0, 1)
+        band = self.call.scratch("band", heads, sequences, self.length, width).zero_().transpose(0, 1)
         by_key(band, self.keys).copy_(grad_score)
         return band.narrow(-1, self.table.start - self.window.start, size)
 

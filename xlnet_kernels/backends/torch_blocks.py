@@ -1,8 +1,8 @@
 """The operator in blocks of query rows, in plain torch operators: any device, memory linear in length.
 
-blocks.py makes the blocks. Their size follows from a budget in bytes, XLNET_KERNELS_BLOCK_BYTES, by default 128 MB and
-16 MB on a CPU. Scores and sums are float32 (float64 for float64), products are those of torch.matmul in that dtype.
-row_max is in natural units, unlike the compiled kernels'.
+blocks.py makes the blocks. Their size follows from a budget in bytes, XLNET_KERNELS_BLOCK_BYTES, by default 128 MB.
+Scores and sums are float32 (float64 for float64), products are those of torch.matmul in that dtype. row_max is in
+natural units, unlike the compiled kernels'.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ def _forward(*inputs):
     with torch.autocast(query.device.type, enabled=False):
         for block in call.blocks(maps=4):
             here = block.index
-            probability, largest, total = _exponentials(block)
-            found = block.drop(probability) @ block.value
-            out[here] = block.zero_masked_rows(found.mul_(_inverse(total)[..., None])).to(out.dtype)
+            probability, largest, total = _probabilities(block)
+            out[here] = block.zero_masked_rows(block.drop(probability) @ block.value).to(out.dtype)
             row_max[here], row_sum[here] = largest, total
             lse[here] = torch.where(
                 (total == 0) | (largest == -torch.inf), -torch.inf, total.log() + largest + block.same
@@ -59,37 +58,40 @@ def _backward(grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *i
             here = block.index
             block.leave_out_rows(row_sum[here] == 0)
             # Not by forward's row_max, because products in blocks of another size round very large scores elsewhere.
-            probability, _, total = _exponentials(block)
-            probability.mul_(_inverse(total)[..., None])
+            probability, _, total = _probabilities(block)
             grad = grad_out[here].to(call.dtype)
             grad_of_lse = torch.zeros_like(total) if grad_lse is None else grad_lse[here].to(call.dtype)
             grad_of_lse = torch.where(total == 0, 0, grad_of_lse)
             # A block has every key of its rows: delta is exact without the output that forward rounded. The second
             # step removes the rounding error of the first one's sum, because it has the same sign in a whole row.
-            grad_score = block.drop(grad @ block.value.mT).mul_(probability)
+            grad_score = torch.matmul(grad, block.value.mT, out=call.scratch("grad", *probability.shape))
+            grad_score = block.drop(grad_score).mul_(probability)
             for _ in range(2):
                 delta = grad_score.sum(-1) - grad_of_lse
                 grad_score.addcmul_(probability, delta[..., None], value=-1)
-            if block.hidden is not None:  # to keep a NaN in one row from the gradients of keys that it does not see
+            # To keep a NaN in one row from the gradients of keys that it does not see
+            if block.hidden is not None and not (block.part.is_bounded and call.is_bounded(grad)):
                 probability.masked_fill_(block.hidden, 0)
                 grad_score.masked_fill_(block.hidden, 0)
             sums.add(block, block.drop(probability), grad, grad_score, grad_of_lse)
     return sums.gradients(needs)
 
 
-def _exponentials(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """Exponentials of the block's scores minus the largest of their row, that one, and their sum; 0 where masked."""
+def _probabilities(block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """Probabilities of the block's pairs, the largest score of each row, and the sum of exp(score - largest).
+
+    All are 0 in fully masked rows. torch.softmax takes minus infinity as fast as any score, torch.exp does not.
+    """
     score = block.scores()
-    largest = score.amax(-1) if block.keys else score.new_zeros(score.shape[:-1])
+    if not block.keys:
+        return score, score.new_zeros(score.shape[:-1]), score.new_zeros(score.shape[:-1])
+    largest = score.amax(-1)
+    probability = torch.softmax(score, -1, out=block.call.scratch("probability", *score.shape))
+    total = 1 / probability.amax(-1)  # because the probability of the largest score is exp(0) / total
     if block.masked_rows is not None:
-        largest.masked_fill_(block.masked_rows, 0)
-    exponentials = score.sub_(largest[..., None]).exp_()
-    return exponentials, largest, exponentials.sum(-1)
-
-
-def _inverse(total: Tensor) -> Tensor:
-    """1 / total, 0 in fully masked rows."""
-    return torch.where(total == 0, 0, 1 / total)
+        for values in (largest, total, probability):
+            values.masked_fill_(block.masked_rows if values.dim() == 3 else block.masked_rows[..., None], 0)
+    return probability, largest, total
 
 
 class _Sums:

@@ -90,22 +90,58 @@ def test_copies_are_made_where_rows_may_be_unread(call, keys, rel_rows):
     assert (known.has_unread_keys, known.has_unread_rel_rows) == (keys, rel_rows)
 
 
+VERSIONS = ((3, 5, 1), (3, 6, 0), (3, 7, 0), (3, 7, 1), (3, 8, 0), (3, 9, 0), (3, 10, 0))
+
+
 @pytest.mark.parametrize(
     ("name", "on"),
     [
-        ("backend", {(3, 6), (3, 8), (3, 9)}),
-        ("TF32 with dropout", {(3, 8), (3, 9)}),
-        ("rotation in quads", {(3, 9)}),
-        ("shift in PTX", {(3, 6), (3, 8), (3, 9)}),
+        ("backend", VERSIONS[1:]),
+        ("backend on sm_100", VERSIONS[3:]),
+        ("launch past the binder", VERSIONS[1:-1]),
+        ("TF32 with dropout", VERSIONS[4:]),
+        ("rotation in quads", VERSIONS[5:]),
+        ("shift in PTX", VERSIONS[1:]),
     ],
 )
 def test_features_are_on_by_version_and_gpu(name, on, monkeypatch):
-    for version in ((3, 5), (3, 6), (3, 8), (3, 9)):
+    for version in VERSIONS:
         monkeypatch.setattr(features, "version", lambda version=version: version)
         assert features.is_on(name, (9, 0)) == (version in on)
+    monkeypatch.setattr(features, "version", lambda: on[-1])
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
         family = features.family(capability)
         assert features.is_on(name, capability) == (family in features.FEATURES[name].families)
+
+
+@pytest.mark.parametrize("package", features.PACKAGES)
+@pytest.mark.parametrize(
+    ("version", "numbers"), [("3.7.1", (3, 7, 1)), ("3.8.0+gitabc1", (3, 8, 0)), ("3.6.0.post26", (3, 6, 0))]
+)
+def test_every_distribution_of_triton_is_found(package, version, numbers, monkeypatch):
+    def versions(name: str) -> str:
+        if name != package:
+            raise features.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(features.metadata, "version", versions)
+    assert features.version() == numbers
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "refused"),
+    [
+        ("3.5.1", None, "it needs Triton 3.6 or newer, found 3.5.1"),
+        ("3.6.0", (9, 0), None),
+        ("3.7.0", (10, 0), "it needs Triton 3.7.1 or newer on sm_100, found 3.7.0"),
+        ("3.7.0", (12, 0), "it needs Triton 3.7.1 or newer on sm_120, found 3.7.0"),
+        ("3.7.1", (10, 3), None),
+        ("3.9.0", (7, 5), "it needs compute capability 8.0 or newer, this GPU has 7.5"),
+    ],
+)
+def test_the_backend_is_refused_by_version_and_gpu(version, capability, refused, monkeypatch):
+    monkeypatch.setattr(features, "installed", lambda: version)
+    assert features.refusal(capability) == refused
 
 
 def test_plans_are_few(monkeypatch):
@@ -185,8 +221,17 @@ def test_the_binder_is_asked_once_for_each_alignment(monkeypatch):
     assert len(kernel.bound) == 3
 
 
+def test_a_triton_that_was_not_tried_launches_through_its_binder(monkeypatch):
+    monkeypatch.setattr(triton.compiler, "CompiledKernel", Compiled)
+    monkeypatch.setattr(features, "version", lambda: (3, 10, 0))
+    kernel, known = Kernel(Compiled()), SimpleNamespace(kernels={})
+    for x in "ab":
+        run(known, kernel, 1, x)
+    assert [named["x"] for _, named in kernel.bound] == ["a", "b"] and not known.kernels
+
+
 def test_what_triton_does_not_promise_falls_back_to_its_binder():
-    """Interpreted nothing comes back; a Triton to come may return something else."""
+    """Interpreted nothing comes back; a later Triton may return something else."""
     for compiled in (None, Compiled()):
         kernel, known = Kernel(compiled), SimpleNamespace(kernels={})
         for x in "ab":

@@ -39,20 +39,16 @@ def unavailable() -> str | None:
 @functools.cache  # asked by every call
 def _unavailable() -> str | None:
     try:
-        version = features.version()
+        reason = features.refusal()
     except metadata.PackageNotFoundError:
         return "Triton is not installed"
-    least = features.FEATURES["backend"].since
-    if version < least:
-        return f"it needs Triton {least[0]}.{least[1]} or newer, found {metadata.version('triton')}"
-    if INTERPRETED:
-        return None
+    if INTERPRETED or reason is not None:
+        return reason
     if not torch.cuda.is_available():
         return "no CUDA device"
     if torch.version.hip is not None:
         return "its tiles are chosen for NVIDIA GPUs, this torch is built for ROCm"
-    major, minor = torch.cuda.get_device_capability()
-    return None if major >= 8 else f"it needs compute capability 8.0 or newer, this GPU has {major}.{minor}"
+    return features.refusal(torch.cuda.get_device_capability())
 
 
 @torch.library.impl(add_op_namespace_prefix("rel_attention_triton"), (DEVICE,))

@@ -5,23 +5,33 @@ Nothing here imports Triton. compiler.py has the tricks on Triton's compiler tha
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 from typing import NamedTuple
 
 ANY = (80, 90, 100, None)
+PACKAGES = ("triton", "pytorch-triton", "triton-windows")  # distributions of the module `triton`
 
 
 class Feature(NamedTuple):
     """Where a feature is on."""
 
-    since: tuple[int, int]  # the first version of Triton
+    since: tuple[int, ...]  # the first version of Triton
     families: tuple[int | None, ...]  # of GPUs (see `family`); None is Triton's interpreter
     reason: str  # for being off elsewhere
+    until: tuple[int, int] | None = None  # the last minor version of Triton; None: no last one
 
 
-# "backend" is refused elsewhere, all others are off. tuning.py adds conditions on tiles, dtypes and widths of heads.
+# "backend" and "backend on sm_100" are refused elsewhere, all others are off. tuning.py adds conditions on tiles,
+# dtypes and widths of heads.
 FEATURES = {
     "backend": Feature((3, 6), ANY, "earlier versions were not tried, earlier GPUs have no table"),
+    "backend on sm_100": Feature(
+        (3, 7, 1), ANY, "earlier versions leave out fences (PyTorch issue 181248, Triton pull request 10537)"
+    ),
+    "launch past the binder": Feature(
+        (3, 6), ANY, "in later versions a compiled kernel may take other arguments", until=(3, 9)
+    ),
     "TF32 with dropout": Feature(
         (3, 8),
         ANY,
@@ -54,13 +64,37 @@ def family(capability: tuple[int, int]) -> int:
     return {9: 90, 10: 100, 11: 100}.get(capability[0], 80)
 
 
-def version() -> tuple[int, int]:
-    """The version of Triton that is installed; PackageNotFoundError."""
-    major, minor = metadata.version("triton").split(".")[:2]
-    return int(major), int(minor)
+def installed() -> str:
+    """Triton's version as its distribution names it; PackageNotFoundError without one."""
+    for package in PACKAGES[:-1]:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return metadata.version(PACKAGES[-1])
+
+
+def version() -> tuple[int, ...]:
+    """The numbers of Triton's version: major, minor and patch; PackageNotFoundError without Triton."""
+    return tuple(int(number) for number in re.findall(r"\d+", installed())[:3])
 
 
 def is_on(name: str, capability: tuple[int, int] | None = None) -> bool:
     """Whether a feature is on for GPUs of a compute capability; with None in Triton's interpreter, or for ANY."""
-    feature = FEATURES[name]
-    return version() >= feature.since and (None if capability is None else family(capability)) in feature.families
+    feature, found = FEATURES[name], version()
+    if found < feature.since or (feature.until is not None and found[:2] > feature.until):
+        return False
+    return (None if capability is None else family(capability)) in feature.families
+
+
+def refusal(capability: tuple[int, int] | None = None) -> str | None:
+    """Why the backend is refused on GPUs of a compute capability, or None; with None in Triton's interpreter."""
+    if capability is not None and capability[0] < 8:
+        return f"it needs compute capability 8.0 or newer, this GPU has {capability[0]}.{capability[1]}"
+    names = ["backend"] if capability is None or capability[0] < 10 else ["backend", "backend on sm_100"]
+    for name in names:
+        if not is_on(name, capability):
+            where = "" if name == "backend" else f" on sm_{capability[0]}{capability[1]}"  # type: ignore[index]
+            least = ".".join(map(str, FEATURES[name].since))
+            return f"it needs Triton {least} or newer{where}, found {installed()}"
+    return None

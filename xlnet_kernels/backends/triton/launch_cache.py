@@ -29,7 +29,7 @@ from .features import is_on
 _LINEAR = ("query", "content_bias", "position_bias", "segment_bias")  # every score is linear in all of these together
 _MATRICES = ("query", "key", "value", "rel_key", "memory_key", "memory_value")
 _TINY = torch.finfo(torch.float32).tiny  # instead of a scale of 0, as 0 times minus infinity is NaN
-_MOST = 1024  # plans that are kept: each length has one for forward and one for backward
+_MOST = 8192  # plans that are kept, a few KB each: lengths up to 4096 have one for forward and one for backward
 
 plans: dict[tuple, Plan] = {}
 _inserting = threading.Lock()  # backward runs in threads of autograd's
@@ -199,5 +199,9 @@ def run(plan: Plan, kernel, aligned: int, count: int, given: dict[str, Any], des
 
 
 def _can_be_launched(compiled) -> bool:
-    """Whether this is Triton's CompiledKernel as it is from 3.6 to 3.9; the interpreter has none."""
-    return isinstance(compiled, triton.compiler.CompiledKernel) and hasattr(compiled, "__getitem__")
+    """Whether this is Triton's CompiledKernel in a version that was tried; the interpreter has none."""
+    return (
+        is_on("launch past the binder")
+        and isinstance(compiled, triton.compiler.CompiledKernel)
+        and hasattr(compiled, "__getitem__")
+    )

@@ -20,6 +20,7 @@ from tests.integrations.toolkit_cases import (
     real,
     run,
 )
+from xlnet_kernels.integrations import accelerated
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -133,3 +134,22 @@ def test_longformer_settings_may_change_later(name, value, small):
     delattr(attention, name)
     setattr(xk.accelerate(attention), name, value)
     assert_same(run("nemo-local", attention), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "causal"])
+def test_a_whole_transformer_encoder(mode, scripts, calls):
+    """From mel features on, by FlexAttention itself, which has no backward on the CPU."""
+    real("nemo")
+    module = pytest.importorskip("nemo.collections.asr.modules.transformer_encoder")
+    encoder = module.TransformerEncoder(16, 32, 2, 2, subsampling_factor=2, attn_mode=mode).double().eval()
+    for parameter in encoder.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x, lengths = torch.randn(2, 16, 26, dtype=torch.float64), torch.tensor([26, 18])
+    with torch.no_grad():
+        wanted = encoder(audio_signal=x, length=lengths)
+        assert accelerated(xk.accelerate(encoder)) == {"NeMo MultiHeadAttention": 2}
+        found = encoder(audio_signal=x, length=lengths)
+    assert_same({"out": found[0]}, {"out": wanted[0]})
+    assert torch.equal(found[1], wanted[1])
+    assert len(calls) == 2 and all(isinstance(call["mask"], xk.RankMask) for call in calls)

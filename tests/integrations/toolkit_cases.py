@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import and_masks, create_block_mask
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, create_mask, flex_attention
 
 from tests.integrations import conventions
 from tests.integrations.conventions import HEADS, WIDTH
@@ -52,10 +52,25 @@ def nemo(source, cls="RelPositionMultiHeadAttention", dropout=0.0, **options):
     return getattr(module, cls)(HEADS, WIDTH, dropout, None, None, **options)
 
 
+def flex_attention_with_gradients(query, key, value, block_mask=None, score_mod=None):
+    """FlexAttention has no backward on the CPU (torch 2.13): with gradients by its definition."""
+    if not torch.is_grad_enabled():
+        return flex_attention(query, key, value, block_mask=block_mask, score_mod=score_mod)
+    places = (torch.arange(n) for n in (*query.shape[:3], key.shape[2]))
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    scores = scores if score_mod is None else score_mod(scores, *torch.meshgrid(*places, indexing="ij"))
+    if block_mask is not None:
+        batch, _, *lengths = block_mask.shape
+        scores = scores.masked_fill(~create_mask(block_mask.mask_mod, batch, 1, *lengths, "cpu"), -torch.inf)
+    return scores.softmax(-1) @ value
+
+
 def nemo_transformer(source, qk_norm=False):
     if source("nemo") is conventions:
         return conventions.TransformerEncoderAttention(qk_norm)
     module = importlib.import_module("nemo.collections.asr.modules.transformer_encoder")
+    if module.flex_attention is flex_attention:
+        module.flex_attention = flex_attention_with_gradients
     config = module.TransformerEncoderConfig(d_model=WIDTH, n_heads=WIDTH // 16, qk_norm=qk_norm)  # heads of 16 or more
     return module.MultiHeadAttention(config)
 

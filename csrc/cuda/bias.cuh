@@ -77,13 +77,17 @@ DEVICE uint32_t bias_products(const T* bias, Rows rows, int first, int count, in
   return not_finite;
 }
 
-// u.k of a block's COUNT keys from j0 on, by warp number `warp` of WARPS; the others see it after a barrier.
+// u.k of ROWS_AT_ONCE keys of head h from `first` on.
+template <typename T, typename Rows>
+DEVICE void make_key_bias(const RelAttention& p, Rows rows, int h, int first, float* to) {
+  bias_products(bias_of_head<T>(p.content_bias, p, h), rows, first, int(p.mem_len + p.key_len), int(p.head_dim), to);
+}
+
+// That of a block's COUNT keys from j0 on, by warp number `warp` of WARPS; the others see it after a barrier.
 template <typename T, int COUNT, int WARPS, typename Rows>
 DEVICE void make_key_biases(const RelAttention& p, Rows rows, int h, int j0, int warp, float* to) {
   if (p.content_bias == nullptr) return;
-  const T* const bias = static_cast<const T*>(p.content_bias) + h * p.head_dim;
-  for (int i = warp * ROWS_AT_ONCE; i < COUNT; i += WARPS * ROWS_AT_ONCE)
-    bias_products(bias, rows, j0 + i, int(p.mem_len + p.key_len), int(p.head_dim), to + i);
+  for (int i = warp * ROWS_AT_ONCE; i < COUNT; i += WARPS * ROWS_AT_ONCE) make_key_bias<T>(p, rows, h, j0 + i, to + i);
 }
 
 }  // namespace xlnet_kernels::cuda

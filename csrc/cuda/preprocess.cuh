@@ -97,16 +97,14 @@ KERNEL THREADS_PER_BLOCK(PREPROCESS_THREADS, 1) preprocess_kernel(Preprocess pre
     const int keys = int(p.mem_len + p.key_len);
     const auto [head, first] = head_item(item, keys);
     const int b = head / heads, h = head % heads;
-    bias_products(static_cast<const T*>(p.content_bias) + h * head_dim,
-                  key_rows_of<const T>(p, p.memory.key, p.keys.key, b, h), first, keys, head_dim,
-                  w.key_bias + int64_t(head) * keys + first);
-    return;
+    return make_key_bias<T>(p, key_rows_of<const T>(p, p.memory.key, p.keys.key, b, h), h, first,
+                            w.key_bias + int64_t(head) * keys + first);
   }
   item -= preprocess.key_items;
   if (item < preprocess.rel_items) {
     const auto [head, first] = head_item(item, int(p.rel_len));
     const int b = head / heads, h = head % heads;
-    const T* const bias = p.position_bias ? static_cast<const T*>(p.position_bias) + h * head_dim : nullptr;
+    const T* const bias = bias_of_head<T>(p.position_bias, p, h);
     const auto rows = rows_of<const T>(p.rel_key.rows, b, h);
     float* const to = w.rel_bias + head * call.rel_bias_rows + first;
     if (w.unread_rel_rows) {

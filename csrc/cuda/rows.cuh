@@ -42,6 +42,12 @@ DEVICE KeyRows<T> key_rows_of(const RelAttention& p, const Tensor4& memory, cons
   return {rows_of<T>(memory, b, h), rows, mem_len};
 }
 
+// One head's row of a bias (H, D); null: there is no bias.
+template <typename T>
+DEVICE const T* bias_of_head(const void* bias, const RelAttention& p, int64_t h) {
+  return bias ? static_cast<const T*>(bias) + h * p.head_dim : nullptr;
+}
+
 // Rows of query are sorted by position. Of a sorted row: where it is in the tensors, and its position. Both are cut to
 // what there is, because nobody has looked at them; that they ascend, or differ, no address depends on.
 DEVICE int row_index(const RelAttention& p, int b, int sorted_row) {

@@ -14,7 +14,7 @@ struct SegmentEmbed {
   DEVICE SegmentEmbed(const RelAttention& p, int64_t h)
       : same(static_cast<const T*>(p.segments.embed) + h * p.head_dim),
         different(same + p.heads * p.head_dim),
-        bias(p.segments.bias ? static_cast<const T*>(p.segments.bias) + h * p.head_dim : nullptr) {}
+        bias(bias_of_head<T>(p.segments.bias, p, h)) {}
 
   // Adds what element d of a query gives to (q + b).s[0] and to (q + b).(s[1] - s[0]).
   DEVICE void add(int d, float query, float& same_score, float& difference) const {

@@ -1,4 +1,4 @@
-"""The edits of docs/how-to/add-a-term.md, made in a copy of the tree, add a term to all backends but CUDA."""
+"""The edits of docs/how-to/add-a-term.md, made in a copy of the tree, add a term to every backend; all are needed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,69 @@ from pathlib import Path
 
 import pytest
 
+from lib.simt import simt_build
 from tests import ROOT
 from tests.cases import COMPILED
 
 PAGE = (ROOT / "docs/how-to/add-a-term.md").read_text()
 EDIT = re.compile(r"^`([\w./]+)`(?:, [^\n]*)?:$|^```(diff|cpp|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# What a backend needs first, in the copy
 FAST_INTERPRETER = """
 from tests.triton import fast_interpreter
 fast_interpreter.install()
 """
+# Compiled for the host: one instruction set, or one dtype and head_dim. call.cpp comes first, because most edits that
+# are left out are errors there.
+COMPILED_PARTS = {
+    "cpu": """
+import torch
+from tests import ROOT
+from lib.simt import simt_build
+from xlnet_kernels.backends import cpu
+cpu.unavailable = lambda: None
+files = ["csrc/call.cpp", "csrc/cpu/register.cpp", "csrc/cpu/kernels_generic.cpp", "one_instruction_set.cpp"]
+torch.ops.load_library(simt_build.extension([ROOT / name for name in files], "term", ["-std=c++20", "-O1"]))
+""",
+    "cuda-on-host": """
+from tests import ROOT
+from lib.simt import on_host
+instances = {"forward_float32.cu", "backward_float32.cu"}
+sources = [path for path in on_host.SOURCES if path.parent.name != "instances" or path.name in instances]
+on_host.SOURCES = [*reversed(sources), ROOT / "one_dtype.cu"]
+on_host.unavailable, on_host.max_head_dim = lambda: None, lambda dtype: 128
+on_host.install()
+""",
+}
+HEAD_DIMS = "<int, 32, 64, 96, 128>"  # of all CUDA kernels; those of 32 serve the test
+PARTS_LEFT_OUT = {
+    "one_instruction_set.cpp": """
+#include <cstdlib>
+#include "csrc/cpu/bfloat16/products.h"
+#include "csrc/cpu/kernels.h"
+
+namespace xlnet_kernels::cpu {
+Choice choose_kernels() {
+  if (std::getenv("XLNET_KERNELS_CPU") == nullptr) return {generic_kernels.name, &generic_kernels, nullptr};
+  return {generic_kernels.emulated->name, &generic_kernels, generic_kernels.emulated};
+}
+}  // namespace xlnet_kernels::cpu
+""",
+    "one_dtype.cu": """
+#include "csrc/cuda/dispatch.cuh"
+
+namespace xlnet_kernels::cuda {
+template <> std::string forward_of<Half>(const Call&, Stream) { return "not compiled"; }
+template <> std::string forward_of<BFloat16>(const Call&, Stream) { return "not compiled"; }
+template <> std::string backward_of<Half>(const Backward&, Stream) { return "not compiled"; }
+template <> std::string backward_of<BFloat16>(const Backward&, Stream) { return "not compiled"; }
+}  // namespace xlnet_kernels::cuda
+""",
+}
 CHECK = """
-import sys, torch, xlnet_kernels as xk
+import inspect, sys, torch, xlnet_kernels as xk
 dtype, backends = getattr(torch, sys.argv[1]), sys.argv[2:]
-close = dict(rtol=1e-10, atol=1e-10) if dtype == torch.float64 else dict(rtol=1e-4, atol=1e-4)
+floor = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 1e-3}[dtype]
+close = dict.fromkeys(("rtol", "atol"), max(floor, 4 * torch.finfo(dtype).eps))  # a few roundings of an output
 torch.manual_seed(0)
 B, H, L, M, D = 2, 3, 70, 30, 16
 
@@ -56,13 +106,15 @@ for scale, deterministic, content_bias in (0.3, True, None), (-0.3, False, bias)
     expected = results(xk.rel_attention(
         wider(query, torch.ones(())), keys[1], zero(value), zero(rel_key), memory=wide_memory,
         content_bias=None if content_bias is None else zero(bias), backend="reference", **options)[..., :D])
+    rounded = results(xk.rel_attention(query, key, value, rel_key, memory=memory, content_bias=content_bias,
+                                       key_bias=key_bias, backend="reference", **options))
     for backend in backends:
         call = dict(memory=memory, content_bias=content_bias, backend=backend, **options)
         found = results(xk.rel_attention(query, key, value, rel_key, key_bias=key_bias, **call))
         without = results(xk.rel_attention(query, key, value, rel_key, **call))
-        for a, b, c in zip(found, expected, without):
-            torch.testing.assert_close(a, b.to(dtype), **close)
-            assert not torch.allclose(a, c, **close)
+        for a, b, c, d in zip(found, expected, without, rounded):
+            limit = 3 * (d - b).abs().max() + floor * (1 + b.abs().max())
+            assert (a - b).abs().max() < limit < (a - c).abs().max()
 
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -77,7 +129,23 @@ given = dict(query=query, key=key, value=value, rel_key=rel_key[:, M:], key_bias
 torch.testing.assert_close(ring_attention(**given), xk.rel_attention(**given), **close)
 dist.destroy_process_group()
 assert "        key_bias: " in xk.rel_attention.__doc__
+assert inspect.getsource(sys.modules["xlnet_kernels.functional"]).count("    key_bias: Tensor | None") == 3  # overloads
 print(*backends, "have the term")
+"""
+# Kernels check their arguments themselves, because another language's checks may be left out.
+REFUSAL = """
+import importlib
+from xlnet_kernels import call_checks
+from xlnet_kernels.call import collect, replace
+
+checked = call_checks.check(collect(query, key, value, rel_key, memory=memory, key_bias=key_bias))
+module = importlib.import_module("xlnet_kernels.backends")._BACKENDS[backend]
+try:
+    module.rel_attention(replace(checked, key_bias=key_bias[:, 1:]))
+except (ValueError, RuntimeError) as error:
+    assert "key_bias must be" in str(error)
+else:
+    raise AssertionError("a key_bias of another shape is taken")
 """
 
 
@@ -106,27 +174,28 @@ def make(tree: Path, wanted: list[tuple[str, str, str]]) -> None:
         path.write_text(found.replace(old, new))
 
 
+def copy_of_the_tree(to: Path) -> Path:
+    for folder in ("xlnet_kernels", "csrc", "build_backend", "benchmarks/lib", "tests/triton"):
+        shutil.copytree(ROOT / folder, to / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "tests/__init__.py"):
+        shutil.copy(ROOT / file, to / file)
+    # An extension that is installed elsewhere does not have the term; until the copy is built it has none.
+    (to / "xlnet_kernels/_build_info.json").write_text('{"torch": "0.0"}')
+    return to
+
+
 @pytest.fixture
 def tree(tmp_path):
-    for folder in ("xlnet_kernels", "csrc", "build_backend"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    (tmp_path / "tests").mkdir()
-    shutil.copy(ROOT / "tests/__init__.py", tmp_path / "tests")
-    shutil.copytree(ROOT / "tests/triton", tmp_path / "tests/triton")
-    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, tmp_path / file)
-    # An extension that is installed elsewhere does not have the term; until the copy is built it has none.
-    (tmp_path / "xlnet_kernels/_build_info.json").write_text('{"torch": "0.0"}')
-    return tmp_path
+    return copy_of_the_tree(tmp_path)
 
 
-def attempt(tree: Path, *command: str) -> subprocess.CompletedProcess:
-    own = {"PYTHONPATH": str(tree), "PYTHONWARNINGS": "ignore", "TRITON_INTERPRET": "1"}
+def attempt(tree: Path, *command: str, **environment: str) -> subprocess.CompletedProcess:
+    own = {"PYTHONPATH": str(tree), "PYTHONWARNINGS": "ignore", "TRITON_INTERPRET": "1"} | environment
     return subprocess.run([sys.executable, *command], cwd=tree, env=os.environ | own, capture_output=True, text=True)
 
 
-def run(tree: Path, *command: str) -> str:
-    done = attempt(tree, *command)
+def run(tree: Path, *command: str, **environment: str) -> str:
+    done = attempt(tree, *command, **environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -149,6 +218,7 @@ def test_the_triton_backend_has_the_term(tree):
 
 
 PYTHON_EDITS = [edit for edit in edits() if edit[0].endswith(".py")]
+CPP_EDITS = [edit for edit in edits() if edit not in PYTHON_EDITS]
 
 
 @pytest.mark.slow
@@ -166,4 +236,50 @@ def test_a_forgotten_edit_fails(tree, left_out):
 def test_the_cpu_backend_has_the_term(tree):
     make(tree, edits())
     run(tree, "setup.py", "build_ext", "--inplace")
-    assert run(tree, "-c", CHECK, "float64", "cpu") == "cpu have the term\n"
+    assert run(tree, "-c", CHECK + REFUSAL, "float64", "cpu") == "cpu have the term\n"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A copy with all edits, whose compiled files are kept beside it."""
+    if simt_build.COMPILER is None:
+        pytest.skip(simt_build.NO_COMPILER)
+    tree = copy_of_the_tree(tmp_path_factory.mktemp("compiled"))
+    make(tree, edits())
+    for name, text in PARTS_LEFT_OUT.items():
+        (tree / name).write_text(text)
+    sizes = (tree / "csrc/cuda/tile_sizes.h").read_text()
+    assert sizes.count(HEAD_DIMS) == 1
+    (tree / "csrc/cuda/tile_sizes.h").write_text(sizes.replace(HEAD_DIMS, "<int, 32>"))
+    (tree / "cache").mkdir()
+    for backend, dtype in ("cpu", "float64"), ("cpu", "bfloat16"), ("cuda-on-host", "float32"):
+        assert run(tree, *in_parts(backend, dtype), **kept_in(tree / "cache", dtype)) == f"{backend} have the term\n"
+    return tree
+
+
+def in_parts(backend: str, dtype: str) -> tuple[str, ...]:
+    return "-c", COMPILED_PARTS[backend] + CHECK + REFUSAL, dtype, backend
+
+
+def kept_in(folder: Path, dtype: str) -> dict[str, str]:
+    return {"TMPDIR": str(folder)} | ({"XLNET_KERNELS_CPU": "emulated_bf16"} if dtype == "bfloat16" else {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left_out", range(len(CPP_EDITS)))
+def test_a_forgotten_edit_of_cpp_fails(compiled, left_out, tmp_path):
+    """One that others do not need for compiling: the term is not there, or a wrong shape is taken."""
+    name = CPP_EDITS[left_out][0]
+    backend = "cpu" if "/cpu/" in name else "cuda-on-host"
+    whole = (compiled / name).read_text()
+    (compiled / name).unlink()
+    if (ROOT / name).exists():
+        shutil.copy(ROOT / name, compiled / name)
+    make(compiled, [edit for i, edit in enumerate(CPP_EDITS) if edit[0] == name and i != left_out])
+    shutil.copytree(compiled / "cache", tmp_path / "cache", copy_function=os.link)
+    try:
+        dtypes = ("float64", "bfloat16") if backend == "cpu" else ("float32",)
+        done = [attempt(compiled, *in_parts(backend, d), **kept_in(tmp_path / "cache", d)).returncode for d in dtypes]
+        assert 1 in done
+    finally:
+        (compiled / name).write_text(whole)

@@ -170,6 +170,18 @@ def shared(positions: Tensor) -> Tensor:
     return positions[0]
 
 
+def clipped_rows(keys: int, window: Window | None, left: int, right: int, device: torch.device) -> Tensor:
+    """Which rows of Shaw's table are for distances K - 1 down to 1 - K, or for those of the window.
+
+    The table has a row for each distance from `left` before the query to `right` after it; its first and last rows are
+    for all beyond.
+    """
+    ahead = torch.arange(1 - keys, keys, device=device)
+    if window is not None:
+        ahead = window.rows(ahead[:, None], keys)[:, 0]
+    return ahead.clamp(-left, right) + left
+
+
 def make_stand_in(name: str, module: str, classes: Mapping[str, tuple[str, type]]) -> type:
     """The stand-in for a class of transformers, made when it is first asked for: versions have different models.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..masks import RankMask
 from ._masks import EVERYTHING, LayerMask, layer_mask
 from ._window import Window
-from .adapter import Original, attend, check_forward, check_no_window, project_positions, window_of
+from .adapter import Original, attend, check_forward, check_no_window, clipped_rows, project_positions, window_of
 
 
 class RelativePositionSDPA(Original):
@@ -92,11 +92,8 @@ class ShawRelativePositionSDPA(RelativePositionSDPA):
             raise ValueError(f"{name} cannot be accelerated with use_rel_pos_values: values have positions too then")
 
     def _rel_key(self, query: Tensor, key: Tensor, window: Window | None) -> Tensor:
-        keys = key.shape[2]
-        ahead = torch.arange(1 - keys, keys, device=key.device)
-        if window is not None:
-            ahead = window.rows(ahead[:, None], keys)[:, 0]
-        rows = self.rel_k_embed(ahead.clamp(-self.max_lhs_rel_pos, self.max_rhs_rel_pos) + self.max_lhs_rel_pos)
+        limits = self.max_lhs_rel_pos, self.max_rhs_rel_pos
+        rows = self.rel_k_embed(clipped_rows(key.shape[2], window, *limits, key.device))
         return rows.to(query.dtype).expand(query.shape[1], -1, -1)
 
     def _biases(self) -> tuple[None, None]:

@@ -31,6 +31,7 @@ from .adapter import (
     Original,
     attend_with_lse,
     check_no_window,
+    clipped_rows,
     make_stand_in,
     project_positions,
     say_once,
@@ -107,11 +108,8 @@ class _RelativeAttention(Original):
     def _table(self, keys: int, window: Window | None, device: torch.device) -> Tensor:
         """(P, D), row p for distance keys - 1 - p, or the rows that the window reads."""
         # Not the weight's device, because an offloaded one is on meta outside its module's call.
-        ahead = torch.arange(1 - keys, keys, device=device)
-        if window is not None:
-            ahead = window.rows(ahead[:, None], keys)[:, 0]
-        ahead = ahead.clamp(-self.left_max_position_embeddings, self.right_max_position_embeddings)
-        return self.distance_embedding(ahead + self.left_max_position_embeddings)
+        limits = self.left_max_position_embeddings, self.right_max_position_embeddings
+        return self.distance_embedding(clipped_rows(keys, window, *limits, device))
 
     def _fill_fully_masked_rows(
         self, out: Tensor, mask: LayerMask, query: Tensor, key: Tensor, value: Tensor, content_bias: Tensor | None

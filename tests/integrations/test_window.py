@@ -11,6 +11,8 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import xlnet_kernels as xk
 from tests.integrations import own_modules, test_shaw, toolkit_cases
@@ -332,3 +334,68 @@ def test_tables_with_distances_of_their_own_are_refused(monkeypatch):
     q = torch.randn(1, 4, LENGTH, 8)
     with pytest.raises(ValueError, match="max_distance must be None under a window of accelerate, got 5"):
         module.relative_attention(q, q, q, positions(7).float(), max_distance=5)
+
+
+class LargestStorage(TorchDispatchMode):
+    """Bytes of the largest storage that an operator returns."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return out
+
+
+def largest(step) -> int:
+    with LargestStorage() as mode:
+        step().sum().backward()
+    return mode.bytes
+
+
+def assert_linear(step) -> None:
+    """At 2000 frames a bool for each pair is 8 MB, and no other storage is larger than 5."""
+    small, large = (largest(lambda frames=frames: step(frames)) for frames in (1000, 2000))
+    assert large < 2.1 * small
+
+
+@pytest.mark.parametrize("name", ["parakeet", "fastspeech2", "wav2vec2", "bert", "bert-key", "seamless", "seamless2"])
+def test_encoders_need_memory_linear_in_length(name):
+    """With padding, whose masks would be maps. Nemotron's encoder makes its map of chunks itself."""
+    model = build(name, dtype=torch.float32)
+    if name == "seamless2":
+        model.config.speech_encoder_chunk_size = 20000  # the default
+    xk.accelerate(model, window=(8, 4), global_tokens=2)
+
+    def step(frames):
+        seen = torch.arange(frames) < torch.tensor([[frames], [frames - 90]])
+        if name == "parakeet":
+            out = model(torch.randn(2, 8 * frames, 16), seen.repeat_interleave(8, 1))
+        else:
+            out = model(torch.randn(2, frames, 32), seen[:, None].long() if name == "fastspeech2" else seen)
+        return out if isinstance(out, torch.Tensor) else out[0] if isinstance(out, tuple) else out.last_hidden_state
+
+    assert_linear(step)
+
+
+@pytest.mark.parametrize("name", ["nemo", "espnet", "speechbrain", "fairseq2"])
+def test_toolkits_need_memory_linear_in_length(name, small):
+    if name == "nemo":
+        model = xk.accelerate(toolkit_cases.nemo_encoder(lambda toolkit: small).float(), window=(8, 4), global_tokens=2)
+        assert_linear(lambda frames: model(torch.randn(2, frames, WIDTH), torch.tensor([frames, frames - 90])))
+        return
+    attention = xk.accelerate(make(name, lambda toolkit: small).float(), window=(8, 4), global_tokens=2)
+
+    def step(frames):
+        x, table = torch.randn(2, frames, WIDTH), positions(2 * frames - 1).float()
+        hidden = torch.arange(frames) >= torch.tensor([[frames], [frames - 90]])
+        if name == "fairseq2":
+            layout, q = small.BatchLayout((2, frames), [frames, frames - 90]), x.unflatten(-1, (4, -1))
+            return attention(q, layout, q, layout, q, small.AttentionBiasCache())[0]
+        if name == "espnet":
+            return attention(x, x, x, table, ~hidden[:, None])
+        return attention(x, x, x, table, key_padding_mask=hidden)[0]
+
+    assert_linear(step)

@@ -86,7 +86,7 @@ def layer_mask(mask: Any) -> LayerMask | None:
     found = _found(mask)
     if found is None or found is EVERYTHING or found.visible is not None:
         return found
-    return LayerMask(_visible(mask), found.fully_masked)
+    return LayerMask(visible_pairs(mask), found.fully_masked)
 
 
 @OfLast
@@ -103,7 +103,7 @@ def _found(mask: Tensor) -> LayerMask | None:
     is_known = known(mask)
     if mask.is_floating_point() and (not is_known or not ((mask == 0) | (mask <= torch.finfo(mask.dtype).min)).all()):
         return None
-    visible = _visible(mask)
+    visible = visible_pairs(mask)
     if is_known and visible.all():
         return EVERYTHING
     fully_masked = ~visible.any(-1).any(1)
@@ -114,7 +114,7 @@ def _found(mask: Tensor) -> LayerMask | None:
     )
 
 
-def _visible(mask: Tensor) -> Tensor:
+def visible_pairs(mask: Tensor) -> Tensor:
     return mask == 0 if mask.is_floating_point() else mask.bool()
 
 

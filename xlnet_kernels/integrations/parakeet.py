@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from ..dropout import in_force
-from ._masks import EVERYTHING, LayerMask, layer_mask, padding_mask
+from ._masks import EVERYTHING, LayerMask, layer_mask, padding_mask, visible_pairs
+from ._padding import PaddingRow, of_keys, of_pairs, padding_row
 from ._window import Window
 from .adapter import (
     Original,
@@ -161,11 +162,16 @@ class _Parakeet(_RelativeAttention):
         past_key_values: Any = None,  # the cache before transformers 5.24
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        mask = layer_mask(attention_mask)
+        if isinstance(attention_mask, PaddingRow):
+            mask: LayerMask | None = of_pairs(attention_mask.plain()[:, 0, 0])
+        else:
+            mask = layer_mask(attention_mask)
         cache = (past_key_values if cache is None else cache) if self.takes_cache else None
         if mask is None or self._wants_original(options):
             self._check_no_window(hidden_states, cache)
             caches = (cache,) if self.takes_cache else ()
+            if isinstance(attention_mask, PaddingRow):
+                attention_mask = attention_mask.pairs()
             return super().forward(hidden_states, position_embeddings, attention_mask, *caches, **options)
         return self._attend(
             hidden_states, position_embeddings, mask, self.attention_dropout if self.training else 0.0, cache
@@ -216,7 +222,12 @@ class _Wav2Vec2(_RelativeAttention):
         relative_position_embeddings: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        mask = layer_mask(attention_mask)
+        if isinstance(attention_mask, PaddingRow):
+            attention_mask = attention_mask.plain()
+        if attention_mask is not None and attention_mask.shape[2] == 1 < hidden_states.shape[1]:  # of all queries
+            mask: LayerMask | None = of_keys(visible_pairs(attention_mask)[:, 0, 0])
+        else:
+            mask = layer_mask(attention_mask)
         # The adapters of a model with relative positions have none.
         if mask is None or self._wants_original(options) or self.position_embeddings_type is None:
             if self.position_embeddings_type is not None:
@@ -228,6 +239,35 @@ class _Wav2Vec2(_RelativeAttention):
         return self._attend(hidden_states, relative_position_embeddings, mask, dropout_p)
 
 
+class _Encoder(Original):
+    """An encoder whose padding stays one row for all queries where its attention is accelerated."""
+
+    made_here = ()
+
+    def _row(self, flags: Any) -> Any:
+        ours = all(isinstance(layer.self_attn, _RelativeAttention) for layer in self.layers)
+        return padding_row(flags) if ours else flags
+
+
+class _ParakeetEncoder(_Encoder):
+    def _get_output_attention_mask(self, *inputs: Any, **options: Any) -> Tensor:
+        return self._row(super()._get_output_attention_mask(*inputs, **options))  # type: ignore[misc]
+
+
+class _Wav2Vec2Encoder(_Encoder):
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *inputs: Any, **options: Any) -> Any:
+        return super().forward(hidden_states, self._row(attention_mask), *inputs, **options)
+
+
+class _SeamlessV2Encoder(_Wav2Vec2Encoder):
+    def _apply_chunk_attention(self, attention_mask: Tensor | None, hidden_states: Tensor) -> Tensor | None:
+        """transformers makes a map of all pairs, of one chunk too."""
+        if hidden_states.shape[1] <= self.config.speech_encoder_chunk_size:
+            return attention_mask
+        flags = attention_mask.plain() if isinstance(attention_mask, PaddingRow) else attention_mask
+        return super()._apply_chunk_attention(flags, hidden_states)  # type: ignore[misc]
+
+
 # Name of transformers' class -> its folder, and what takes the place of its methods.
 _CLASSES = {
     "ParakeetEncoderAttention": ("parakeet", _Parakeet),
@@ -237,6 +277,11 @@ _CLASSES = {
     "Wav2Vec2BertSelfAttention": ("wav2vec2_bert", _Wav2Vec2),
     "SeamlessM4TConformerSelfAttention": ("seamless_m4t", _Wav2Vec2),
     "SeamlessM4Tv2ConformerSelfAttention": ("seamless_m4t_v2", _Wav2Vec2),
+    "ParakeetEncoder": ("parakeet", _ParakeetEncoder),
+    "Wav2Vec2ConformerEncoder": ("wav2vec2_conformer", _Wav2Vec2Encoder),
+    "Wav2Vec2BertEncoder": ("wav2vec2_bert", _Wav2Vec2Encoder),
+    "SeamlessM4TConformerEncoder": ("seamless_m4t", _Wav2Vec2Encoder),
+    "SeamlessM4Tv2ConformerEncoder": ("seamless_m4t_v2", _SeamlessV2Encoder),
 }
 
 

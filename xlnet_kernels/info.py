@@ -24,6 +24,7 @@ from xlnet_kernels._upgrades import upgrades
 from xlnet_kernels._version import __version__
 from xlnet_kernels.backends import _BACKENDS, self_check
 from xlnet_kernels.backends.cpu import UNKNOWN_SET
+from xlnet_kernels.backends.triton import features
 from xlnet_kernels.integrations._libraries import LIBRARIES
 
 # Instruction sets that are for bfloat16 alone: what float32 takes beside them (csrc/cpu/dispatch.cpp)
@@ -38,6 +39,13 @@ FLOAT32_BESIDE = {
 def installed_version(package: str) -> str:
     try:
         return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def triton_version() -> str:
+    try:
+        return features.installed()
     except metadata.PackageNotFoundError:
         return "not installed"
 
@@ -82,7 +90,7 @@ def collect() -> dict:
         "platform": platform.platform(),
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
-        "triton": installed_version("triton"),
+        "triton": triton_version(),
         "cpu": {
             "name": cpu_name(),
             "cores": os.cpu_count(),

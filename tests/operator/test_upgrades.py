@@ -9,7 +9,7 @@ from xlnet_kernels._upgrades import FIRST_TORCH, upgrades
 from xlnet_kernels.backends.triton.features import FEATURES
 
 COMPILED = {"cuda_version": "13.0"}
-H100, T4 = "NVIDIA H100 (sm_90)", "Tesla T4 (sm_75)"
+B200, H100, T4 = "NVIDIA B200 (sm_100)", "NVIDIA H100 (sm_90)", "Tesla T4 (sm_75)"
 
 
 def found(torch="2.15.0", triton="3.9.0", devices=(H100,), compiled=COMPILED, cuda="ready", **others):
@@ -29,12 +29,19 @@ def test_triton_before_the_kernels(triton):
     assert lines["Triton"] == "3.6 or later, as torch 2.10 has: the Triton kernels"
 
 
+def test_triton_before_the_kernels_of_newer_gpus():
+    lines = found(torch="2.12.0", triton="3.7.0", devices=(H100, "NVIDIA GB10 (sm_121)"))
+    assert lines["torch"] == "2.13 or later: Triton 3.7.1 or later, and with it the Triton kernels"
+    assert lines["Triton"] == "3.7.1 or later, as torch 2.13 has: the Triton kernels"
+    assert "the Triton kernels" not in found(triton="3.7.1", devices=(B200,))["Triton"]
+
+
 @pytest.mark.parametrize(
     ("triton", "device", "names"),
     [
         ("3.6.0", H100, "TF32 with dropout, rotation in quads"),
         ("3.8.1", H100, "rotation in quads"),
-        ("3.6.0", "NVIDIA B200 (sm_100)", "TF32 with dropout"),
+        ("3.7.1", B200, "TF32 with dropout"),
     ],
 )
 def test_features_of_a_newer_triton(triton, device, names):
@@ -49,8 +56,10 @@ def test_no_line_promises_what_the_newest_triton_has_not():
 
 def test_gpus_that_have_no_kernels():
     lines = found(torch="2.9.1", triton="3.5.1", devices=(T4,))
-    assert lines["Triton"] == "nothing: no GPU here has compute capability 8.0"
+    assert lines["Triton"] == "nothing: no NVIDIA GPU here has compute capability 8.0 or newer"
     assert lines["torch"].startswith("nothing: ")
+    rocm = found(triton="3.5.1", devices=("AMD Instinct MI300X (sm_94)",), torch_cuda=None, nvidia_driver=False)
+    assert all(line.startswith("nothing: ") for line in rocm.values())
 
 
 def test_a_torch_that_cannot_use_the_gpu():

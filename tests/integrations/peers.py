@@ -99,7 +99,8 @@ def run_tests(checkout: Path, tests: list[str], options: list[str], seed: int, a
         plugin = ["-p", "peers_plugin", f"--peer-outcomes={file}", f"--peer-seed={seed}"]
         plugin += ["--peer-accelerate"] if accelerated else []
         command = [sys.executable, "-m", "pytest", *tests, *plugin, "-q", "-p", "no:cacheprovider"]
-        paths = [str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
+        # The checkout comes first, because the library may be installed too.
+        paths = [str(checkout / "src"), str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
         start = time.monotonic()
         with log.open("w") as output:

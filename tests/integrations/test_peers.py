@@ -125,6 +125,14 @@ def test_runs_that_compare_nothing(checkout, capsys, code, text):
     assert text in printed.err and not printed.out
 
 
+def test_the_checkout_comes_before_an_installed_library(checkout, tmp_path, capsys):
+    folder = checkout("import transformers\nraise ImportError(transformers.__file__)")
+    sources = tmp_path / "src/transformers/__init__.py"
+    sources.write_text("")
+    assert peers.main([folder]) == 2
+    assert f"ImportError: {sources}" in capsys.readouterr().err
+
+
 def test_folders_that_are_no_checkout(checkout, tmp_path, capsys, monkeypatch):
     def refusal(*arguments: str) -> str:
         assert peers.main([*arguments]) == 2

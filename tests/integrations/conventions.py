@@ -12,31 +12,9 @@ from types import ModuleType
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import create_mask
 
-WIDTH, HEADS = 32, 4
-DIM = WIDTH // HEADS
-
-
-def by_distance(rows: Tensor, rel_key: Tensor, keys: int, first: int) -> Tensor:
-    """rows[i] . rel_key[p] for the distance of each pair, of rows that end with the keys; row 0 is for `first`.
-
-    Pairs without a row have 0.
-    """
-    length = rows.shape[-2]
-    distance = torch.arange(keys - length, keys)[:, None] - torch.arange(keys)
-    index = first - distance
-    known = (index >= 0) & (index < rel_key.shape[-2])
-    products = (rows @ rel_key.mT).gather(-1, (index * known).expand(*rows.shape[:-1], keys))
-    return products * known
-
-
-def heads(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (HEADS, DIM)).transpose(-3, -2)
-
-
-def whole(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).flatten(2)
+from tests.integrations.conventions_flex import TransformerEncoder, TransformerEncoderAttention
+from tests.integrations.scores import DIM, HEADS, WIDTH, by_distance, heads, whole
 
 
 class Projections(nn.Module):
@@ -127,39 +105,6 @@ class RelPositionMultiHeadAttentionLongformer(RelPositionMultiHeadAttention):
         return [
             heads(linear(x)) for linear, x in zip((self.global_q, self.global_k, self.global_v), inputs, strict=True)
         ]
-
-
-class TransformerEncoderAttention(nn.Module):
-    """NeMo's TransformerEncoder: one projection, norms of heads, a mask as a function of places (FlexAttention's)."""
-
-    self_attention_model = "rel_pos"
-
-    def __init__(self, qk_norm: bool = False) -> None:
-        super().__init__()
-        self.n_heads, self.head_dim, self.qk_norm = HEADS, DIM, qk_norm
-        self.w_qkv, self.out_proj = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
-        self.linear_pos = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.pos_bias_u, self.pos_bias_v = (nn.Parameter(torch.randn(HEADS, DIM)) for _ in range(2))
-        if qk_norm:
-            self.q_norm, self.k_norm = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
-
-    def forward(self, x, block_mask=None, pos_emb=None):
-        q, k, v = (heads(part) for part in self.w_qkv(x).chunk(3, -1))
-        if self.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        position = by_distance(
-            q + self.pos_bias_v[:, None], heads(self.linear_pos(pos_emb)), k.shape[2], k.shape[2] - 1
-        )
-        scores = ((q + self.pos_bias_u[:, None]) @ k.mT + position) / DIM**0.5
-        if block_mask is None:
-            return self.out_proj(whole(scores.softmax(-1) @ v))
-        batch, _, *lengths = block_mask.shape
-        hidden = ~create_mask(block_mask.mask_mod, batch, 1, *lengths, x.device)
-        weights = scores.masked_fill(hidden, -10000.0).softmax(-1).masked_fill(hidden, 0)
-        return self.out_proj(whole(weights @ v))
-
-
-TransformerEncoderAttention.__name__ = TransformerEncoderAttention.__qualname__ = "MultiHeadAttention"
 
 
 class ConformerEncoder(nn.Module):
@@ -370,7 +315,7 @@ MODULES = {
         RelPositionMultiHeadAttentionLongformer,
     ),
     "nemo.collections.asr.modules.conformer_encoder": (ConformerEncoder,),
-    "nemo.collections.asr.modules.transformer_encoder": (TransformerEncoderAttention,),
+    "nemo.collections.asr.modules.transformer_encoder": (TransformerEncoder, TransformerEncoderAttention),
     "espnet": "202511",
     "espnet.nets.pytorch_backend.transformer.attention": (
         RelPositionMultiHeadedAttention,

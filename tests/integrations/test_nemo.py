@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import xlnet_kernels as xk
-from tests.integrations import conventions
+from tests.integrations import conventions, conventions_flex
 from tests.integrations.conventions import HEADS, WIDTH
 from tests.integrations.toolkit_cases import (
     LENGTH,
@@ -20,7 +20,7 @@ from tests.integrations.toolkit_cases import (
     real,
     run,
 )
-from xlnet_kernels.integrations import accelerated
+from xlnet_kernels.integrations import accelerated, nemo_transformer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,7 +138,7 @@ def test_longformer_settings_may_change_later(name, value, small):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "causal"])
-def test_a_whole_transformer_encoder(mode, scripts, calls):
+def test_a_whole_transformer_encoder(mode, scripts, calls, monkeypatch):
     """From mel features on, by FlexAttention itself, which has no backward on the CPU."""
     real("nemo")
     module = pytest.importorskip("nemo.collections.asr.modules.transformer_encoder")
@@ -148,8 +148,37 @@ def test_a_whole_transformer_encoder(mode, scripts, calls):
     x, lengths = torch.randn(2, 16, 26, dtype=torch.float64), torch.tensor([26, 18])
     with torch.no_grad():
         wanted = encoder(audio_signal=x, length=lengths)
-        assert accelerated(xk.accelerate(encoder)) == {"NeMo MultiHeadAttention": 2}
+        assert accelerated(xk.accelerate(encoder))["NeMo MultiHeadAttention"] == 2
+        monkeypatch.setattr(module, "create_block_mask", None)
         found = encoder(audio_signal=x, length=lengths)
     assert_same({"out": found[0]}, {"out": wanted[0]})
     assert torch.equal(found[1], wanted[1])
     assert len(calls) == 2 and all(isinstance(call["mask"], xk.RankMask) for call in calls)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_transformer_encoder_makes_no_block_mask(causal, small, calls, monkeypatch):
+    encoder, lengths = conventions.TransformerEncoder(causal).double(), torch.tensor([LENGTH, SHORT])
+    x = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64)
+    wanted = encoder(x, lengths)
+    xk.accelerate(encoder)
+    own = encoder.layers[1].attn
+    xk.restore(own)  # with a layer of NeMo's own, its mask is made
+    assert_same({"out": encoder(x, lengths)}, {"out": wanted})
+    xk.accelerate(own)
+    monkeypatch.setattr(conventions_flex, "create_block_mask", None)
+    assert_same({"out": encoder(x, lengths)}, {"out": wanted})
+    assert len(calls) == 3 and all(isinstance(call["mask"], xk.RankMask) for call in calls)
+
+
+def test_places_become_a_block_mask_for_nemo(small, calls):
+    """Where its own code computes a call, here one with too few positions."""
+    attention = xk.accelerate(make("nemo-transformer", lambda toolkit: small))
+    places = nemo_transformer._Places(lambda b, h, q, k: k <= q, 2, 1, LENGTH, LENGTH, "cpu")
+    masks = []
+    with pytest.MonkeyPatch.context() as patch:
+        base = conventions.TransformerEncoderAttention
+        patch.setattr(base, "forward", lambda self, x, block_mask=None, pos_emb=None: masks.append(block_mask))
+        attention(torch.randn(2, LENGTH, WIDTH, dtype=torch.float64), places, positions(5))
+    assert not calls and type(masks[0]).__name__ == "BlockMask"
+    assert masks[0].shape == places.shape

@@ -204,6 +204,15 @@ def test_masks_of_every_head(calls):
         assert torch.equal(calls[-1]["mask"], visible)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_module_compiles(name):
+    """In one graph, with its masks."""
+    module, kind = make(name), CASES[name][2][-1]
+    wanted = run(name, module, kind)["out"]
+    compiled = torch.compile(xk.accelerate(module), fullgraph=True, backend="eager")
+    assert_same({"out": run(name, compiled, kind)["out"]}, {"out": wanted})
+
+
 def test_copies_and_pickles():
     module = xk.accelerate(make("squeezeformer"))
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):

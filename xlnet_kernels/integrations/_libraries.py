@@ -110,6 +110,7 @@ LIBRARIES = (
             "RelPositionMultiHeadAttentionLongformer": ("nemo", "the same, rel_pos_local_attn"),
             "ConformerEncoder": ("nemo", "their encoder, for its masks"),
             "transformer_encoder.MultiHeadAttention": ("nemo_transformer", "TransformerEncoder, rel_pos"),
+            "transformer_encoder.TransformerEncoder": ("nemo_transformer", "the same, for its masks"),
         },
         {},
     ),

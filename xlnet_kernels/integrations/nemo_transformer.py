@@ -1,16 +1,22 @@
-"""Stand-in for the attention of NeMo's TransformerEncoder (from 3.0 on) with self_attention_model "rel_pos".
+"""Stand-ins for NeMo's TransformerEncoder (from 3.0 on) with self_attention_model "rel_pos", and for its attention.
 
 NeMo calls FlexAttention, with position scores in a stored (B, H, T, T) tensor, which is not made here. Its mask is a
 function of places (`BlockMask.mask_mod`). Given all places at once it gives the padding as (B, 1, T), and with a causal
 mask (B, T, T), which become ranks. Fully masked rows give zeros in FlexAttention, as in ours.
+
+The encoder makes a BlockMask of a mask (B, T, T) in every call. Where all its attention is accelerated it keeps the
+function of places alone, so that memory for padding is linear in length as well.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 from ._masks import visible_ranks
 from ._window import Window
@@ -41,6 +47,7 @@ class MultiHeadAttention(Original):
             or (block_mask is not None and block_mask.shape[1] != 1)
         ):
             check_no_window(window, self)
+            block_mask = block_mask.made() if isinstance(block_mask, _Places) else block_mask
             return super().forward(x, block_mask=block_mask, pos_emb=pos_emb)
         qkv = self.w_qkv(x).unflatten(-1, (3, -1, self.head_dim))  # (B, T, 3, H, D)
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
@@ -59,8 +66,44 @@ def _visible(block_mask: Any) -> Tensor | None:
     if block_mask is None:
         return None
     batch, _, queries, keys = block_mask.shape
-    device = block_mask.kv_num_blocks.device
+    device = block_mask.device if isinstance(block_mask, _Places) else block_mask.kv_num_blocks.device
     places = (torch.arange(n, device=device) for n in (batch, queries, keys))
     sample, query, key = (place.view(shape) for place, shape in zip(places, ((-1, 1, 1), (-1, 1), (-1,)), strict=True))
     visible = block_mask.mask_mod(sample, torch.zeros_like(sample), query, key)
     return visible.expand(batch, -1, keys) if visible.dim() == 3 else visible.expand(batch, queries, keys)
+
+
+@dataclass
+class _Places:
+    """What `create_block_mask` is given, in the place of what it makes."""
+
+    mask_mod: Any
+    B: int
+    H: int
+    Q_LEN: int
+    KV_LEN: int
+    device: Any
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.B, self.H, self.Q_LEN, self.KV_LEN
+
+    def made(self) -> Any:
+        """The BlockMask, for NeMo's own code."""
+        return create_block_mask(**vars(self))
+
+
+class TransformerEncoder(Original):
+    """Of its methods, the one that makes masks."""
+
+    made_here = ()
+
+    def forward_internal(self, *inputs: Any, **options: Any) -> Any:
+        own: Any = super().forward_internal  # type: ignore[misc]
+        ours = all(isinstance(layer.attn, MultiHeadAttention) for layer in self.layers)
+        if ours and not torch.compiler.is_compiling():
+            # Its code with another name in scope, because the module's own is shared by threads and other encoders.
+            code = own.__func__
+            names = code.__globals__ | {"create_block_mask": _Places}
+            own = FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__).__get__(self)
+        return own(*inputs, **options)

@@ -23,7 +23,8 @@ float64; where its maps would not fit in memory, and for SpeechBrain, which has 
 float64 (on the reference, where that fits). Right is a gradient that misses it by twice as much as the library's own
 code does in the same dtype, or by the usual tolerance of the largest gradient of the same weight in any layer: in some
 that of keys and bias_u nearly cancels, and all lose digits. A toolkit that is not installed is skipped with the reason.
-With --once every implementation is called once: for audio of many minutes.
+With --once every implementation is called once: for audio of many minutes. With --window LEFT RIGHT a frame sees so
+many before and after it. The accelerated encoder alone is measured then, and checked against itself in float64.
 
 transformers compiled is torch.compile of its sdpa, measured on GPUs and where it is asked for (--implementations).
 """
@@ -69,6 +70,7 @@ class SpeechCase:
     dtype: torch.dtype
     device: str
     train_frames: int
+    window: tuple[int, int] | None = None
 
     @property
     def length(self) -> int:
@@ -214,7 +216,7 @@ def toolkit_run(
     """The toolkit's layer or encoder in one of its ways, or OWN: accelerated."""
     module = copy.deepcopy(layer.module).to(case.device, dtype)
     if way == OWN:
-        accelerate(module, backend, linears=True)
+        accelerate(module, backend, linears=True, window=case.window)
     else:
         layer.ways[way](module)
     torch.manual_seed(1)
@@ -239,8 +241,8 @@ class Exact:
         self.values, self.missed = functools.cache(self.values), functools.cache(self.missed)  # type: ignore[method-assign]
 
     def values(self, direction: str) -> dict[str, Tensor]:
-        """In float64, of the toolkit's own code where its maps fit in memory."""
-        fits = self._fits(torch.float64, direction)
+        """In float64, of the toolkit's own code where its maps fit in memory; under a window accelerated."""
+        fits = self.case.window is None and self._fits(torch.float64, direction)
         way = next(iter(self.layer.ways)) if fits and self.layer.has_float64 else OWN
         run = toolkit_run(self.case, self.layer, way, torch.float64, "reference" if fits else None)
         outputs = run.step(direction)
@@ -248,7 +250,7 @@ class Exact:
 
     def missed(self, direction: str) -> dict[str, float]:
         """By the toolkit's own code in the dtype that is measured; nothing where its maps do not fit."""
-        if not self._fits(self.case.dtype, direction):
+        if self.case.window is not None or not self._fits(self.case.dtype, direction):
             return {}
         run = toolkit_run(self.case, self.layer, next(iter(self.layer.ways)), self.case.dtype)
         outputs = run.step(direction)
@@ -262,10 +264,12 @@ class Exact:
 def measure_toolkits(options: argparse.Namespace, bench: Bench) -> None:
     """The encoder, or its layer, of every toolkit on every length of audio."""
     section = TOOLKIT if options.layers is None else ENCODER
-    sizes = {name: getattr(options, name) for name in ("batch", "d_model", "heads", "device", "train_frames")}
+    names = ("batch", "d_model", "heads", "device", "train_frames", "window")
+    sizes = {name: getattr(options, name) for name in names}
     for toolkit, audio in itertools.product(options.toolkit, options.audio):
         case = SpeechCase("layer", audio, dtype=getattr(torch, options.dtype), **sizes)
         kind = toolkit if options.layers is None else f"{toolkit}, {options.layers} layers"
+        kind += "" if case.window is None else f", window {case.window[0]}, {case.window[1]}"
         labels = case.labels | {"case": f"{kind}, {case.labels['case']}"}
         measured = replace(bench, directions=("forward",) if case.long else DIRECTIONS)
         try:
@@ -283,7 +287,7 @@ def measure_toolkits(options: argparse.Namespace, bench: Bench) -> None:
                 needs={} if way == OWN or not layer.has_maps else case.needs(),
                 dtype=case.dtype,
             )
-            for way in (OWN, *layer.ways)
+            for way in ((OWN, *layer.ways) if case.window is None else (OWN,))
         ]
         _relate(measured.group(section, jobs, labels), tuple(layer.ways))
         bench.save()
@@ -312,6 +316,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         type=positive,
         help=f"whole encoders of so many layers: {', '.join(toolkits.ENCODERS)} (default all)",
     )
+    add("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="of accelerate, with --toolkit or --layers")
     add("--once", action="store_true", help="one call of each, which is checked and timed")
     add("--batch", type=positive, default=1)
     add("--d-model", type=positive, default=1024)
@@ -326,6 +331,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     session.check_common(parser, options, "speech")
     if options.layers is not None:
         options.toolkit = options.toolkit or list(toolkits.ENCODERS)
+    options.window = options.window and tuple(options.window)
+    if options.window is not None and not options.toolkit:
+        parser.error("--window needs --toolkit or --layers")
     if min(options.audio) * FRAMES_PER_SECOND < 1:
         parser.error(f"--audio must be at least one frame, {1 / FRAMES_PER_SECOND} s")
     if options.d_model % (2 * options.heads):

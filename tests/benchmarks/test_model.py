@@ -263,6 +263,28 @@ def test_whole_encoders_are_checked_against_their_own_code(tmp_path, capsys):
     assert "encoder, audio, L x B" in capsys.readouterr().out
 
 
+def test_encoders_under_a_window_are_checked_against_it(tmp_path, monkeypatch):
+    """One that sees everything is wrong."""
+    import speech
+
+    pytest.importorskip("transformers.models.parakeet")
+    output = tmp_path / "window.json"
+    arguments = ["--device", "cpu", "--quick", "--layers", "1", "--once", "--audio", "2", "--toolkit", "parakeet"]
+    arguments += ["--window", "3", "2", "--output", str(output)]
+    assert speech.main(arguments) == 0
+    assert {(row["case"], row["implementation"], row["direction"]) for row in rows_of(output)} == {
+        ("parakeet, 1 layers, window 3, 2, 2 s: 25 x 1", speech.OWN, direction) for direction in speech.DIRECTIONS
+    }
+    right = speech.accelerate
+
+    def forgets(module, *given, window, **options):
+        dtype = next(module.parameters()).dtype
+        return right(module, *given, **options, window=window if dtype == torch.float64 else None)
+
+    monkeypatch.setattr(speech, "accelerate", forgets)
+    assert speech.main(arguments) == 1
+
+
 @pytest.mark.parametrize("broken", ["input", "layers.0.self_attn.bias_v"])
 def test_a_wrong_encoder_is_found(tmp_path, monkeypatch, capsys, broken):
     """Outputs of wrong weights, or a gradient alone."""

@@ -73,7 +73,7 @@ gpu-check:
 	@$(PYTHON) -u benchmarks/gpu_check.py '$(OUT)'
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info xlnet_kernels/_C.*.so xlnet_kernels/_build_info.json
+	rm -rf $(VENV) build dist *.egg-info xlnet_kernels/*.so xlnet_kernels/_build_info.json
 
 # Each stamp holds the choice it was made for, and is written again only when that changes.
 $(VENV)/interpreter: FORCE

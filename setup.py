@@ -1,4 +1,9 @@
-"""Builds `xlnet_kernels._C` and records what was decided; everything static is in pyproject.toml."""
+"""Builds the library of kernels and the fast path, and records what was decided; what is static is in pyproject.toml.
+
+xlnet_kernels/_kernels.so        csrc without csrc/fast_path, on torch's stable interface: for every torch from
+                                 MIN_TORCH on and every Python
+xlnet_kernels/_fast_path.*.so    csrc/fast_path, for the torch and the Python at hand
+"""
 
 import json
 import os
@@ -9,6 +14,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
@@ -28,14 +34,18 @@ def find(*patterns):
     return sorted(path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern))
 
 
-CPU_SOURCES = find("csrc/*.cpp", "csrc/cpu/**/*.cpp")
+CPU_SOURCES = find("csrc/*.cpp", "csrc/stable/*.cpp", "csrc/cpu/**/*.cpp")
 CUDA_SOURCES = find("csrc/cuda/**/*.cu", "csrc/cuda/*.cpp")
+FAST_PATH_SOURCES = find("csrc/fast_path/*.cpp")
+LIBRARY = "_kernels"
 
-extension = decide.extension_decision()
-cuda = bfloat16 = decide.Decision(False, "the extension is not built")
 torch_version = decide.torch_version()
+extension = decide.extension_decision(torch=torch_version)
+cuda = bfloat16 = fast_path = decide.Decision(False, "the extension is not built")
+if extension.build:
+    fast_path = decide.fast_path_decision()
 # Metadata and source archives are made without torch; only compiling needs it.
-can_compile = extension.build and decide.torch_is_usable(torch_version)
+can_compile = extension.build and torch_version is not None
 
 
 def find_nvcc(cuda_home):
@@ -63,8 +73,8 @@ def cuda_architectures(torch, cpp_extension, nvcc):
     return chosen
 
 
-def make_extension():
-    """The extension and the command that builds it, both made by torch."""
+def make_extensions():
+    """The extensions and the command that builds them, all made by torch."""
     global cuda, bfloat16
     if "CUDA_HOME" not in os.environ and "CUDA_PATH" not in os.environ and (home := decide.cuda_home()):
         os.environ["CUDA_HOME"] = home  # torch takes nvcc's own folder for it, which may be one of links
@@ -87,11 +97,11 @@ def make_extension():
     except ValueError as error:
         raise SystemExit(f"{PACKAGE}: {error}") from None
     bfloat16 = decide.bfloat16_decision(ROOT / "csrc/cpu/bfloat16/x86.cpp")
-    flags = ["-O3", "-g0", "-Wno-psabi"]  # psabi: vectors are only passed within one object, to inlined functions
-    if torch.backends.openmp.is_available():
-        flags += decide.openmp_flags()
+    # psabi: vectors are only passed within one object, to inlined functions
+    flags = ["-O3", "-g0", "-Wno-psabi", "-fvisibility=hidden"]
     # In the command line, so that ninja compiles again after a change of torch (headers may carry older dates).
-    macros = [("XLNET_KERNELS_TORCH_VERSION", torch.__version__)]
+    built_with = ("XLNET_KERNELS_TORCH_VERSION", torch.__version__)
+    macros = [built_with, ("TORCH_TARGET_VERSION", decide.target_version())]
     if bfloat16.build:
         macros.append((decide.BFLOAT16_MACRO, "1"))
     if cuda.build:
@@ -101,14 +111,29 @@ def make_extension():
         ]
     host = decide.host_compiler()
     make = cpp_extension.CUDAExtension if cuda.build else cpp_extension.CppExtension
-    module = make(
-        f"{PACKAGE}._C",
+    library = make(
+        f"{PACKAGE}.{LIBRARY}",
         CPU_SOURCES + (CUDA_SOURCES if cuda.build else []),
         include_dirs=[str(ROOT / "csrc"), str(ROOT / "csrc" / "cuda")],
         define_macros=macros,
         depends=find("csrc/**/*.h", "csrc/**/*.cuh"),
         extra_compile_args={"cxx": flags, "nvcc": ["-O3", "-Xptxas", "-v", "-Xfatbin", "-compress-all", *host]},
+        py_limited_api=True,
     )
+    # because the stable interface is in these two, and torch's other libraries are not to be asked for by name
+    library.libraries = [name for name in library.libraries if name in ("torch_cpu", "torch_cuda", "cudart")]
+    modules = [library]
+    if fast_path.build:
+        modules.append(
+            cpp_extension.CppExtension(
+                f"{PACKAGE}._fast_path",
+                FAST_PATH_SOURCES,
+                include_dirs=[str(ROOT / "csrc")],
+                define_macros=[built_with],
+                depends=find("csrc/**/*.h"),
+                extra_compile_args={"cxx": flags},
+            )
+        )
 
     class BuildExtension(cpp_extension.BuildExtension):
         def finalize_options(self):
@@ -129,21 +154,25 @@ def make_extension():
                 way = f"{WITHOUT_CUDA}\n{HELP}" if cuda.build else HELP
                 raise SystemExit(f"{PACKAGE}: compiling the extension failed: {error}\n{way}") from error
 
+        def get_ext_filename(self, fullname):
+            *folders, name = fullname.split(".")
+            return os.path.join(*folders, f"{LIBRARY}.so") if name == LIBRARY else super().get_ext_filename(fullname)
+
         def copy_extensions_to_source(self):  # `build_ext --inplace`, and editable installs
             super().copy_extensions_to_source()
             record(ROOT / PACKAGE)
 
-    return module, BuildExtension
+    return modules, BuildExtension
 
 
 class NoTorch(build_ext):
     """Stands in where torch is missing: only without build isolation, for the backend asks for torch otherwise."""
 
     def run(self):
-        found = f"torch {torch_version} is too old" if torch_version else "torch is not installed"
         raise SystemExit(
-            f"{PACKAGE}: {found}, and compiling needs {decide.TORCH_REQUIREMENT}. Install it first, or do without "
-            f"--no-build-isolation, or install without compiled kernels: XLNET_KERNELS_SKIP_EXT=1 pip install ."
+            f"{PACKAGE}: torch is not installed, and compiling needs {decide.TORCH_REQUIREMENT}. Install it first, "
+            f"or do without --no-build-isolation, or install without compiled kernels: XLNET_KERNELS_SKIP_EXT=1 pip "
+            f"install ."
         )
 
 
@@ -152,10 +181,11 @@ def say(line):
 
 
 def record(folder):
-    """Leaves the decisions where `xlnet_kernels.info` and the loader of `_C` find them."""
+    """Leaves the decisions where `xlnet_kernels.info` and the loader of the library find them."""
     facts = {
         "torch": torch_version if can_compile else None,
         "extension": str(extension),
+        "fast_path": str(fast_path),
         "cuda": str(cuda),
         "bfloat16": str(bfloat16),
         "sources": runpy.run_path(str(ROOT / PACKAGE / "_sources.py"))["digest"](ROOT / "csrc"),
@@ -168,13 +198,14 @@ class BuildPy(build_py):
 
     def run(self):
         say(f"CPU extension: {extension}")
+        say(f"fast path: {fast_path}")
         say(f"CUDA: {cuda}")
         say(f"bfloat16 instructions: {bfloat16}")
         if getattr(self, "editable_mode", False):
             folder = ROOT / PACKAGE
-            if not extension.build:  # one compiled earlier would be loaded
-                for left_over in folder.glob("_C.*.so"):
-                    left_over.unlink()
+            for pattern, decision in (("_kernels.so", extension), ("_fast_path.*.so", fast_path)):
+                for left_over in [] if decision.build else folder.glob(pattern):
+                    left_over.unlink()  # because one compiled earlier would be loaded
         else:
             folder = Path(self.build_lib, PACKAGE)
             shutil.rmtree(folder, ignore_errors=True)  # build/ is used again: modules deleted since would be installed
@@ -182,14 +213,22 @@ class BuildPy(build_py):
         record(folder)
 
 
+class Wheel(bdist_wheel):
+    """Tagged for every Python where the fast path is left out."""
+
+    def get_tag(self):
+        python, abi, platform = super().get_tag()
+        return (python, abi, platform) if fast_path.build or not extension.build else ("py3", "none", platform)
+
+
 if can_compile:
-    module, build_command = make_extension()
+    modules, build_command = make_extensions()
 elif extension.build:
-    module, build_command = Extension(f"{PACKAGE}._C", CPU_SOURCES), NoTorch
+    modules, build_command = [Extension(f"{PACKAGE}.{LIBRARY}", CPU_SOURCES)], NoTorch
 else:
-    module, build_command = None, build_ext
+    modules, build_command = [], build_ext
 
 setup(
-    ext_modules=[module] if module else [],
-    cmdclass={"build_ext": build_command, "build_py": BuildPy},
+    ext_modules=modules,
+    cmdclass={"build_ext": build_command, "build_py": BuildPy, "bdist_wheel": Wheel},
 )

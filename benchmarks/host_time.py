@@ -14,6 +14,7 @@ not count.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from torch import Tensor
 import xlnet_kernels as xk
 from compiled.triton_report import Driver, serve_cpu
 from lib.harness import environment, write_json
-from xlnet_kernels import fast_path, ops
+from xlnet_kernels import _extension, fast_path, ops
 from xlnet_kernels.backends import cpu, cuda
 from xlnet_kernels.backends import triton as backend
 from xlnet_kernels.backends.triton import launch
@@ -54,6 +55,8 @@ def pretend_cuda() -> Operator:
     library.simt_skip_launches(1)
     cpu.DEVICE, cuda.DEVICE = "none", "cpu"
     fast_path._OF_DEVICE["cpu"] = ("cuda", cuda)
+    library.simt_entries.restype = ctypes.c_void_p
+    _extension.module.fast_path.__self__.use(library.simt_entries())
     cuda._unavailable, cuda._max_head_dim = lambda: None, lambda dtype, device: 128
     torch.cuda.current_device = lambda: 0
     operators = torch.ops.xlnet_kernels

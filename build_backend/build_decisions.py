@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from cuda_architectures import Architectures
 
-MIN_TORCH = (2, 6)
+MIN_TORCH = (2, 10)  # for compiling: its stable interface has all that the kernels need
 TORCH_REQUIREMENT = f"torch>={MIN_TORCH[0]}.{MIN_TORCH[1]}"
 # A translation unit that includes torch's headers and many template instances peaks at 1-2 GB.
 BYTES_PER_JOB = 2 * 2**30
@@ -84,32 +84,43 @@ def _words(command: str) -> list[str]:
         return [command]
 
 
-def openmp_flags(environ: Mapping[str, str] = os.environ, platform: str = sys.platform) -> list[str]:
-    """What compiles at::parallel_for, which lives in torch's headers, where torch has OpenMP.
+def target_version() -> str:
+    """MIN_TORCH for TORCH_TARGET_VERSION: torch's headers then offer what that torch has, and no more."""
+    return f"0x{MIN_TORCH[0]:02x}{MIN_TORCH[1]:02x}000000000000"
 
-    Not for the linker: the symbols then come from the OpenMP runtime that torch itself has loaded, so there is one
-    thread pool and not two. Clang calls a runtime of its own, which torch has not loaded, and Apple's takes no such
-    flag: register.cpp then uses plain threads.
+
+def extension_decision(
+    environ: Mapping[str, str] = os.environ, platform: str = sys.platform, torch: str | None = None
+) -> Decision:
+    """Whether to compile the library of kernels.
+
+    torch: the version that is there. Where there is none the backend asks for one; one that is too old stays, because
+        another torch would compile a library that this one cannot load.
     """
-    compiler = find_compiler(environ)[1]
-    if platform != "linux" or compiler is None:
-        return []
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
-    return [] if "clang" in version else ["-fopenmp"]
-
-
-def extension_decision(environ: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Decision:
-    """Whether to compile `xlnet_kernels._C`. What torch there is does not matter here: the backend asks for one."""
     skip = environ.get("XLNET_KERNELS_SKIP_EXT", "")
     if skip not in ("", "0"):
         doubt = "" if skip == "1" else f" to {skip!r}, which is neither 0 nor 1 and counts as 1"
         return Decision(False, f"XLNET_KERNELS_SKIP_EXT is set{doubt}")
     if platform == "win32":
         return Decision(False, "the kernels are written for GCC and Clang, torch on Windows is built for MSVC")
+    if torch is not None and not torch_is_usable(torch):
+        return Decision(False, f'compiled kernels need {TORCH_REQUIREMENT}, found {torch}: backend "torch" serves')
     name, compiler = find_compiler(environ)
     if compiler is None:
-        return Decision(False, f"there is no C++ compiler: '{name}' was not found (install one, or set CXX)")
+        return Decision(
+            False,
+            f"there is no C++ compiler: '{name}' was not found (install one, or set CXX); backend \"torch\" serves",
+        )
     return Decision(True, f"there is a C++ compiler: {shlex.join(compiler)}")
+
+
+def fast_path_decision(environ: Mapping[str, str] = os.environ) -> Decision:
+    """Whether to compile csrc/fast_path, which is for one Python and one minor version of torch."""
+    wish = environ.get("XLNET_KERNELS_FAST_PATH", "")
+    if wish == "0":
+        return Decision(False, "XLNET_KERNELS_FAST_PATH=0")
+    doubt = "" if wish in ("", "1") else f" (XLNET_KERNELS_FAST_PATH={wish!r} is neither 0 nor 1)"
+    return Decision(True, f"small calls are cheaper with it{doubt}")
 
 
 def bfloat16_decision(

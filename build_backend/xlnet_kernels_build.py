@@ -1,6 +1,6 @@
 """PEP 517 backend: setuptools, building against the torch of the environment that is installed into.
 
-The extension's ABI is that of the torch it is compiled with. Named in `[build-system] requires`, torch would be
+The fast path's ABI is that of the torch it is compiled with. Named in `[build-system] requires`, torch would be
 downloaded a second time for every build, in whatever version is newest; left out, the isolated build would have
 none. So the environment's own site-packages come back onto the path here, behind the isolated build's packages,
 and torch is asked for only when the environment has none and there is something to compile.
@@ -13,7 +13,7 @@ import sysconfig
 
 from setuptools import build_meta
 
-from build_decisions import TORCH_REQUIREMENT, extension_decision, torch_is_usable, torch_version
+from build_decisions import TORCH_REQUIREMENT, extension_decision, torch_version
 
 
 def environment_paths():
@@ -36,7 +36,7 @@ add_environment()
 
 
 def _requirements():
-    if extension_decision().build and not torch_is_usable(torch_version()):
+    if torch_version() is None and extension_decision().build:
         return [TORCH_REQUIREMENT]
     return []
 

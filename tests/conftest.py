@@ -9,6 +9,7 @@ import torch
 
 # Read when cuBLAS is first used; without it torch refuses matrix products in its deterministic mode.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("XLNET_KERNELS_POISON", "1")  # as `poisoned_memory`, for what csrc/stable/tensor.cpp allocates
 MACHINE = os.environ.get("XLNET_KERNELS_MACHINE")  # an architecture, such as 80: GPU kernels run on lib/machine
 if MACHINE and not MACHINE.isdecimal():
     raise pytest.UsageError(f"XLNET_KERNELS_MACHINE must be an architecture in digits, such as 80, got {MACHINE!r}")

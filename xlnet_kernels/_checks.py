@@ -121,6 +121,14 @@ def readable(values: Tensor) -> bool:
     return values.device.type != "meta" and not is_wrapped(values)
 
 
+def float32_precision(device_type: str) -> int:
+    """How far a device's float32 products may be rounded, as `Float32Precision` of csrc/inputs.h: 0 "ieee", 1 "tf32".
+
+    The CPU's kernels have exact products alone.
+    """
+    return int(device_type == "cuda" and allows_tf32())
+
+
 def allows_tf32() -> bool:
     """What the user said of float32 products; torch 2.9 and newer refuse the old question after the new answer."""
     matmul = torch.backends.cuda.matmul

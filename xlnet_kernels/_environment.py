@@ -9,16 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 INSTRUCTION_SETS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "generic", "emulated_bf16")
-# What each variable takes. csrc/cpu/dispatch.cpp reads XLNET_KERNELS_CPU, build_backend XLNET_KERNELS_SKIP_EXT.
+# What each variable takes. csrc/cpu/dispatch.cpp reads XLNET_KERNELS_CPU, build_backend those of the build.
 TAKES = {
     "XLNET_KERNELS_BLOCK_BYTES": "a positive integer, a number of bytes",
     "XLNET_KERNELS_CPU": f"an instruction set that this processor has, of {', '.join(INSTRUCTION_SETS)}",
+    "XLNET_KERNELS_FAST_PATH": "0 or 1",
     "XLNET_KERNELS_LINEAR": "mkl or onednn",
     "XLNET_KERNELS_SELF_CHECK": "0 or 1",
     "XLNET_KERNELS_SKIP_EXT": "0 or 1",
 }
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton's own variable, which it reads at import too
-OF_TESTS = ("XLNET_KERNELS_MACHINE", "XLNET_KERNELS_RESUME", "XLNET_KERNELS_TRANSFORMERS")
+OF_TESTS = ("XLNET_KERNELS_MACHINE", "XLNET_KERNELS_POISON", "XLNET_KERNELS_RESUME", "XLNET_KERNELS_TRANSFORMERS")
 
 
 def read(name: str, is_right: Callable[[str], bool]) -> str:

@@ -1,10 +1,15 @@
-"""Loads the compiled extension `xlnet_kernels._C`, or says why there is none; an accident is a warning at import.
+"""Loads the library of compiled kernels, or says why there is none; an accident is a warning at import.
 
-A source tree that was never built, in whose root Python was started, takes the extension of the installed package if
-that was built from the same sources.
+The library, `_kernels.so`, knows torch by its stable interface alone: one serves every Python and every torch from
+MIN_TORCH on. The module of csrc/fast_path beside it is for one Python and one minor version of torch. It makes small
+calls cheaper; where it does not fit, the library serves without it.
 
-module: the extension, or None
-reason: None, or why there is no extension
+A source tree that was never built, in whose root Python was started, takes the library of the installed package if that
+was built from the same sources.
+
+module: the library (`_compiled.describe`), or None
+reason: None, or why there is no library
+fast_path_reason: None, or why there is no fast path
 """
 
 from __future__ import annotations
@@ -14,25 +19,30 @@ import json
 import re
 import sys
 import warnings
-from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
-import torch  # first: the extension links to torch's libraries
+import torch  # first: the library links to torch's
 
+from ._compiled import describe
 from ._environment import warn_of_names_and_instruction_set
 from ._library_file import fault
+from ._ops import ops
 from ._sources import digest
 from ._version import __version__
 
 HERE = Path(__file__).parent
+LIBRARY = "_kernels.so"
+FAST_PATH = "_fast_path"
+MIN_TORCH = (2, 10)  # build_backend/build_decisions.py has it too
 AGAIN = "install xlnet_kernels again"
 
 
 def build_record(folder: Path | None = None) -> dict:
-    """What setup.py wrote down: the torch it built for (None: nothing compiled) and its decisions. {} if none.
+    """What setup.py wrote down: the torch it built with (None: nothing compiled) and its decisions. {} if none.
 
-    folder: default where the loaded extension is, else this package.
+    folder: default where the loaded library is, else this package.
     """
     if folder is None:
         file = getattr(module, "__file__", None)
@@ -46,81 +56,104 @@ def build_record(folder: Path | None = None) -> dict:
     return {name: value for name, value in record.items() if isinstance(value, str) or value is None}
 
 
+def too_old(have: str) -> str | None:
+    """Why the library cannot run with this torch, or None."""
+    found = re.match(r"(\d+)\.(\d+)", have)
+    if found is None or (int(found[1]), int(found[2])) >= MIN_TORCH:
+        return None
+    least = ".".join(map(str, MIN_TORCH))
+    return f'compiled kernels need torch {least} or later, you have {have}: backend "torch" serves'
+
+
 def mismatch(built_for: str, have: str) -> str | None:
-    """Why an extension built for one torch cannot run with another: the C++ ABI changes with each minor version."""
+    """Why the fast path built for one torch cannot run with another: the C++ ABI changes with each minor version."""
     if built_for.split(".")[:2] == have.split(".")[:2]:
         return None
-    return f"the compiled extension was built for torch {built_for}, you have {have}: {AGAIN}"
+    return f"it was built for torch {built_for}, you have {have}: {AGAIN} from source"
 
 
-def find_installed() -> ModuleSpec | None:
-    """The extension of another package folder of this version: an installed one that a source tree hides."""
+def find_installed() -> Path | None:
+    """The library of another package folder of this version: an installed one that a source tree hides."""
     for entry in dict.fromkeys(sys.path):
         folder = Path(entry or ".").absolute() / HERE.name
         try:
             version = re.search(r'^__version__ = "(.+)"', (folder / "_version.py").read_text(), re.MULTILINE)
         except (OSError, ValueError):
             continue
-        files = [folder / f"_C{suffix}" for suffix in EXTENSION_SUFFIXES]
         if version and version[1] == __version__ and folder.resolve() != HERE.resolve():
-            for file in filter(Path.is_file, files):
-                return importlib.util.spec_from_file_location(f"{__package__}._C", file)
+            if (folder / LIBRARY).is_file():
+                return folder / LIBRARY
     return None
 
 
-def find(record: dict) -> tuple[ModuleSpec | None, str | None]:
-    """Where the extension is, or why it is nowhere; `record` is this folder's."""
-    spec = importlib.util.find_spec(f"{__package__}._C")  # of an editable install elsewhere, it may be
-    if spec is not None and spec.origin and Path(spec.origin).parent.resolve() == HERE.resolve():
-        return spec, None
+def find(record: dict) -> tuple[Path | None, str | None]:
+    """The library's file, or why it is nowhere; `record` is this folder's."""
+    if (HERE / LIBRARY).is_file():
+        return HERE / LIBRARY, None
     decision = record.get("extension")
     if decision is not None and decision.startswith("no"):
-        return None, f"built without the compiled extension ({decision})"
-    own = [f"_C{suffix}" for suffix in EXTENSION_SUFFIXES]
-    libraries = sorted(file for file in HERE.glob("_C.*") if file.suffix in (".so", ".pyd", ".dylib"))
-    if other := [file for file in libraries if file.name not in own]:
-        reason = f"{other[0]} is for another Python or platform, this one takes {own[0]}: {AGAIN}"
-    elif decision is None:
-        reason = "the compiled extension is missing: this source tree was never built (pip install -e .)"
+        return None, f"built without the compiled kernels ({decision})"
+    if decision is None:
+        reason = "the compiled library is missing: this source tree was never built (pip install -e .)"
     else:
-        reason = f"the compiled extension is missing, although it was built: {AGAIN}"
-    spec = spec or find_installed()
-    if spec is None or spec.origin is None:
+        reason = f"the compiled library is missing, although it was built: {AGAIN}"
+    file = find_installed()
+    if file is None:
         return None, reason
-    folder = Path(spec.origin).parent
     sources = digest(HERE.parent / "csrc")
-    if not sources or build_record(folder).get("sources") != sources:
-        return None, f"{reason}; the one in {folder} was built from other sources: {AGAIN}"
-    return spec, None
+    if not sources or build_record(file.parent).get("sources") != sources:
+        return None, f"{reason}; the one in {file.parent} was built from other sources: {AGAIN}"
+    return file, None
 
 
-def load() -> tuple[ModuleType | None, str | None]:
+def load() -> tuple[SimpleNamespace | None, str | None]:
     """Returns (module, None) or (None, reason)."""
-    spec, reason = find(build_record(HERE))
-    if spec is None or spec.loader is None or spec.origin is None:
+    file, reason = find(build_record(HERE))
+    if file is None:
         return None, reason
-    # Asked before loading: code for another ABI and a truncated file may crash the process instead of raising.
-    file = Path(spec.origin)
-    have, built_for = torch.__version__, build_record(file.parent).get("torch")
-    if built_for and (reason := mismatch(built_for, have)):
-        return None, f"{file}: {reason}"
+    # Asked before loading: what is too new for torch and a truncated file may crash the process instead of raising.
+    if old := too_old(torch.__version__):
+        return None, f"{file}: {old}"
     if wrong := fault(file):
         return None, f"{file} {wrong}: {AGAIN}"
     try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the loader, Python or torch's registry raises
-        built = f" (built for torch {built_for}, you have {have})" if built_for else ""
+        torch.ops.load_library(str(file))
+        return describe(ops, str(file), load_fast_path(file.parent)), None
+    except Exception as error:  # whatever the loader or torch's registry raises
+        built = build_record(file.parent).get("torch")
+        built = f" (built with torch {built}, you have {torch.__version__})" if built else ""
         return None, f"{file} does not load{built}: {_cure(error)}"
-    reason = mismatch(module.torch_version, have)
-    if reason is not None:
-        return None, f"{file}: {reason}"
-    sys.modules[spec.name] = module
-    return module, None
+
+
+def load_fast_path(folder: Path) -> ModuleType | None:
+    """The module of csrc/fast_path in this folder; None, and `fast_path_reason`, where there is none that fits."""
+    global fast_path_reason
+    fast_path_reason = None
+    own = [folder / f"{FAST_PATH}{suffix}" for suffix in EXTENSION_SUFFIXES]
+    file = next(filter(Path.is_file, own), None)
+    if file is None:
+        others = sorted(path.name for path in folder.glob(f"{FAST_PATH}.*") if path.suffix == ".so")
+        built = f"the one here, {others[0]}, is for another Python" if others else "it was not built"
+        fast_path_reason = f"{built} (it is for one Python and torch: install from source)"
+        return None
+    built_for = build_record(folder).get("torch")
+    fast_path_reason = (built_for and mismatch(built_for, torch.__version__)) or fault(file)
+    if fast_path_reason:
+        return None
+    try:
+        spec = importlib.util.spec_from_file_location(f"{__package__}.{FAST_PATH}", file)
+        assert spec is not None and spec.loader is not None
+        found = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found)
+        fast_path_reason = mismatch(found.torch_version, torch.__version__)
+    except Exception as error:  # whatever the loader or Python raises: the library serves without it
+        fast_path_reason = f"{file} does not load: {_cure(error)}"
+    return None if fast_path_reason else found
 
 
 def _cure(error: Exception) -> str:
     """An error of the dynamic loader in one line, with what to do."""
+    error = error.__cause__ if isinstance(error.__cause__, Exception) else error  # torch's own says the file alone
     text = next(iter(str(error).splitlines()), type(error).__name__)
     if missing := re.match(r"(\S+): cannot open shared object file: No such file", text):
         package = " (Debian, Ubuntu: apt-get install libgomp1)" if missing[1].startswith("libgomp") else ""
@@ -130,7 +163,8 @@ def _cure(error: Exception) -> str:
     return f"{text}: {AGAIN}"
 
 
-module, reason = None, None
+module: SimpleNamespace | None = None
+fast_path_reason: str | None = "there are no compiled kernels"
 module, reason = load()
 if reason is not None and not reason.startswith("built without"):
     warnings.warn(f"xlnet_kernels runs without its C++ and CUDA kernels: {reason}", RuntimeWarning, stacklevel=2)

@@ -2,7 +2,7 @@
 
 `Call` has a field for each, in the order of the schema. The schema (ops.py), checks (call_checks.py), autocast,
 sharding and ring attention are loops over its fields and axes; a layer raises where it does not serve an argument.
-csrc/call.h has the list in C++, and tests/operator/test_call.py compares the two.
+csrc/inputs.h has the list in C++, and tests/operator/test_call.py compares the two.
 """
 
 import re
@@ -74,6 +74,7 @@ class Call(NamedTuple):
     dropout_p: float = 0.0
     scale: float = None  # type: ignore[assignment]
     deterministic: bool = None  # type: ignore[assignment]
+    float32_precision: int = None  # type: ignore[assignment]  # Float32Precision of csrc/inputs.h
 
 
 def _table() -> dict[str, Argument]:

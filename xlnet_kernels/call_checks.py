@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import as_python, check_dense_mask, check_not_nested, check_range, check_rank, is_integer, shortened
+from ._checks import (
+    as_python,
+    check_dense_mask,
+    check_not_nested,
+    check_range,
+    check_rank,
+    float32_precision,
+    is_integer,
+    shortened,
+)
 from ._torch import autocasts
 from .call import PLACE, ROWS, TENSORS, Call, replace
 
@@ -167,8 +176,8 @@ def _check_rel_key(call: Call, sizes: dict[str, int]) -> int:
     return max_distance
 
 
-def _numbers(call: Call, width: int) -> tuple[float, float, bool]:
-    """dropout_p, scale and deterministic, checked, or their defaults."""
+def _numbers(call: Call, width: int) -> tuple[float, float, bool, int]:
+    """dropout_p, scale, deterministic and float32_precision, checked, or their defaults."""
     dropout_p, scale, deterministic = map(as_python, (call.dropout_p, call.scale, call.deterministic))
     if scale is None:
         scale = (int(width) if torch.jit.is_tracing() else width) ** -0.5  # a traced size has a root in 32 bits
@@ -180,7 +189,10 @@ def _numbers(call: Call, width: int) -> tuple[float, float, bool]:
         deterministic = torch.are_deterministic_algorithms_enabled()
     elif not isinstance(deterministic, bool):
         raise ValueError(f"deterministic must be a bool or None, got {shortened(deterministic)}")
-    return float(dropout_p), float(scale), deterministic
+    precision = call.float32_precision
+    if precision is None:
+        precision = float32_precision(call.query.device.type)
+    return float(dropout_p), float(scale), deterministic, precision
 
 
 def _check_distances(rel_key: Tensor, key_len: int, mem_len: int, max_distance: int | None) -> int:

@@ -1,7 +1,7 @@
 """The fast path of plain calls: skips the Python checks.
 
-A small call spends more time on checks in Python than in its kernel; csrc/fast_path.cpp makes them in C++. Other calls
-go through `functional.attend`.
+A small call spends more time on checks in Python than in its kernel; csrc/fast_path makes them in C++, where it was
+built. Other calls go through `functional.attend`.
 """
 
 from __future__ import annotations

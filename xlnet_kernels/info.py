@@ -102,7 +102,8 @@ def collect() -> dict:
         "nvidia_driver": shutil.which("nvidia-smi") is not None,
         "compiled": built,
         "not_compiled_because": _extension.reason,
-        "build_decisions": {name: record.get(name) for name in ("extension", "cuda", "bfloat16")},
+        "no_fast_path_because": _extension.fast_path_reason,
+        "build_decisions": {name: record.get(name) for name in ("extension", "fast_path", "cuda", "bfloat16")},
         "backends": backends,
     }
     return facts | {"upgrades": upgrades(facts)}
@@ -123,19 +124,22 @@ def render(facts: dict) -> str:
     if built:
         gpu = f"CUDA {built['cuda_version']} for {built['cuda_architectures']}" if built["cuda_version"] else "no CUDA"
         made_by = f"{built['compiler']}, C++{built['cpp_standard'] // 100 % 100}, {gpu}"
-        rows.append(("extension", f"for torch {built['torch_version']}, {made_by}"))
+        least = ".".join(map(str, _extension.MIN_TORCH))
+        rows.append(("extension", f"for torch {least} or later, by {built['torch_version']}, {made_by}"))
         if Path(built["file"]).parent != Path(facts["folder"]):
             rows.append(("  in", str(Path(built["file"]).parent)))
         products = built["cpu_bfloat16_products"] or "converted to float32"
         chosen = built["cpu_instruction_set"]
         both = f"float32: {FLOAT32_BESIDE.get(chosen, chosen)}; bfloat16: {products}"
         rows.append(("  on this CPU", both if chosen else UNKNOWN_SET))
+        rows.append(("  fast path", facts["no_fast_path_because"] or "ready"))
         if built["cuda_version"]:
             rows += [("  CUDA forward", line) for line in built["cuda_forward"]]
             rows += [("  CUDA backward", line) for line in built["cuda_backward"]]
     else:
         rows.append(("extension", facts["not_compiled_because"]))
-    for name, label in (("extension", "  built"), ("cuda", "  CUDA"), ("bfloat16", "  bfloat16")):
+    labels = {"extension": "  built", "fast_path": "  fast path", "cuda": "  CUDA", "bfloat16": "  bfloat16"}
+    for name, label in labels.items():
         rows.append((label, facts["build_decisions"][name] or "no record of a build"))
     for title in ("backends", "upgrades"):
         rows += [(title, "")] + [(f"  {name}", state) for name, state in facts[title].items()]

@@ -11,7 +11,9 @@ the output and the log-sum-exp, forward leaves what backward needs to be exact (
 query_positions[b, n] is the position of row query_order[b, n], ascending in n; without query_order that of row n, and
 each pass sorts them.
 
-Where the extension is there, csrc/autograd.cpp wires up the gradients: the same in a tenth of the time.
+torch's own way of wiring up gradients serves compilers and direct calls of the operators. It reads the schema once for
+every argument of every call, in 100 microseconds, so calls of `rel_attention` outside of compilers go past it: through
+csrc/fast_path/autograd.cpp where that is there, else through an autograd.Function (`_eager`).
 
 "rel_attention" is implemented in csrc/cpu/register.cpp for the CPU and csrc/cuda/register.cpp for CUDA,
 "rel_attention_triton" in backends/triton.
@@ -27,10 +29,16 @@ from torch import Tensor
 
 from . import _extension, flops
 from ._ops import add_op_namespace_prefix, ops
-from ._torch import is_batch_of_gradients
+from ._torch import below_autograd, is_batch_of_gradients
 from .call import DIFFERENTIABLE, INPUT_NAMES, NUMBERS, ROWS, TENSORS, Call
 
-_NUMBER_TYPES = {"max_distance": "SymInt", "dropout_p": "float", "scale": "float", "deterministic": "bool"}
+_NUMBER_TYPES = {
+    "max_distance": "SymInt",
+    "dropout_p": "float",
+    "scale": "float",
+    "deterministic": "bool",
+    "float32_precision": "int",
+}
 
 
 def _schema() -> str:
@@ -62,6 +70,7 @@ def define(name: str, has_residual: bool = True) -> Callable[[Call], tuple[Tenso
     backward_op = getattr(ops, f"{name}_backward")
 
     def differentiate(ctx, grad_out, grad_lse, *_grads):
+        """The gradients of forward's arguments; theirs are asked for with create_graph alone."""
         if any(is_batch_of_gradients(x) for x in (grad_out, grad_lse) if x is not None):
             raise RuntimeError(
                 "rel_attention: its kernels take no batch of gradients (is_grads_batched, vectorize), "
@@ -74,13 +83,17 @@ def define(name: str, has_residual: bool = True) -> Callable[[Call], tuple[Tenso
             if grad_lse is None:
                 return (*[None] * DIFFERENTIABLE, *rest)
             grad_out = torch.zeros_like(out)
-        gradients = backward_op(grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *tensors, *ctx.numbers)
+        with below_autograd(not torch.is_grad_enabled()):
+            gradients = backward_op(
+                grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *tensors, *ctx.numbers
+            )
         return (*[gradient if need else None for gradient, need in zip(gradients, needs, strict=True)], *rest)
 
     torch.library.register_fake(forward, functools.partial(_fake_forward, has_residual))
     torch.library.register_fake(backward, _fake_backward)
-    if _extension.module is not None:
-        _extension.module.register_autograd(name)
+    register_autograd = getattr(_extension.module, "register_autograd", None)
+    if register_autograd is not None:
+        register_autograd(name)
     else:
         torch.library.register_autograd(forward, differentiate, setup_context=_setup_context)
         torch.library.register_autograd(backward, _no_second_derivatives)
@@ -92,7 +105,33 @@ def define(name: str, has_residual: bool = True) -> Callable[[Call], tuple[Tenso
         out, lse, *_ = forward_op(*call, _needs_backward(call))
         return out, lse
 
-    return rel_attention
+    return rel_attention if register_autograd is not None else _eager(rel_attention, forward_op, differentiate)
+
+
+def _eager(rel_attention, forward_op, differentiate) -> Callable[[Call], tuple[Tensor, Tensor]]:
+    """`rel_attention` with its gradients wired up by an autograd.Function outside of compilers."""
+
+    class RelAttention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            with below_autograd():
+                outputs = forward_op(*inputs)
+            _setup_context(ctx, inputs, outputs)
+            return outputs
+
+        backward = staticmethod(differentiate)
+
+    def eager(call: Call) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return rel_attention(call)
+        if _needs_backward(call):
+            out, lse, *_ = RelAttention.apply(*call, True)
+        else:
+            with below_autograd():
+                out, lse, *_ = forward_op(*call, False)
+        return out, lse
+
+    return eager
 
 
 def _needs_backward(inputs: Call) -> bool:

@@ -30,9 +30,12 @@ _DTYPES = {"float": "float32", "Half": "float16", "BFloat16": "bfloat16"}
 
 @functools.cache
 def _threads() -> dict[tuple[str, str, int], int]:
-    from xlnet_kernels import _C
+    from xlnet_kernels import _extension
 
-    return {(sizes["kernel"], sizes["dtype"], sizes["head_dim"]): sizes["threads"] for sizes in _C.cuda_kernels()}
+    return {
+        (sizes["kernel"], sizes["dtype"], sizes["head_dim"]): sizes["threads"]
+        for sizes in _extension.module.cuda_kernels()
+    }
 
 
 class Kernel(NamedTuple):

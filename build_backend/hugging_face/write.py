@@ -5,13 +5,19 @@
 
     build.toml flake.nix CARD.md LICENSE
     csrc/                                  the C++ and CUDA sources
-    torch-ext/torch_binding.cpp            what csrc/module.cpp is to the package
+    torch-ext/torch_binding.cpp            the Python module that loads the operators
     torch-ext/xlnet_kernels/               the operator, its backends and modules; in python/, beside this file, is
                                            what differs from the package's
-    build/torch213-cxx11-cpu-x86_64-linux/ what --build makes; `kernels.get_local_kernel(FOLDER)` loads it
+    build/torch-stable-abi210-cpu-x86_64-linux/
+                                           what --build makes, for torch 2.10 and later; `kernels.get_local_kernel(
+                                           FOLDER)` loads it
 
 Operators are registered under the name of the extension, which differs from build to build, so that several versions
 can be loaded at once. `_ops.py` is kernel-builder's, and for --build the one made here.
+
+The sources know torch by its stable interface alone, so that one variant for each CUDA version serves every torch from
+that of `[torch.stable-abi]` on. `kernel-builder upload` goes to `repo-id`; `kernels.get_kernel` loads repositories of
+publishers that Hugging Face trusts, and others with trust_remote_code=True alone.
 """
 
 from __future__ import annotations
@@ -37,8 +43,11 @@ VERSION = 0  # by their convention: not yet stable
 # What needs more than torch and the standard library, or is of the package alone
 LEFT_OUT = ("model", "pretraining", "integrations", "info.py", "tensor_parallel.py", "_parallel_styles.py", "_ops.py")
 LEFT_OUT += ("__main__.py", "_library_file.py", "_sources.py", "py.typed", "_build_info.json")
+REPOSITORY = "xlnet-kernels/xlnet-kernels"  # on the Hub; nothing is published there
+STABLE = ".".join(map(str, decide.MIN_TORCH))
+TARGET = (f"-DTORCH_TARGET_VERSION={decide.target_version()}",)  # kernel-builder's own for `[torch.stable-abi]`
 NAMESPACE = "#define XLNET_KERNELS_NAMESPACE "
-CXX_FLAGS = ("-O3", "-fopenmp", "-Wno-psabi")
+CXX_FLAGS = ("-O3", "-Wno-psabi")
 # kernel-builder's GCC knows the instructions, elsewhere than on x86-64 x86.cpp is empty; --build asks the compiler
 BFLOAT16_FLAG = f"-D{decide.BFLOAT16_MACRO}=1"
 OPS = """import torch
@@ -54,10 +63,10 @@ def add_op_namespace_prefix(op_name):
 
 
 def write_sources(folder: Path) -> None:
-    shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("module.cpp", "fast_path.*"))
-    header = folder / "csrc" / "call.h"
+    shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("fast_path"))
+    header = folder / "csrc" / "inputs.h"
     text = header.read_text()
-    assert text.count(f"{NAMESPACE}{NAME}\n") == 1, "csrc/call.h no longer names the operators' namespace"
+    assert text.count(f"{NAMESPACE}{NAME}\n") == 1, "csrc/inputs.h no longer names the operators' namespace"
     header.write_text(text.replace(f"{NAMESPACE}{NAME}\n", f"{NAMESPACE}TORCH_EXTENSION_NAME\n"))
     package = folder / "torch-ext" / NAME
     binary = shutil.ignore_patterns("__pycache__", "*.so", *LEFT_OUT)
@@ -75,12 +84,15 @@ def sources(folder: Path, *patterns: str) -> list[str]:
 
 def build_toml(folder: Path) -> str:
     """The CUDA extension serves CPU tensors too, so it has the sources of both."""
-    cpu = sources(folder, "csrc/*.cpp", "csrc/*.h", "csrc/cpu/**/*.*", "csrc/cuda/kernels.h", "csrc/cuda/tile_sizes.h")
+    of_cuda = [f"csrc/cuda/{name}.h" for name in ("heuristics", "kernels", "tile_sizes")]
+    cpu = sources(folder, "csrc/*.cpp", "csrc/*.h", "csrc/stable/*.*", "csrc/cpu/**/*.*", *of_cuda)
     cuda = sources(folder, "csrc/cuda/**/*.*")
     parts = {"cpu": cpu, "cuda": sorted({*cpu, *cuda})}
     lines = ["[general]", f'name = "{NAME.replace("_", "-")}"', f"version = {VERSION}", "edition = 5"]
     lines += ['license = "apache-2.0"', f"backends = {json.dumps([*parts])}", ""]
-    lines += ["[torch]", 'src = ["torch-ext/torch_binding.cpp"]', 'include = ["csrc"]', 'minver = "2.6"']
+    lines += ["[general.hub]", f'repo-id = "{REPOSITORY}"', ""]
+    lines += ["[torch]", 'src = ["torch-ext/torch_binding.cpp"]', 'include = ["csrc"]']
+    lines += ["", "[torch.stable-abi]", *(f'{backend} = "{STABLE}"' for backend in parts)]
     for backend, files in parts.items():
         lines += ["", f"[kernel.{NAME}_{backend}]", f'backend = "{backend}"', 'depends = ["torch"]']
         lines += ['include = ["csrc", "csrc/cuda"]', f"cxx-flags = {json.dumps([*CXX_FLAGS, BFLOAT16_FLAG])}"]
@@ -92,13 +104,12 @@ def build_toml(folder: Path) -> str:
 
 def build(folder: Path) -> Path:
     """Compiles the CPU's variant with the torch that is here; returns its folder."""
-    import torch
     from torch.utils import cpp_extension
 
     digest = runpy.run_path(str(ROOT / NAME / "_sources.py"))["digest"]
     unique = hashlib.sha256((digest(folder / "csrc") + digest(folder / "torch-ext")).encode()).hexdigest()[:7]
     name = f"_{NAME}_cpu_{unique}"
-    files = ["torch-ext/torch_binding.cpp", *sources(folder, "csrc/*.cpp", "csrc/cpu/**/*.cpp")]
+    files = ["torch-ext/torch_binding.cpp", *sources(folder, "csrc/*.cpp", "csrc/stable/*.cpp", "csrc/cpu/**/*.cpp")]
     bfloat16 = [BFLOAT16_FLAG] if decide.bfloat16_decision(folder / "csrc/cpu/bfloat16/x86.cpp").build else []
     objects = folder / "build-objects"
     objects.mkdir(exist_ok=True)
@@ -106,13 +117,12 @@ def build(folder: Path) -> Path:
         name,
         [str(folder / file) for file in files],
         extra_include_paths=[str(folder / "csrc")],
-        extra_cflags=[*CXX_FLAGS, *bfloat16, "-DPy_LIMITED_API=0x03090000", "-DCPU_KERNEL"],
+        extra_cflags=[*CXX_FLAGS, *bfloat16, *TARGET, "-DPy_LIMITED_API=0x03090000", "-DCPU_KERNEL"],
         build_directory=str(objects),
         is_python_module=False,
         verbose=True,
     )
-    version = "".join(torch.__version__.split(".")[:2])
-    variant = folder / "build" / f"torch{version}-cxx11-cpu-{platform.machine()}-{sys.platform}"
+    variant = folder / "build" / f"torch-stable-abi{STABLE.replace('.', '')}-cpu-{platform.machine()}-{sys.platform}"
     shutil.rmtree(variant, ignore_errors=True)
     shutil.copytree(folder / "torch-ext" / NAME, variant)
     shutil.copy(objects / f"{name}.so", variant / f"{name}.abi3.so")

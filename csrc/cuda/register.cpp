@@ -1,17 +1,15 @@
 // The operator on CUDA tensors: tensors -> argument structs -> kernels.
 
-#include <ATen/Context.h>
-#include <torch/library.h>
-#include <torch/version.h>
-#include <torch_device.h>
+#include <torch_device.h>  // first, because it says for which device torch's interface is wanted
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "../call.h"
+#include "../stable/operator.h"
 #include "kernels.h"
 
 namespace xlnet_kernels::cuda {
@@ -26,7 +24,7 @@ Tensor aligned(const Tensor& t) {
                     t.stride(-2) <= INT32_MAX &&
                     std::all_of(strides.begin(), strides.end() - 1, [&](int64_t s) { return s % chunk == 0; });
   if (fits) return t;
-  return at::constant_pad_nd(t.contiguous(), {0, (chunk - width % chunk) % chunk});
+  return padded(t, (chunk - width % chunk) % chunk);
 }
 OptionalTensor aligned(const OptionalTensor& t) { return t ? OptionalTensor(aligned(*t)) : t; }
 Inputs aligned(Inputs inputs) {
@@ -34,19 +32,6 @@ Inputs aligned(Inputs inputs) {
   DIFFERENTIABLE_INPUTS(ALIGN, )
 #undef ALIGN
   return inputs;
-}
-
-// Whether torch may use TF32 in products. Where a user has set the newer of torch's two interfaces, asking the older
-// one raises an error.
-bool allows_tf32() {
-  const auto& context = at::globalContext();
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 10
-  return context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
-#elif TORCH_VERSION_MINOR == 9
-  return context.float32Precision("cuda", "matmul") == "tf32";
-#else
-  return context.allowTF32CuBLAS();
-#endif
 }
 
 // Device memory for a call's workspace, all in one piece: `add` says what is wanted, `allocate` sets the pointers.
@@ -66,7 +51,7 @@ class Arena {
     zero_bytes += padded(wanted.front().bytes);
   }
   Tensor allocate(const Tensor& like) {
-    const Tensor memory = at::empty({size}, like.options().dtype(at::kByte));
+    const Tensor memory = empty(Sizes{size}, UINT8, like);
     char* next = static_cast<char*>(memory.data_ptr());
     zeros = {next, zero_bytes / 16};
     announce_array(next, zero_bytes);
@@ -100,7 +85,7 @@ struct DeviceCall {
     PreparedCall prepared = prepare(inputs);
     call.p = prepared.p;
     kept = std::move(prepared.kept);
-    call.tf32 = inputs.query.scalar_type() == at::kFloat && allows_tf32();
+    call.tf32 = inputs.query.scalar_type() == FLOAT32 && inputs.float32_precision == TF32;
     call.shared_rel_key = inputs.rel_key.dim() == 3;
     call.rel_bias_rows = call.p.rel_len + 2 * REL_MARGIN;
     call.mask_heads = call.p.mask.stride[1] ? int(call.p.heads) : 1;
@@ -133,13 +118,13 @@ struct DeviceCall {
   }
 };
 
-void check_ran(const std::string& error) { TORCH_CHECK(error.empty(), error); }
+void check_ran(const std::string& error) { CHECK(error.empty(), error); }
 
 // `padded`'s first columns, (B, H, rows, D), laid out as projections want them
 Tensor narrowed(const Tensor& padded, const Tensor& like) {
   if (padded.size(-1) == like.size(-1) && padded.scalar_type() == like.scalar_type()) return padded;
   Tensor result = empty_rows_first(like, like.scalar_type());
-  result.copy_(padded.narrow(-1, 0, like.size(-1)));
+  copy_columns(result, padded);
   return result;
 }
 
@@ -156,14 +141,15 @@ void add_splits(Call& call, Arena& arena) {
   arena.add(&call.workspace.split_rows, SPLIT_VALUES * rows);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rel_attention(INPUTS, bool needs_backward) {
-  const DeviceGuard guard(query.device());
-  const Inputs inputs{INPUT_NAMES};
+Outputs rel_attention(const Inputs& inputs, bool needs_backward) {
+  const Tensor& query = inputs.query;
+  const DeviceGuard guard(query.device().index);
   if (is_empty(inputs)) {
-    const Outputs outputs(query, needs_backward);
-    for (const Tensor& zeros : {outputs.out, outputs.out_residual, outputs.row_max, outputs.row_sum}) zeros.zero_();
+    Outputs outputs(query, needs_backward);
+    for (const Tensor* zeros : {&outputs.out, &outputs.out_residual, &outputs.row_max, &outputs.row_sum})
+      zeros->zero_();
     outputs.lse.fill_(-INFINITY);
-    return outputs.list();
+    return outputs;
   }
   DeviceCall device(inputs);
   Arena arena;
@@ -176,12 +162,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rel_attention(INPUTS, bool ne
   check_ran(cuda::forward(device.call, current_stream()));
   outputs.out = narrowed(outputs.out, query);
   if (outputs.out_residual.numel() > 0) outputs.out_residual = narrowed(outputs.out_residual, query);
-  return outputs.list();
+  return outputs;
 }
 
 // Where nothing is attended to
 InputGradients zero_gradients(const Inputs& inputs) {
-  const auto zeros = [](const OptionalTensor& t) { return t ? at::zeros(t->sizes(), t->options()) : Tensor(); };
+  const auto zeros = [](const OptionalTensor& t) { return t ? empty_like(*t).zero_() : Tensor(); };
   const auto rows = [](const OptionalTensor& t) {
     return t ? empty_rows_first(*t, t->scalar_type()).zero_() : Tensor();
   };
@@ -199,7 +185,7 @@ void give_outputs(const OutputGradients& from, DeviceCall& device, Gradients& g)
   p.row_max = device.keep(from.row_max.contiguous()).data_ptr();
   p.row_sum = device.keep(from.row_sum.contiguous()).data_ptr();
   g.out = strided(device.keep(aligned(from.grad_out.to(device.inputs.query.scalar_type()))));
-  if (from.grad_lse) g.lse = device.keep(from.grad_lse->to(at::kFloat).contiguous()).data_ptr<float>();
+  if (from.grad_lse) g.lse = device.keep(from.grad_lse->to(FLOAT32).contiguous()).data_ptr<float>();
 }
 
 void add_sums(const DeviceCall& device, const Needs& needs, Arena& arena, Gradients& g) {
@@ -261,10 +247,10 @@ InputGradients gradients(const Inputs& in, const OutputGradients& from, const Ne
   InputGradients grad;
   g.width = in.query.size(-1);
   if (needs.query) g.query = strided(grad.query = empty_rows_first(in.query, in.query.scalar_type()));
-  if (needs.rel_key) g.rel_key = strided(grad.rel_key = at::empty(in.rel_key.sizes(), in.rel_key.options()));
+  if (needs.rel_key) g.rel_key = strided(grad.rel_key = empty_like(in.rel_key));
   const auto small = [](bool need, const OptionalTensor& input, Tensor& gradient) -> void* {
     if (!need || !input) return nullptr;
-    gradient = at::empty(input->sizes(), input->options());
+    gradient = empty_like(*input);
     return gradient.data_ptr();
   };
   g.content_bias = small(needs.content_bias, in.content_bias, grad.content_bias);
@@ -282,21 +268,18 @@ InputGradients gradients(const Inputs& in, const OutputGradients& from, const Ne
   return grad;
 }
 
-std::vector<Tensor> rel_attention_backward(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& out,
-                                           const Tensor& out_residual, const Tensor& row_max, const Tensor& row_sum,
-                                           NeedsInOrder needs_in_order, INPUTS) {
-  const DeviceGuard guard(query.device());
-  const Inputs inputs{INPUT_NAMES};
-  const Needs needs = by_name(needs_in_order);
-  const OutputGradients from{grad_out, grad_lse, out, out_residual, row_max, row_sum};
-  const InputGradients grad = is_empty(inputs) ? zero_gradients(inputs) : gradients(inputs, from, needs);
-  return grad.list(inputs, needs);
+InputGradients rel_attention_backward(const Inputs& inputs, const OutputGradients& outputs, const Needs& needs) {
+  const DeviceGuard guard(inputs.query.device().index);
+  return is_empty(inputs) ? zero_gradients(inputs) : gradients(inputs, outputs, needs);
 }
 
 }  // namespace
+
+Entry entry() { return {direct::forward<rel_attention>, direct::backward<rel_attention_backward>}; }
+
 }  // namespace xlnet_kernels::cuda
 
-TORCH_LIBRARY_IMPL(XLNET_KERNELS_NAMESPACE, XLNET_KERNELS_DISPATCH_KEY, m) {
-  m.impl(XLNET_KERNELS_OPERATOR, xlnet_kernels::cuda::rel_attention);
-  m.impl(XLNET_KERNELS_OPERATOR "_backward", xlnet_kernels::cuda::rel_attention_backward);
+STABLE_TORCH_LIBRARY_IMPL(XLNET_KERNELS_NAMESPACE, XLNET_KERNELS_DISPATCH_KEY, library) {
+  using namespace xlnet_kernels;
+  add_operators<cuda::rel_attention, cuda::rel_attention_backward>(library, XLNET_KERNELS_OPERATOR);
 }

@@ -1,8 +1,14 @@
 // What register.cpp needs to know of the device; benchmarks/lib/simt/torch_device.h says the same of the host.
 #pragma once
 
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
+#ifndef USE_CUDA
+#define USE_CUDA  // because torch's interface has its streams of CUDA for those alone who ask so
+#endif
+
+#include <cuda_runtime_api.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include "../stable/tensor.h"
 
 #define XLNET_KERNELS_DISPATCH_KEY CUDA
 #define XLNET_KERNELS_OPERATOR "rel_attention"
@@ -10,14 +16,20 @@
 namespace xlnet_kernels::cuda {
 
 using Stream = cudaStream_t;
-using DeviceGuard = c10::cuda::CUDAGuard;
+using DeviceGuard = torch::stable::accelerator::DeviceGuard;
 
 inline void announce_array(void*, int64_t) {}  // for what checks addresses: benchmarks/lib/machine/cuda
-inline Stream current_stream() { return c10::cuda::getCurrentCUDAStream(); }
+inline int current_device() { return torch::stable::accelerator::getCurrentDeviceIndex(); }
+inline Stream current_stream() {
+  void* stream;
+  CHECK(aoti_torch_get_current_cuda_stream(current_device(), &stream) == TORCH_SUCCESS, "torch has no CUDA stream");
+  return static_cast<Stream>(stream);
+}
 inline int tiles_worth_a_block() { return 4; }  // of keys; as many copies as a block's first window of rel_key takes
 inline int processors() {
   int count = 0;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, c10::cuda::current_device()));
+  const cudaError_t error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, current_device());
+  CHECK(error == cudaSuccess, cudaGetErrorString(error));
   return count;
 }
 

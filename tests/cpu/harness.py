@@ -122,7 +122,7 @@ def _record(tensor: Tensor | None) -> bytes:
 
 def _inputs(inputs: Sequence) -> tuple[bytes, list[Tensor | None]]:
     """What csrc/call.cpp makes of the operator's arguments."""
-    *tensors, max_distance, dropout_p, scale, _deterministic = inputs
+    *tensors, max_distance, dropout_p, scale, _deterministic, _float32_precision = inputs
     named = dict(zip(ops.INPUT_NAMES, tensors, strict=True))
     query, key, rel_key = named["query"], named["key"], named["rel_key"]
     mem_len = 0 if named["memory_key"] is None else named["memory_key"].shape[2]

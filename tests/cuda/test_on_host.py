@@ -128,7 +128,7 @@ def test_rows_further_apart_than_32_bits_can_say_are_copied():
 def test_head_widths_beyond_the_compiled_ones_are_refused_by_the_kernels_too():
     problem = make(1, 1, 5, width=136)
     query, key, value, rel_key = (problem.leaves[name] for name in ("query", "key", "value", "rel_key"))
-    arguments = [query, key, value, rel_key, *[None] * 16, 10, 0.0, 1.0, True, False]
+    arguments = [query, key, value, rel_key, *[None] * 16, 10, 0.0, 1.0, True, 0, False]
     on_host.library()
     with pytest.raises(RuntimeError, match="head_dim up to 128, got 136"):
         torch.ops.xlnet_kernels.rel_attention_simt(*arguments)

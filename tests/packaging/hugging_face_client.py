@@ -23,6 +23,7 @@ def check_files(folder: Path) -> str:
     """build.toml, metadata.json with its digests, the extension's ABI; returns the kernel's name in this process."""
     assert [str(backend) for backend in Build.open(folder).general.backends] == ["cpu", "cuda"]
     (variant,) = (folder / "build").iterdir()
+    assert variant.name.startswith("torch-stable-abi210-cpu-")
     facts = Metadata.read_from_file(variant / "metadata.json")
     facts.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
     (extension,) = variant.glob("*.abi3.so")

@@ -142,7 +142,6 @@ def test_compiler_is_what_a_shell_takes(tmp_path, cxx, words):
     wanted = words and [word.format(folder) for word in words]
     assert decide.find_compiler(environ)[1] == wanted
     assert decide.extension_decision(environ, "linux").build == (wanted is not None)
-    assert decide.openmp_flags(environ, "linux") == (["-fopenmp"] if wanted else [])
 
 
 @pytest.mark.parametrize(
@@ -155,41 +154,35 @@ def test_nvcc_gets_a_program_as_its_host_compiler(cc, flags):
 
 
 @pytest.mark.parametrize(
-    ("says", "platform", "flags"),
-    [
-        ("g++ (Debian 12.2.0-14) 12.2.0", "linux", ["-fopenmp"]),
-        ("Debian clang version 14.0.6", "linux", []),
-        ("Apple clang version 15.0.0", "darwin", []),
-        ("g++-14 (Homebrew GCC 14.2.0) 14.2.0", "darwin", []),
-    ],
-)
-def test_openmp_flags(tmp_path, says, platform, flags):
-    compiler = tmp_path / "my-compiler"
-    compiler.write_text(f"#!/bin/sh\necho '{says}'\n")
-    compiler.chmod(0o755)
-    assert decide.openmp_flags({"CXX": str(compiler), "PATH": str(tmp_path)}, platform) == flags
-
-
-@pytest.mark.parametrize(
     ("version", "usable"),
-    [("2.6.0", True), ("2.13.0+cpu", True), ("3.0.0a0", True), ("2.5.1", False), ("1.13.1", False), (None, False)],
+    [("2.10.0", True), ("2.13.0+cpu", True), ("3.0.0a0", True), ("2.9.1", False), ("1.13.1", False), (None, False)],
 )
-def test_torch_is_asked_for_only_when_needed(monkeypatch, version, usable):
+def test_torch_is_asked_for_only_where_there_is_none(monkeypatch, tmp_path, version, usable):
+    """One that is too old stays: the library would be compiled for another, which this one could not load."""
+    program(tmp_path / "c++")
     assert decide.torch_is_usable(version) is usable
     monkeypatch.setattr(backend, "torch_version", lambda: version)
     monkeypatch.setattr(backend, "extension_decision", lambda: decide.Decision(True, "test"))
-    needed = [] if usable else ["torch>=2.6"]
+    needed = [] if version else ["torch>=2.10"]
     assert backend.get_requires_for_build_wheel() == backend.get_requires_for_build_editable() == needed
     assert backend.get_requires_for_build_sdist() == []
     monkeypatch.setattr(backend, "extension_decision", lambda: decide.Decision(False, "test"))
     assert backend.get_requires_for_build_wheel() == backend.get_requires_for_build_editable() == []
+    decision = decide.extension_decision({"PATH": str(tmp_path)}, "linux", version)
+    assert decision.build is (usable or version is None)
+    if not decision.build:
+        assert decision.reason == f'compiled kernels need torch>=2.10, found {version}: backend "torch" serves'
 
 
-def test_requirement_is_the_same_everywhere():
-    assert (
-        f'dependencies = ["{decide.TORCH_REQUIREMENT}", "numpy", "safetensors"]'
-        in (ROOT / "pyproject.toml").read_text()
-    )
+def test_versions_are_the_same_everywhere():
+    assert decide.MIN_TORCH == _extension.MIN_TORCH
+    assert int(decide.target_version(), 16) == (2 << 56) + (10 << 48)
+
+
+@pytest.mark.parametrize(("value", "built"), [("", True), ("1", True), ("0", False), ("no", True)])
+def test_fast_path_is_left_out_where_that_is_asked_for(value, built):
+    decision = decide.fast_path_decision({"XLNET_KERNELS_FAST_PATH": value})
+    assert decision.build is built and ("neither 0 nor 1" in decision.reason) == (value == "no")
 
 
 def test_environment_is_added_behind_the_isolated_packages(monkeypatch, tmp_path):
@@ -220,11 +213,11 @@ def test_mismatch(built_for, have, fits):
         ({"extension": "yes, because of a test", "torch": "2.13.0"}, "missing, although it was built"),
     ],
 )
-def test_reason_for_a_missing_extension(monkeypatch, record, reason):
-    monkeypatch.setattr(_extension.importlib.util, "find_spec", lambda name: None)
+def test_reason_for_a_missing_library(monkeypatch, tmp_path, record, reason):
+    monkeypatch.setattr(_extension, "HERE", tmp_path)
     monkeypatch.setattr(_extension, "find_installed", lambda: None)
-    spec, told = _extension.find(record)
-    assert spec is None and reason in told
+    file, told = _extension.find(record)
+    assert file is None and reason in told
 
 
 def test_build_record_survives_a_broken_file(tmp_path):

@@ -50,7 +50,7 @@ def test_headers_of_the_cpu(compiler, name, tmp_path):
     for number, header in enumerate(CPU):
         source = tmp_path / f"{number}_{header.stem}.cpp"
         source.write_text(text.replace('"instance.h"', f'"{header}"'))
-    # C++17: torch 2.6 compiles as such, and Clang takes some of C++20 there only from version 16 on
+    # C++17: torch 2.10 compiles as such, and Clang takes some of C++20 there only from version 16 on
     assert_compile(compiler, tmp_path.glob("*.cpp"), "-std=c++17", f"-I{CSRC / 'cpu'}")
 
 
@@ -60,7 +60,11 @@ def test_headers_of_torch():
 
     folders = [*cpp_extension.include_paths(), sysconfig.get_path("include")]
     flags = [flag for folder in folders for flag in ("-isystem", folder)]
-    assert_compile(simt_build.COMPILER, CSRC.glob("*.h"), "-std=c++20", *flags)
+    stable = [*CSRC.glob("*.h"), *CSRC.glob("stable/*.h")]
+    assert_compile(
+        simt_build.COMPILER, stable, "-std=c++20", f"-DTORCH_TARGET_VERSION={simt_build.target_version()}", *flags
+    )
+    assert_compile(simt_build.COMPILER, CSRC.glob("fast_path/*.h"), "-std=c++20", *flags)
 
 
 @needs_compiler

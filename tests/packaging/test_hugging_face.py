@@ -49,8 +49,12 @@ def test_build_file_names_every_source(repository):
     assert settings["general"]["edition"] == 5 and settings["general"]["name"] == "xlnet-kernels"
     parts = {part["backend"]: part["src"] for part in settings["kernel"].values()}
     there = {path.relative_to(repository).as_posix() for path in (repository / "csrc").rglob("*") if path.is_file()}
-    assert set(parts["cuda"]) == there and set(parts["cpu"]) < there and "csrc/module.cpp" not in there
+    assert (
+        set(parts["cuda"]) == there and set(parts["cpu"]) < there and not (repository / "csrc" / "fast_path").exists()
+    )
     assert all((repository / file).is_file() for file in settings["torch"]["src"])
+    assert settings["torch"]["stable-abi"] == {"cpu": "2.10", "cuda": "2.10"}  # as setup.py has it for the package
+    assert "/" in settings["general"]["hub"]["repo-id"] and "minver" not in settings["torch"]
 
 
 def test_the_cpu_has_every_source_that_setup_py_compiles(repository):
@@ -60,8 +64,7 @@ def test_the_cpu_has_every_source_that_setup_py_compiles(repository):
     wanted = {path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)}
     part = tomllib.loads((repository / "build.toml").read_text())["kernel"]["xlnet_kernels_cpu"]
     compiled = {file for file in part["src"] if file.endswith(".cpp")}
-    of_python = {"csrc/module.cpp", "csrc/fast_path.cpp"}
-    assert compiled == wanted - of_python and "csrc/cpu/bfloat16/x86.cpp" in compiled
+    assert compiled == wanted and "csrc/cpu/bfloat16/x86.cpp" in compiled
     headers = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc" / "cpu").rglob("*.h")}
     assert headers <= set(part["src"]) and "-DXLNET_KERNELS_BFLOAT16_INSTRUCTIONS=1" in part["cxx-flags"]
 
@@ -69,22 +72,16 @@ def test_the_cpu_has_every_source_that_setup_py_compiles(repository):
 def test_namespace_is_that_of_the_build(repository):
     text = "\n".join(path.read_text() for path in (repository / "csrc").rglob("*.*"))
     assert re.findall(r"define XLNET_KERNELS_NAMESPACE (\w+)", text) == ["TORCH_EXTENSION_NAME"]
-    assert not re.findall(r"TORCH_LIBRARY\w*\(xlnet_kernels", text)
+    assert not re.findall(r"TORCH_LIBRARY\w*\(xlnet_kernels", text) and "<ATen/" not in text
     for path in (repository / "torch-ext").rglob("*.py"):
         assert not re.search(r"torch\.ops\.xlnet_kernels|\"xlnet_kernels::", path.read_text()), path
 
 
-def test_the_extension_has_what_the_package_asks_of_it(repository):
-    """But for what is asked by getattr, which may be absent."""
-    package = repository / "torch-ext" / "xlnet_kernels"
-    users = [path for path in package.rglob("*.py") if re.search(r"import .*_extension", path.read_text())]
-    names = {name for path in users for name in re.findall(r"\bmodule\.(\w+)", path.read_text())}
-    names |= set(re.findall(r"\bextension\.(\w+)", (package / "_environment.py").read_text()))
-    text = (package / "_extension.py").read_text()
-    assert {"cpu_instruction_set", "cuda_version"} <= names <= set(re.findall(r"^    (\w+)=", text, re.MULTILINE))
-    binding = (repository / "torch-ext" / "torch_binding.cpp").read_text()
-    asked, offered = re.findall(r"\bops\.(\w+)", text), re.findall(r'library\.def\("(\w+)', binding)
-    assert set(asked) == set(offered)
+def test_the_library_has_what_the_package_asks_of_it(repository):
+    """_compiled.py of the package reads the operators of csrc/stable/facts.cpp, both of which are in the repository."""
+    asked = (repository / "torch-ext" / "xlnet_kernels" / "_compiled.py").read_text()
+    offered = (repository / "csrc" / "stable" / "facts.cpp").read_text()
+    assert set(re.findall(r"\bops\.(\w+)", asked)) == set(re.findall(r'\.def\("(\w+)', offered))
 
 
 def test_layers_are_pure():

@@ -8,12 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 import torch
 
-import xlnet_kernels as xk
 from tests import ROOT
 from xlnet_kernels import _extension
 from xlnet_kernels._sources import digest
@@ -24,8 +24,8 @@ from xlnet_kernels import _extension
 print(xk.__file__, _extension.module and _extension.module.__file__, xk.backends()["cpu"], sep="\\n")
 """
 WARNING = "RuntimeWarning: xlnet_kernels runs without its C++ and CUDA kernels: "
-OWN = Path(xk.__file__).parent
-PYTHON_ONLY = shutil.ignore_patterns("_C.*", "_build_info.json", "__pycache__")
+OWN_FAST_PATH = f"_fast_path{EXTENSION_SUFFIXES[0]}"
+PYTHON_ONLY = shutil.ignore_patterns("*.so", "_build_info.json", "__pycache__")
 
 
 def start(tree: Path, installed: Path, command: str = SAY, *, arguments=()) -> subprocess.CompletedProcess:
@@ -71,7 +71,7 @@ def test_source_tree_takes_the_installed_extension(tree, installed):
 def test_source_tree_says_what_to_do(tree, installed, change):
     wanted = "this source tree was never built (pip install -e .)"
     if change == "sources":
-        (tree / "csrc" / "module.cpp").write_text("// of a later commit")
+        (tree / "csrc" / "call.cpp").write_text("// of a later commit")
         wanted += f"; the one in {installed / 'xlnet_kernels'} was built from other sources"
     elif change == "version":
         (installed / "xlnet_kernels" / "_version.py").write_text('__version__ = "0.0.1"')
@@ -82,22 +82,23 @@ def test_source_tree_says_what_to_do(tree, installed, change):
     assert "never built" in done.stdout
 
 
+OLD_TORCH = "import torch; torch.__version__ = '2.9.1'\n"
+
+
 @pytest.mark.parametrize("broken", ["torch", "file", "left out"])
-def test_extension_that_cannot_be_loaded_is_a_warning(tree, installed, broken, tmp_path):
-    """Which is there after `pip install` has built against a torch that another one has replaced since."""
+def test_library_that_cannot_be_loaded_is_a_warning(tree, installed, broken, tmp_path):
     folder = installed / "xlnet_kernels"
     record = json.loads((folder / "_build_info.json").read_text())
-    if broken == "torch":
-        (folder / "_build_info.json").write_text(json.dumps(record | {"torch": "1.13.1"}))
-    else:
+    if broken != "torch":
         (folder / Path(_extension.module.__file__).name).unlink()
         if broken == "file":
             (folder / Path(_extension.module.__file__).name).write_bytes(b"not a library")
         else:
             (folder / "_build_info.json").write_text(json.dumps(record | {"extension": "no, because of a test"}))
-    done = start(tmp_path, installed)
+    done = start(tmp_path, installed, (OLD_TORCH if broken == "torch" else "") + SAY)
     file = "is no library of this platform" if sys.platform == "linux" else "does not load"
-    texts = {"torch": "built for torch 1.13.1, you have", "file": file, "left out": "because of a test"}
+    old = 'compiled kernels need torch 2.10 or later, you have 2.9.1: backend "torch" serves'
+    texts = {"torch": old, "file": file, "left out": "because of a test"}
     text = texts[broken]
     assert done.returncode == 0 and text in done.stdout
     assert (WARNING in done.stderr and text in done.stderr) or broken == "left out" and done.stderr == ""
@@ -117,21 +118,22 @@ BREAK = {  # what becomes of the library's bytes, and what is said of the file
     ),
     "no libgomp": (
         lambda code: code.replace(b"libgcc_s.so.1\0", b"libgomp.so.77\0"),
-        r" does not load \(built for torch .*\): it needs libgomp.so.77, which this system has not got "
+        r" does not load \(built with torch .*\): it needs libgomp.so.77, which this system has not got "
         r"\(Debian, Ubuntu: apt-get install libgomp1\)$",
     ),
     "another ABI": (
-        lambda code: re.sub(rb"\0_ZNK?2at([^\0]+)[^\0]\0", rb"\0_ZN2xt\1_\0", code, count=1),
+        lambda code: code.replace(b"\0torch_library_impl\0", b"\0torch_library_impX\0"),
         r" does not load .*: it was built for another torch or Python \(undefined symbol: \w+\): install",
     ),
-    "no module": (
-        lambda code: code.replace(b"\0PyInit__C\0", b"\0PyInit__D\0"),
-        r" does not load .*: dynamic module does not define module export function \(PyInit__C\): install",
+    "of older sources": (
+        lambda code: code.replace(b"build_facts() -> str", b"older_facts() -> str"),
+        r" does not load .*: '_OpNamespace' 'xlnet_kernels' object has no attribute 'build_facts': install",
     ),
 }
 
 LOAD = """
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 import torch
 import xlnet_kernels as xk
@@ -158,18 +160,52 @@ def test_a_broken_library_is_named_and_the_torch_backend_serves(tree, installed,
         folders[-1].mkdir()
         (folders[-1] / file.name).write_bytes(changed)
         shutil.copy(installed / "xlnet_kernels" / "_build_info.json", folders[-1])
-    folders.append(tmp_path / "of another Python")
-    folders[-1].mkdir()
-    stranger = folders[-1] / "_C.cpython-37m-x86_64-linux-gnu.so"
-    stranger.write_bytes(code)
     shutil.rmtree(installed)
     done = start(tree, tmp_path / "nowhere", LOAD, arguments=folders)
     assert done.returncode == 0, done.stderr
     *lines, fallback = done.stdout.splitlines()
     assert fallback == "16.0 ready" and len(lines) == len(folders)
-    for folder, line, (_, wanted) in zip(folders, lines, BREAK.values(), strict=False):
+    for folder, line, (_, wanted) in zip(folders, lines, BREAK.values(), strict=True):
         assert re.match(re.escape(str(folder / file.name)) + wanted, line), line
-    assert re.match(rf"{re.escape(str(stranger))} is for another Python or platform, this one takes _C\.", lines[-1])
+
+
+FAST_PATHS = {  # the file beside the library, the torch it was built for, and what is said of it
+    "none": (None, None, r"it was not built \(it is for one Python and torch: install from source\)"),
+    "another Python": (
+        "_fast_path.cpython-37m-x86_64-linux-gnu.so",
+        None,
+        r"the one here, _fast_path.cpython-37m-x86_64-linux-gnu.so, is for another Python \(it is",
+    ),
+    "another torch": (
+        OWN_FAST_PATH,
+        "2.10.0",
+        r"it was built for torch 2.10.0, you have .*: install xlnet_kernels again from source",
+    ),
+    "broken": (
+        OWN_FAST_PATH,
+        None,
+        r"is no library of this platform|.* does not load: .*: install xlnet_kernels again",
+    ),
+}
+SAY_FAST_PATH = """
+from xlnet_kernels import _extension, fast_path
+print(_extension.module.__file__, fast_path._fast_path, _extension.fast_path_reason, sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("case", FAST_PATHS)
+def test_the_library_serves_without_a_fast_path_that_fits(tree, installed, case):
+    name, built_for, wanted = FAST_PATHS[case]
+    folder = installed / "xlnet_kernels"
+    if name:
+        (folder / name).write_bytes(b"not a library")
+    if built_for:
+        record = json.loads((folder / "_build_info.json").read_text())
+        (folder / "_build_info.json").write_text(json.dumps(record | {"torch": built_for}))
+    done = start(tree, installed, SAY_FAST_PATH)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    file, fast_path, reason = done.stdout.splitlines()
+    assert Path(file).parent == folder and fast_path == "None" and re.match(wanted, reason), reason
 
 
 def test_parts_are_imported_when_they_are_asked_for():

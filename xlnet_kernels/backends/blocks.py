@@ -39,7 +39,7 @@ class BlockedCall:
     def __init__(self, inputs) -> None:
         self.tensors = dict(zip(INPUT_NAMES, inputs, strict=False))
         check_segments_are_whole(self.tensors)
-        self.max_distance, self.dropout_p, self.scale, _ = inputs[len(INPUT_NAMES) :]
+        self.max_distance, self.dropout_p, self.scale, *_ = inputs[len(INPUT_NAMES) :]
         self.query: Tensor = self.tensors["query"]
         self.dtype = torch.promote_types(self.query.dtype, torch.float32)
         self.batch, self.heads, self.length, self.width = self.query.shape

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import _environment
-from .._checks import allows_tf32
+from .._checks import allows_tf32, float32_precision
 from .._torch import constant_for_compilers, transformed
 from ..call import Call, collect
 from ..masks import RankMask
@@ -113,6 +113,7 @@ class Problem:
             dropout_p=self.dropout_p,
             scale=self.head_dim**-0.5,
             deterministic=False,
+            float32_precision=float32_precision(query.device.type),
         )
 
     def results(self, backend: ModuleType, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
@@ -246,9 +247,9 @@ def _look(name: str, backend: ModuleType, device: torch.device, dtype: torch.dty
         if not wrong:
             return None
         reason = f"its results are wrong on this device: {'; '.join(wrong)}"
-    except torch.OutOfMemoryError:
-        raise
     except Exception as failure:  # whatever a compiler or a driver raises: the next backend may do better
+        if isinstance(failure, torch.OutOfMemoryError) or "is out of memory" in str(failure):
+            raise torch.OutOfMemoryError(str(failure)) from failure
         reason = f"it could not be compared with the reference on this device: {type(failure).__name__}: {failure}"
     reason += ". XLNET_KERNELS_SELF_CHECK=0 uses it anyway"
     warnings.warn(f'xlnet_kernels: backend "{name}" is not used, as {reason}', RuntimeWarning, stacklevel=2)

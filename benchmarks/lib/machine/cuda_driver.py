@@ -21,6 +21,8 @@ from lib.machine.triton_driver import SHARED_MEMORY, Launch, Record
 from lib.own_cache import own_cache
 from lib.simt import simt_build
 from xlnet_kernels import ops
+from xlnet_kernels._checks import float32_precision
+from xlnet_kernels.call import Call, replace
 
 HERE = Path(__file__).resolve().parent
 CSRC = simt_build.ROOT / "csrc"
@@ -40,7 +42,11 @@ _CALLBACK = ctypes.CFUNCTYPE(
 )
 
 _kernels = ops.define(_OPERATOR)  # what register.cpp implements
-rel_attention = ops.define(f"{_OPERATOR}_call")  # the same, with its inputs known to the machine
+_known = ops.define(f"{_OPERATOR}_call")  # the same, with its inputs known to the machine
+
+
+def rel_attention(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    return _known(replace(call, float32_precision=float32_precision("cuda")))
 
 
 def unavailable() -> str | None:
@@ -128,7 +134,8 @@ def library() -> ctypes.CDLL:
                         source, "-Xcicc", "-O0", "-gencode", "arch=compute_80,code=compute_80", "-c", "-o", str(partial)
                     )
         objects.append(path)
-    sources = [HERE / "cuda/runtime.cpp", *sorted((CSRC / "cuda").glob("*.cpp")), *sorted(CSRC.glob("call*.cpp"))]
+    sources = [HERE / "cuda/runtime.cpp", *sorted((CSRC / "cuda").glob("*.cpp"))]
+    sources += [CSRC / "call.cpp", CSRC / "stable" / "tensor.cpp"]
     path = _link(sources, objects)
     torch.ops.load_library(str(path))
     found = ctypes.CDLL(str(path))
@@ -142,8 +149,7 @@ def _link(sources: list[Path], objects: list[Path]) -> Path:
 
     flags = ["-std=c++20", "-O1", "-g0", "-fPIC", f"-I{HERE / 'cuda'}", f"-I{CSRC}"]
     flags += ["-DXLNET_KERNELS_LOOKS_AT_VALUES=false"]  # as on a GPU
-    flags += [flag for folder in cpp_extension.include_paths() for flag in ("-isystem", folder)]
-    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", f'-DTORCH="{torch.__version__}"']
+    flags += simt_build.of_torch()
     objects = [*objects, *(simt_build._compile(source, flags, _folder()) for source in sources)]
     key = hashlib.sha256(b"".join(path.read_bytes() for path in objects)).hexdigest()[:16]
     result = _folder() / f"{_OPERATOR}-{key}.so"
@@ -215,7 +221,6 @@ def _call(operator: str):
         host = library()
         host.machine_device(Device.record.architecture, SHARED_MEMORY[Device.record.architecture])
         host.machine_size(*Device.size)
-        host.machine_allow_tf32(int(torch.backends.cuda.matmul.allow_tf32))
         host.machine_know()
         try:
             return inner(*inputs)

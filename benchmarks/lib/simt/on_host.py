@@ -14,6 +14,8 @@ import torch
 
 from lib.simt import simt_build
 from xlnet_kernels import _extension, ops
+from xlnet_kernels._checks import float32_precision
+from xlnet_kernels.call import Call, replace
 
 NAME = "cuda-on-host"
 DEVICE = "cpu"
@@ -22,7 +24,7 @@ INTERPRETED = True
 # Not the warpgroup kernels of csrc/cuda/sm90: the machine (lib/machine) alone has wgmma.
 CSRC = simt_build.ROOT / "csrc"
 SOURCES = [path for pattern in ("*.cu", "instances/*.cu", "*.cpp") for path in (CSRC / "cuda").glob(pattern)]
-SOURCES += [CSRC / "call.cpp"]
+SOURCES += [CSRC / "call.cpp", CSRC / "stable" / "tensor.cpp"]
 FLAGS = ("-std=c++20", "-O1", "-Wno-unknown-pragmas", "-DXLNET_KERNELS_LOOKS_AT_VALUES=false")
 
 _operator = ops.define("rel_attention_simt")
@@ -47,9 +49,9 @@ def library(*extra_flags: str) -> ctypes.CDLL:
     return ctypes.CDLL(path)
 
 
-def rel_attention(*args, seed: int | None = None, **kwargs):
+def rel_attention(call: Call, seed: int | None = None):
     library().set_schedule(ctypes.c_uint64(next(_seeds) if seed is None else seed))
-    return _operator(*args, **kwargs)
+    return _operator(replace(call, float32_precision=float32_precision("cuda")))
 
 
 def install() -> None:

@@ -22,6 +22,10 @@ from lib.own_cache import own_cache
 
 SIMT = Path(__file__).resolve().parent
 ROOT = SIMT.parents[2]
+
+sys.path.insert(0, str(ROOT / "build_backend"))
+from build_decisions import target_version  # noqa: E402
+
 MACHINE = sorted(path for path in SIMT.glob("*.cpp") if path.name != "torch_memory.cpp")
 COMPILERS = [os.environ.get("CXX", ""), "c++", "g++", "clang++"] if sys.platform == "linux" else []
 COMPILER = next(filter(None, map(shutil.which, COMPILERS)), None)
@@ -37,16 +41,23 @@ def library(sources: Sequence[str | Path], name: str, extra_flags: Sequence[str]
     return _build(sources, name, [*FLAGS, *extra_flags], [])
 
 
-def extension(sources: Sequence[str | Path], name: str, extra_flags: Sequence[str] = ()) -> Path:
-    """The same for sources that include torch's headers, for torch.ops.load_library."""
+def of_torch() -> list[str]:
+    """Flags for sources that include torch's headers."""
     import torch
     from torch.utils import cpp_extension
 
     flags = [flag for folder in cpp_extension.include_paths() for flag in ("-isystem", folder)]
     flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", f'-DSIMT_TORCH="{torch.__version__}"']
+    return [*flags, f"-DTORCH_TARGET_VERSION={target_version()}"]
+
+
+def extension(sources: Sequence[str | Path], name: str, extra_flags: Sequence[str] = ()) -> Path:
+    """A library of such sources, for torch.ops.load_library."""
+    from torch.utils import cpp_extension
+
     folder = cpp_extension.TORCH_LIB_PATH
     link = [f"-L{folder}", "-lc10", "-ltorch_cpu", "-ltorch", f"-Wl,-rpath,{folder}"]
-    return _build([SIMT / "torch_memory.cpp", *sources], name, [*FLAGS, *flags, *extra_flags], link)
+    return _build([SIMT / "torch_memory.cpp", *sources], name, [*FLAGS, *of_torch(), *extra_flags], link)
 
 
 def _build(sources: Sequence[str | Path], name: str, flags: list[str], link: list[str]) -> Path:

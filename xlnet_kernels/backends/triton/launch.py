@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...call import DIFFERENTIABLE, INPUT_NAMES
+from ...call import DIFFERENTIABLE, INPUT_NAMES, PLACE
 from ...masks import HIGHEST
 from ...ops import check_segments_are_whole, rows_first
 from . import arguments as args
@@ -64,7 +64,7 @@ def backward(
 ) -> list[Tensor]:
     """The operator `rel_attention_triton_backward`."""
     call = Call(inputs, (grad_out, grad_lse, out, out_residual, row_max, row_sum, *needs))
-    known, tensors, deterministic = call.plan, call.tensors, inputs[-1]
+    known, tensors, deterministic = call.plan, call.tensors, inputs[PLACE["deterministic"]]
     query, groups = tensors["query"], known.groups
     one_pass = known.takes_one_pass and not deterministic
     rows_config, keys_config = known.config("rows"), known.config("keys")

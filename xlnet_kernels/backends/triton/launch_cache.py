@@ -149,7 +149,7 @@ def find(inputs: Sequence, others: Sequence = ()) -> Plan:
     signature = _signature(inputs, others)
     plan = plans.get(signature)
     if plan is None:
-        max_distance, dropout_p, scale = inputs[len(INPUT_NAMES) : -1]
+        max_distance, dropout_p, scale = inputs[len(INPUT_NAMES) : len(INPUT_NAMES) + 3]
         plan = Plan(dict(zip(INPUT_NAMES, inputs, strict=False)), max_distance, dropout_p, scale)
         with _inserting:
             while len(plans) >= _MOST:

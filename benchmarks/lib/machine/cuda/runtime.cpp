@@ -1,5 +1,7 @@
 // Stands in for the CUDA runtime under what nvcc compiles: launches are handed to a callback, by the kernel's name.
 // Beside it, an allocator that knows which of torch's tensors are alive.
+#undef TORCH_TARGET_VERSION  // because allocators are not part of torch's stable interface
+
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <torch_device.h>
@@ -101,7 +103,6 @@ void machine_device(int number, int shared) { architecture = number, most_shared
 void machine_size(int processors, int tiles) {
   xlnet_kernels::cuda::device_processors = processors, xlnet_kernels::cuda::device_tiles = tiles;
 }
-void machine_allow_tf32(int allowed) { xlnet_kernels::cuda::tf32 = allowed; }
 
 // Tensors that torch makes on the CPU from now on are known, until `machine_forget`.
 void machine_know() {

@@ -13,14 +13,11 @@ namespace xlnet_kernels::cuda {
 using Stream = CUstream_st*;
 
 struct DeviceGuard {
-  template <typename Device>
-  explicit DeviceGuard(const Device&) {}
+  explicit DeviceGuard(int) {}
 };
 
 // An array in a tensor of several: what is computed from its pointer may be in no other.
 void announce_array(void* start, int64_t bytes);
-
-inline bool tf32 = false;  // set through machine_allow_tf32
 
 inline Stream current_stream() { return nullptr; }
 inline int device_processors = 3;  // with few heads, several slots at work on one rel_key
@@ -28,6 +25,5 @@ inline int device_tiles = 4;       // both set through machine_size
 
 inline int processors() { return device_processors; }
 inline int tiles_worth_a_block() { return device_tiles; }
-inline bool allows_tf32() { return tf32; }
 
 }  // namespace xlnet_kernels::cuda

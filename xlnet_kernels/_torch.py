@@ -47,6 +47,11 @@ def exports_to_onnx() -> bool:
     return torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export()
 
 
+def is_free_in_onnx(size: int | torch.SymInt) -> bool:
+    """Whether torch.onnx.export is making a file in which this size is free."""
+    return not isinstance(size, int) and exports_to_onnx()
+
+
 def is_wrapped(values: Tensor) -> bool:
     """Whether a transform of torch.func has wrapped the tensor: its numbers cannot be read.
 

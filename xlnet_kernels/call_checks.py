@@ -19,7 +19,7 @@ from ._checks import (
     is_integer,
     shortened,
 )
-from ._torch import autocasts
+from ._torch import autocasts, exports_to_onnx, is_free_in_onnx
 from .call import PLACE, ROWS, TENSORS, Call, replace
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -67,7 +67,9 @@ def check(call: Call) -> Call:
     _check_all(values, _REST, sizes)
     if call.mask is not None:
         shape = tuple(sizes[axis] for axis in "BHLT")
-        values[PLACE["mask"]] = check_dense_mask(call.mask, query, sizes["T"]).expand(shape)
+        mask = check_dense_mask(call.mask, query, sizes["T"])
+        # A file of ONNX would hold the whole L x (M + K) mask of each head.
+        values[PLACE["mask"]] = mask[(None,) * (4 - mask.dim())] if exports_to_onnx() else mask.expand(shape)
     values[len(TENSORS) :] = max_distance, *_numbers(call, sizes["D"])
     if torch.jit.is_tracing():  # max_distance is a constant there: with other lengths it would make a window
         for name in ("key", "rel_key", "memory_key"):
@@ -199,6 +201,8 @@ def _check_distances(rel_key: Tensor, key_len: int, mem_len: int, max_distance: 
     """Checks the number of rel_key's rows; returns max_distance."""
     rows, farthest = rel_key.shape[-2], mem_len + key_len
     is_window = max_distance is not None
+    if isinstance(rows, int) and isinstance(max_distance, int) and is_free_in_onnx(key_len):
+        return max_distance  # a window, in a file for all lengths: some may be shorter than it is
     if max_distance is None:
         max_distance = farthest
     is_whole = rows in (max_distance + key_len, max_distance + 1) and (rows > 0 or key_len == 0)

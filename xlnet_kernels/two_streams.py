@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._checks import check_bool_mask, check_matrix, check_not_padding, check_range
-from ._torch import register
+from ._torch import exports_to_onnx, register
 from .masks import HIGHEST, LOWEST, RankMask
 
 
@@ -44,7 +44,10 @@ class RowPositions:
         position = check_matrix("RowPositions: position", self.position)
         if position.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"RowPositions: position must hold int32 or int64, got {position.dtype}")
-        ascending, row = position.sort(dim=1, stable=True)
+        if exports_to_onnx():  # ONNX has no stable sort, and the operator there needs no order
+            ascending, row = position, torch.arange(position.shape[1], device=position.device).expand_as(position)
+        else:
+            ascending, row = position.sort(dim=1, stable=True)
         object.__setattr__(self, "ascending", ascending.clamp(LOWEST, HIGHEST).int())
         object.__setattr__(self, "row", row.int())
 

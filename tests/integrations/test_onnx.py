@@ -29,11 +29,15 @@ class Call(nn.Module):
         return self.call(self.inner, *inputs)
 
 
-def assert_exports(model, inputs, dynamic_shapes=None, others=None) -> None:
+def assert_exports(model, inputs, dynamic_shapes=None, *others) -> None:
+    """The file has ONNX's own operators alone, none of them a loop, and computes what the model does."""
     program = torch.onnx.export(model, inputs, dynamo=True, dynamic_shapes=dynamic_shapes, verbose=False)
+    nodes = program.model_proto.graph.node
+    assert not program.model_proto.functions and {node.domain for node in nodes} == {""}
+    assert not {node.op_type for node in nodes} & {"Loop", "Scan", "If"}
     session = onnxruntime.InferenceSession(program.model_proto.SerializeToString())
     names = [x.name for x in session.get_inputs()]
-    for given in (inputs, others) if others else (inputs,):
+    for given in (inputs, *others):
         found = session.run(None, {name: x.numpy() for name, x in zip(names, given, strict=True)})
         wanted = model(*given)
         wanted = wanted if isinstance(wanted, tuple) else (wanted,)
@@ -84,6 +88,43 @@ def test_language_model():
 
 
 @pytest.mark.slow
+def test_memory_in_and_out():
+    """Of any length, as long as the caller keeps it."""
+    model = xk.XLNetLMHeadModel(xk.XLNetConfig(vocab_size=50, d_model=32, n_layer=2, n_head=4, d_inner=64))
+
+    def call(lm, ids, *mems):
+        found = lm(ids, mems=[*mems])
+        return found.logits, *found.mems
+
+    def inputs(batch, length, mem):
+        return torch.randint(50, (batch, length)), *(torch.randn(mem, batch, 32) for _ in range(2))
+
+    free = torch.export.Dim.AUTO
+    shapes = (({0: free, 1: free},) * 3,)
+    assert_exports(Call(model, call), inputs(2, 7, 5), shapes, inputs(3, 11, 4), inputs(2, 3, 9))
+
+
+@pytest.mark.slow
+def test_a_window_with_memory():
+    """Sequences shorter than the window, of less than a block and of several."""
+
+    def call(rel_key, query, key, value, mem, is_token):
+        mask = xk.RankMask.padding(attention_mask=is_token, mem_len=mem.shape[2])
+        memory = mem, mem + 1
+        return xk.rel_attention(query, key, value, rel_key.weight, mask=mask, memory=memory, max_distance=9)
+
+    def inputs(mem, *lengths):
+        rows = [torch.randn(len(lengths), 2, count, 8) for count in (*[max(lengths)] * 3, mem)]
+        return *rows, seen(*lengths)
+
+    table = nn.Module()
+    table.weight = nn.Parameter(torch.randn(2, 15, 8))
+    heads = {0: B, 2: L}
+    shapes = ((heads, heads, heads, {0: B, 2: torch.export.Dim("M", min=1)}, {0: B, 1: L}),)
+    assert_exports(Call(table, call), inputs(4, 7, 5), shapes, inputs(2, 6), inputs(5, 300, 64, 65))
+
+
+@pytest.mark.slow
 def test_accelerated_attention():
     """NeMo's, with a mask that a file must keep as it is."""
     with conventions.installed():
@@ -97,9 +138,11 @@ def test_accelerated_attention():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["xlnet", "parakeet", "bert"])
-def test_accelerated_transformers_models(name):
-    """With padding, on another length than the one they were exported for."""
+@pytest.mark.parametrize(
+    "name, window", [("xlnet", None), ("parakeet", None), ("bert", None), ("parakeet", (6, 3))], ids=str
+)
+def test_accelerated_transformers_models(name, window):
+    """With padding, on other lengths than the one they were exported for: with a window, shorter than it is too."""
     pytest.importorskip("transformers")
     from tests.integrations.speech_cases import build
     from tests.model.twins import theirs
@@ -107,7 +150,8 @@ def test_accelerated_transformers_models(name):
     if name == "xlnet":
         model = Call(xk.accelerate(theirs("XLNetModel", use_mems_eval=False)), lambda xlnet, *x: xlnet(*x)[0])
     else:
-        model = Call(xk.accelerate(build(name, dtype=torch.float32)), lambda encoder, *x: encoder(*x)[0])
+        model = xk.accelerate(build(name, dtype=torch.float32), window=window)
+        model = Call(model, lambda encoder, *x: encoder(*x)[0])
 
     def inputs(*lengths):
         mask = seen(*lengths)
@@ -117,12 +161,12 @@ def test_accelerated_transformers_models(name):
         return torch.randn(*mask.shape, 16 if name == "parakeet" else 32), mask
 
     free = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
-    assert_exports(model, inputs(13, 9), ((free, free),), inputs(11, 5, 11))
+    assert_exports(model, inputs(13, 9), ((free, free),), inputs(11, 5, 11), inputs(5, 2), inputs(140))
 
 
 def test_other_backends_are_refused():
     attention = xk.TwoStreamAttention(32, 4, backend="cpu")
-    with pytest.raises(Exception, match='backend="cpu" is unavailable: torch.onnx.export needs the reference'):
+    with pytest.raises(Exception, match='backend="cpu" is unavailable: torch.onnx.export needs None'):
         torch.onnx.export(Call(attention, lambda inner, h: inner(h)[0]), (torch.randn(2, 7, 32),), dynamo=True)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from .._torch import exports_to_onnx, transformed
-from . import cpu, cuda, reference, self_check, torch_blocks, triton
+from . import cpu, cuda, exported, reference, self_check, torch_blocks, triton
 
 _LOGGER = logging.getLogger("xlnet_kernels")
 _BACKENDS = {"cpu": cpu, "cuda": cuda, "triton": triton, "torch": torch_blocks, "reference": reference}  # best first
@@ -75,8 +75,8 @@ def choose(name: str | None, device_type: str, dtype: torch.dtype, head_dim: int
     if exports_to_onnx():  # which knows torch's operators alone
         check_name(name)
         if name not in (None, "reference"):
-            raise RuntimeError(f'backend="{name}" is unavailable: torch.onnx.export needs the reference')
-        return reference
+            raise RuntimeError(f'backend="{name}" is unavailable: torch.onnx.export needs None or "reference"')
+        return exported if name is None else reference
     if name is None:
         found = reference
         for name, backend in _BACKENDS.items():

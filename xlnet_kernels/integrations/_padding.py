@@ -45,6 +45,37 @@ class PaddingRow(Tensor):
         return _plain(self) & _plain(self).mT
 
 
+class TracedRow:
+    """A `PaddingRow` of flags (B, K) while torch.onnx.export traces, which cannot follow a subclass of Tensor.
+
+    It has what ParakeetEncoder and its convolutions ask of their mask.
+    """
+
+    dtype = torch.bool
+
+    def __init__(self, flags: Tensor) -> None:
+        self.flags = flags
+
+    def _same(self, *arguments: Any) -> TracedRow:
+        return self
+
+    unsqueeze = expand = transpose = __and__ = _same
+
+    def __invert__(self) -> Tensor:
+        return ~self.plain()
+
+    def int(self) -> Tensor:
+        return self.flags.int()
+
+    def plain(self) -> Tensor:
+        """(B, 1, 1, K)."""
+        return self.flags[:, None, None]
+
+    def pairs(self) -> Tensor:
+        """(B, 1, K, K), True where both the query and the key are frames."""
+        return self.plain() & self.plain().mT
+
+
 def _plain(flags: Tensor) -> Tensor:
     return flags.as_subclass(Tensor)
 
@@ -71,7 +102,7 @@ def of_keys(frames: Tensor) -> LayerMask:
 @OfLast
 def of_pairs(frames: Tensor) -> LayerMask:
     """Frames (B, K) see frames, and padding sees nothing."""
-    if frames.all():
+    if known(frames) and frames.all():
         return EVERYTHING
     ranks = RankMask.padding(attention_mask=frames)
     return LayerMask(RankMask(ranks.query_rank.masked_fill(~frames, LOWEST), ranks.key_rank), ~frames)

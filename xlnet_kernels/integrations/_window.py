@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._checks import as_python, is_integer, shortened
+from .._torch import is_free_in_onnx
 from ..functional import rel_attention
 from ..masks import RankMask
 from ..merging import merge
@@ -29,7 +31,11 @@ class Window:
 
     def rows(self, table: Tensor, keys: int) -> Tensor:
         """The rows that are read of a table (..., P, D) whose first row is for distance K - 1."""
-        return table if self.global_tokens else table[..., keys - 1 - self.left : keys + self.right, :]
+        if self.global_tokens:
+            return table
+        if is_free_in_onnx(keys):  # the sequence may be shorter than the window
+            return F.pad(table, (0, 0, self.left, self.right)).narrow(-2, keys - 1, self.left + self.right + 1)
+        return table[..., keys - 1 - self.left : keys + self.right, :]
 
     def first_distance(self, keys: int) -> int:
         """Of the first of those rows."""
@@ -69,8 +75,16 @@ def bounded(window: Window | None, length: int, keys: int) -> Window | None:
     """The window of L queries, the last of K frames, without what reaches beyond these; None where all see all.
 
     Raises:
-        ValueError: there are global tokens, and frames that are not among the queries.
+        ValueError: there are global tokens, and frames that are not among the queries; or a window that depends on the
+            length, in a file of ONNX that is for all lengths.
     """
+    if window is not None and is_free_in_onnx(keys):
+        if window.over or window.global_tokens:
+            raise ValueError(
+                f"window_over and global_tokens must be 0 where torch.onnx.export keeps lengths free, got "
+                f"window_over={window.over} and global_tokens={window.global_tokens}"
+            )
+        return window
     if torch.jit.is_tracing():  # sizes are tensors there
         length, keys = int(length), int(keys)
     if window is None or keys <= window.over or keys <= window.global_tokens:

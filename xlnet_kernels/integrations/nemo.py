@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._torch import is_free_in_onnx
 from ..dropout import in_force
 from ..masks import HIGHEST, LOWEST, RankMask
 from ..merging import merge
@@ -101,7 +102,9 @@ class RelPositionMultiHeadAttentionLongformer(RelPositionMultiHeadAttention):
             return own.forward(query, key, value, pad_mask, pos_emb, cache)
         ranks = RankMask.padding(attention_mask=~pad_mask)
         mask = RankMask(ranks.query_rank.masked_fill(pad_mask, LOWEST), ranks.key_rank)
-        window = Window(min(left, frames - 1), min(right, frames - 1))  # it may be wider than the audio is long
+        window = Window(left, right)
+        if not is_free_in_onnx(frames):  # it may be wider than the audio is long
+            window = Window(min(left, frames - 1), min(right, frames - 1))
         biases, dropout_p = (self.pos_bias_u, self.pos_bias_v), in_force(self.dropout)
         with self._precision():
             inputs = _in_float32(query, key, value)

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import exports_to_onnx
 from ..dropout import in_force
 from ._masks import EVERYTHING, LayerMask, layer_mask, padding_mask, visible_pairs
-from ._padding import PaddingRow, of_keys, of_pairs, padding_row
+from ._padding import PaddingRow, TracedRow, of_keys, of_pairs, padding_row
 from ._window import Window
 from .adapter import (
     Original,
@@ -162,7 +163,7 @@ class _Parakeet(_RelativeAttention):
         past_key_values: Any = None,  # the cache before transformers 5.24
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        if isinstance(attention_mask, PaddingRow):
+        if isinstance(attention_mask, (PaddingRow, TracedRow)):
             mask: LayerMask | None = of_pairs(attention_mask.plain()[:, 0, 0])
         else:
             mask = layer_mask(attention_mask)
@@ -170,7 +171,7 @@ class _Parakeet(_RelativeAttention):
         if mask is None or self._wants_original(options):
             self._check_no_window(hidden_states, cache)
             caches = (cache,) if self.takes_cache else ()
-            if isinstance(attention_mask, PaddingRow):
+            if isinstance(attention_mask, (PaddingRow, TracedRow)):
                 attention_mask = attention_mask.pairs()
             return super().forward(hidden_states, position_embeddings, attention_mask, *caches, **options)
         return self._attend(
@@ -245,13 +246,16 @@ class _Encoder(Original):
     made_here = ()
 
     def _row(self, flags: Any) -> Any:
-        ours = all(isinstance(layer.self_attn, _RelativeAttention) for layer in self.layers)
-        return padding_row(flags) if ours else flags
+        return padding_row(flags) if self._is_ours() else flags
+
+    def _is_ours(self) -> bool:
+        return all(isinstance(layer.self_attn, _RelativeAttention) for layer in self.layers)
 
 
 class _ParakeetEncoder(_Encoder):
-    def _get_output_attention_mask(self, *inputs: Any, **options: Any) -> Tensor:
-        return self._row(super()._get_output_attention_mask(*inputs, **options))  # type: ignore[misc]
+    def _get_output_attention_mask(self, *inputs: Any, **options: Any) -> Any:
+        flags = super()._get_output_attention_mask(*inputs, **options)  # type: ignore[misc]
+        return TracedRow(flags) if exports_to_onnx() and self._is_ours() else self._row(flags)
 
 
 class _Wav2Vec2Encoder(_Encoder):

@@ -145,7 +145,7 @@ def collect(
             index = int(isinstance(memory[0], Tensor))
             raise ValueError(f"memory[{index}] must be a tensor, got {type(memory[index]).__name__}")
         values[_MEMORY] = memory
-    return Call._make(values)
+    return Call(*values)  # not `_make`, because torch 2.6 does not compile it
 
 
 def rank_vectors(mask: RankMask) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -161,7 +161,7 @@ def replace(call: Call, **changes: Any) -> Call:
     values: list[Any] = list(call)
     for name, value in changes.items():
         values[PLACE[name]] = value
-    return Call._make(values)
+    return Call(*values)
 
 
 def positions_by_row(positions: Tensor | None, order: Tensor | None) -> Tensor | None:

@@ -76,7 +76,7 @@ def check(call: Call) -> Call:
             x = values[PLACE[name]]
             if x is not None:
                 values[PLACE[name]] = x.unflatten(-2, (int(x.shape[-2]),))
-    return Call._make(values)
+    return Call(*values)
 
 
 def _check_all(values: list[Any], names: tuple[str, ...], sizes: dict[str, int]) -> None:

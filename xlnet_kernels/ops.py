@@ -135,7 +135,7 @@ def _eager(rel_attention, forward_op, differentiate) -> Callable[[Call], tuple[T
 
 
 def _needs_backward(inputs: Call) -> bool:
-    leaves = inputs[:DIFFERENTIABLE]
+    leaves = list(inputs)[:DIFFERENTIABLE]  # because torch 2.6 does not compile slices of named tuples
     return torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ._extension import MIN_TORCH
 from .backends.triton.features import FEATURES, family
 
 # Triton's minor version -> the first torch that requires it (metadata of torch's packages on PyPI)
@@ -30,6 +31,8 @@ def _torch(facts: dict[str, Any]) -> str:
     least = _least_triton(facts)
     if least is not None:
         return f"{FIRST_TORCH[least]} or later: Triton {_dotted(least)} or later, and with it the Triton kernels"
+    if _version(facts["torch"]) < MIN_TORCH:
+        return f"{_dotted(MIN_TORCH)} or later: the compiled kernels"
     return f"nothing: every feature of this package runs with torch {facts['torch']}"
 
 
@@ -52,6 +55,8 @@ def _triton(facts: dict[str, Any]) -> str:
 
 def _kernels(facts: dict[str, Any]) -> str:
     served = _served(facts)
+    if _version(facts["torch"]) < MIN_TORCH:
+        return f"nothing: compiled kernels need torch {_dotted(MIN_TORCH)} or later"
     if facts["compiled"] is None:
         gpu = "; with CUDA's nvcc also those for the GPU" if served else ""
         return f"a wheel, or another installation with a C++ compiler: the compiled CPU kernels{gpu}"

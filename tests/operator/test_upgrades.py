@@ -57,7 +57,8 @@ def test_no_line_promises_what_the_newest_triton_has_not():
 def test_gpus_that_have_no_kernels():
     lines = found(torch="2.9.1", triton="3.5.1", devices=(T4,))
     assert lines["Triton"] == "nothing: no NVIDIA GPU here has compute capability 8.0 or newer"
-    assert lines["torch"].startswith("nothing: ")
+    assert lines["torch"] == "2.10 or later: the compiled kernels"
+    assert lines["kernels"] == "nothing: compiled kernels need torch 2.10 or later"
     rocm = found(triton="3.5.1", devices=("AMD Instinct MI300X (sm_94)",), torch_cuda=None, nvidia_driver=False)
     assert all(line.startswith("nothing: ") for line in rocm.values())
 

@@ -110,7 +110,7 @@ def stacked(seed: int, keys: int, step: int, mem: int, width: int, mask: str | N
 
 
 def assert_by_warpgroups(record: Record) -> None:
-    """Both passes: prepare, the main loop, and finish in backward."""
+    """Both passes: the main loop after `preprocess`, and in backward before `postprocess`."""
     assert "warpgroup_forward_kernel" in record.launches[1].name
     assert "warpgroup_backward_kernel" in record.launches[3].name
 

@@ -39,11 +39,11 @@ struct ForwardRows {
     bool all = tile.span < S::BLOCK_M;
     for (int m = LAST; m >= 0; --m) {
       slices[m].find({tile.shift(p, tile.sorted_row(m)), tile.shift(p, tile.sorted_row(m) + 8)}, tile.lane.id);
-      all &= slices[m].is_consecutive(tile.lane.id) &&
-             slices[m].first.begin == slices[LAST].first.begin + 16 * (LAST - m);
+      all &=
+          slices[m].is_consecutive(tile.lane.id) && slices[m].first.begin == slices[LAST].first.begin + 16 * (LAST - m);
     }
     consecutive = uniform(int(all));
-    shift = consecutive_shift(tile.lane.id);
+    shift = known_shift(tile.lane.id);
   }
 };
 
@@ -79,18 +79,18 @@ DEVICE void add_position_of_rows(const Call& call, const ForwardTile<S>& tile, c
   const int window = tile.origin + j0 + window_shift, lane = tile.lane.id;
   if (rows.consecutive) {
     const int row = window + rows.slices[S::M_TILES - 1].first.begin;
-    add_consecutive_position<T, S::HEAD_DIM>(score, carried, is_carried, ring, row, rel_bias + row, rows.shift,
-                                             call.tf32, lane, [&](int k, int m) { return query(k, m); });
+    add_known_position<T, S::HEAD_DIM>(score, carried, is_carried, ring, row, rel_bias + row, rows.shift, call.tf32,
+                                       lane, [&](int k, int m) { return query(k, m); });
     return;
   }
 #pragma unroll
   for (int m = 0; m < S::M_TILES; ++m)
-    rows.slices[m].for_each([&](int r) { return tile.shift(p, tile.sorted_row(m) + 8 * r) - window_shift; },
-                            window_shift == 0, lane, [&](const BandSlice& slice) {
-                              add_position<T, S::HEAD_DIM>(score[m], carried[m], is_carried && !rows.slices[m].more,
-                                                           ring, window, rel_bias, int(p.rel_len), slice, call.tf32,
-                                                           lane, [&](int k) { return query(k, m); });
-                            });
+    rows.slices[m].for_each(
+        [&](int r) { return tile.shift(p, tile.sorted_row(m) + 8 * r) - window_shift; }, window_shift == 0, lane,
+        [&](const BandSlice& slice) {
+          add_position<T, S::HEAD_DIM>(score[m], carried[m], is_carried && !rows.slices[m].more, ring, window, rel_bias,
+                                       int(p.rel_len), slice, call.tf32, lane, [&](int k) { return query(k, m); });
+        });
 }
 
 // Which of 64 keys from j0 on dropout keeps: 16 bits for each of two rows, for each tile of 16.
@@ -171,8 +171,7 @@ DEVICE void store_nan_rows(const RelAttention& p, const ForwardTile<S>& tile, co
 
 // Scales and stores the output, the log-sum-exp and what backward needs.
 template <typename S>
-DEVICE void forward_epilogue(const RelAttention& p, const ForwardTile<S>& tile,
-                             const typename S::Softmax& softmax,
+DEVICE void forward_epilogue(const RelAttention& p, const ForwardTile<S>& tile, const typename S::Softmax& softmax,
                              const float (&out)[S::M_TILES][S::HEAD_DIM / 8][4], float* lse) {
   using T = typename S::T;
   const int t = tile.lane.t, head_dim = S::IS_FULL ? S::HEAD_DIM : int(p.head_dim);

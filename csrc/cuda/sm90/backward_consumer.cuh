@@ -135,38 +135,25 @@ struct BackwardConsumer {
       }
     };
     Scores half;
-    float carried[2][2] = {};
+    Offered carried[2];
     const auto multiply_half = [&](bool is_upper) {
-      if constexpr (S::POSITIONS)
-        start_scores(half, memory.rel_bias(window_half(is_upper)), lane.t);
-      else
-        start_half(half, memory.rel_bias(window_half(is_upper)), is_upper, lane);
+      shift.start_half(half, memory.rel_bias(window_half(is_upper)), is_upper, lane);
       pin(half);
       fence_products();
       multiply_query(half, memory.rel_key(window_half(is_upper)));
       finish_products();
       pin(half);
     };
-    if constexpr (S::POSITIONS) {
-      multiply_half(false);
-      shift.template take_band<false>(score, half, labels().bias, lane.t);
-      multiply_half(true);
-      shift.template take_band<true>(score, half, labels().bias, lane.t);
-    } else {
-      // what follows from the shift is found again where registers are scarce
-      const QuadShift shift{D > 64 ? kept_in_register(this->shift.word.word) : this->shift.word.word};
-      multiply_half(false);
+    const auto bias = [&](int n, int i) {
       if constexpr (KEEPS_BIAS)
-#pragma unroll
-        for (int n = 0; n < TILES; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) score[n][i] = key_bias[n][i % 2];
+        return key_bias[n][i % 2];
       else
-        start_scores(score, labels().bias, lane.t);
-      add_shifted_half<false>(score, half, carried, shift, lane.warp);
-      multiply_half(true);
-      add_shifted_half<true>(score, half, carried, shift, lane.warp);
-    }
+        return labels().bias[8 * n + 2 * lane.t + i % 2];
+    };
+    multiply_half(false);
+    shift.take_lower(score, half, carried, bias, lane.warp);
+    multiply_half(true);
+    shift.take_upper(score, half, carried, bias, lane.warp);
     pin(score);
     fence_products();
     multiply_query(score, memory.keys(consumer));

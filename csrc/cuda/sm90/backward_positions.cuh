@@ -8,59 +8,29 @@
 
 namespace xlnet_kernels::cuda {
 
-// What rows R of a warp, g or g + 8, have of the lower half of the band, from tile BEGIN on. Where columns begin in its
-// last two tiles, those wait in the scores for the upper half.
-template <int R, int BEGIN>
-DEVICE void take_lower_half(float (&score)[8][4], const float (&half)[8][4], QuadShift shift) {
-#pragma unroll
-  for (int n = 0; n < 8 - BEGIN; ++n) {
-    const int tile = BEGIN + n;
-    float columns[2] = {half[tile][2 * R], half[tile][2 * R + 1]};
-    if (tile < 6) shifted_columns<R>(columns, half[tile], half[tile + 1], half[tile + 2], shift);
-    for (int parity = 0; parity < 2; ++parity) score[n][2 * R + parity] = columns[parity];
-  }
-}
-
-// Adds a row's columns of the upper half of the band.
-template <int R, int BEGIN>
-DEVICE void take_upper_half(float (&score)[8][4], const float (&half)[8][4], QuadShift shift) {
-  const float beyond[4] = {};  // nobody's columns
-  const float(&before)[8][4] = score;
-#pragma unroll
-  for (int n = BEGIN < 6 ? 6 - BEGIN : 0; n < 8; ++n) {
-    const int tile = BEGIN + n - 8;
-    float columns[2];
-    shifted_columns<R>(columns, tile < 0 ? before[n] : half[tile],
-                       tile < -1  ? before[n + 1]
-                       : tile > 6 ? beyond
-                                  : half[tile + 1],
-                       tile > 5 ? beyond : half[tile + 2], shift);
-    for (int parity = 0; parity < 2; ++parity) score[n][2 * R + parity] = columns[parity];
-  }
-}
-
-// For a tile `begin` from FIRST to LAST.
-template <bool UPPER, int R, int FIRST = 0, int LAST = 8>
-DEVICE void take_half(float (&score)[8][4], const float (&half)[8][4], QuadShift shift, int begin) {
-  constexpr int MIDDLE = (FIRST + LAST) / 2;
-  if constexpr (FIRST < LAST) {
-    if (begin <= MIDDLE)
-      take_half<UPPER, R, FIRST, MIDDLE>(score, half, shift, begin);
-    else
-      take_half<UPPER, R, MIDDLE + 1, LAST>(score, half, shift, begin);
-  } else if constexpr (UPPER) {
-    take_upper_half<R, FIRST>(score, half, shift);
-  } else {
-    take_lower_half<R, FIRST>(score, half, shift);
-  }
-}
-
 // Rows come one after the other.
 template <bool POSITIONS>
-struct BackwardShift {
-  const QuadShift word;
+struct BackwardShift : KnownShift {
+  using KnownShift::KnownShift;
 
-  DEVICE explicit BackwardShift(int lane) : word(consecutive_shift(lane)) {}
+  // How products of a half of the window begin: v.r where the warp reads them.
+  DEVICE void start_half(WindowHalf& half, const float* bias, bool is_upper, const Lane& lane) const {
+    cuda::start_half(half, bias, is_upper, lane);
+  }
+  // Scores become bias(n, i) and what each row has of the band, which comes one half after the other.
+  template <typename Bias>
+  DEVICE void take_lower(float (&score)[8][4], const WindowHalf& half, Offered (&carried)[2], Bias bias,
+                         int warp) const {
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) score[n][i] = bias(n, i);
+    add_lower(score, half, carried, warp);
+  }
+  template <typename Bias>
+  DEVICE void take_upper(float (&score)[8][4], const WindowHalf& half, Offered (&carried)[2], Bias, int warp) const {
+    add_upper(score, half, carried, warp);
+  }
   // Column of the band that row r of a lane's two, `row` of the tile, begins at
   DEVICE int column(int, int row) const { return 63 - row; }
   // Whether 16 columns `begin` of the lower or the upper half of the band have any dS of rows 16 k to 16 k + 15
@@ -71,11 +41,11 @@ struct BackwardShift {
 
 // Rows have positions of their own, and move within the band from tile to tile.
 template <>
-struct BackwardShift<true> : WarpgroupShift<true> {
+struct BackwardShift<true> : FoundShift {
   int place[2] = {};
   uint32_t served = 0;  // see has_dS: bits 2 k + 1 of the lower half, bits 2 k of the upper one
 
-  DEVICE explicit BackwardShift(int lane) : WarpgroupShift<true>(lane) {}
+  using FoundShift::FoundShift;
 
   // To the next tile of rows. A row clears the part of its place in the band that it leaves; one that the tile does not
   // have keeps its place, to which zeros are stored.
@@ -97,16 +67,20 @@ struct BackwardShift<true> : WarpgroupShift<true> {
     const int shift = rows.shift[lane.id % 8 / 2 * 16 + lane.id % 2 * 15];
     served = ballot(lane.id % 2 ? shift < 16 * lane.warp + 16 : shift > 16 * lane.warp);
   }
-  // Scores begin as biases and what each row has of the band, the lower half first.
-  template <bool UPPER>
-  DEVICE void take_band(float (&score)[8][4], const float (&half)[8][4], const float* bias, int t) const {
-    take_half<UPPER, 0>(score, half, word[0], uniform(int(word[0].word >> BEGIN)));
-    take_half<UPPER, 1>(score, half, word[1], uniform(int(word[1].word >> BEGIN)));
-    if constexpr (UPPER)
+  DEVICE void start_half(WindowHalf& half, const float* bias, bool, const Lane& lane) const {
+    start_scores(half, bias, lane.t);
+  }
+  template <typename Bias>
+  DEVICE void take_lower(float (&score)[8][4], const WindowHalf& half, Offered (&)[2], Bias, int) const {
+    FoundShift::take_lower(score, half);
+  }
+  template <typename Bias>
+  DEVICE void take_upper(float (&score)[8][4], const WindowHalf& half, Offered (&)[2], Bias bias, int) const {
+    FoundShift::take_upper(score, half);
 #pragma unroll
-      for (int n = 0; n < 8; ++n)
+    for (int n = 0; n < 8; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) score[n][i] += bias[8 * n + 2 * t + i % 2];
+      for (int i = 0; i < 4; ++i) score[n][i] += bias(n, i);
   }
   DEVICE int column(int r, int) const { return place[r]; }
   DEVICE bool has_dS(int half, int, int k) const { return served >> (2 * k + (half == 0)) & 1; }

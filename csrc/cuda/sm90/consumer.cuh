@@ -110,7 +110,7 @@ struct Consumer {
     // u.k, position, content: in backward's order. Content comes last, since a sum of two needs no register's move to
     // where products are added.
     start_scores(score, stage.keys().bias(), tile.lane.t);
-    shift.add_band(score, lower, upper, tile.lane.warp);
+    shift.add_window(score, lower, upper, tile.lane.warp);
     add_product<0>(
         score, [&](int k) { return q[k]; },
         [&](int k) { return stage.keys().rows().columns_from(k * DEPTH<T>); });

@@ -41,8 +41,8 @@ def registered():
 
 def chunks(length: int, chunk: int) -> torch.Tensor:
     """(L, L), True where a frame is of the same chunk or of one before."""
-    of = torch.arange(length) // chunk
-    return of[:, None] >= of
+    own = torch.arange(length) // chunk
+    return own[:, None] >= own
 
 
 def call_cosyvoice(module, x, kind):

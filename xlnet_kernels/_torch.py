@@ -146,6 +146,11 @@ def with_tensors_on(device: torch.device | str | None, tree: Any) -> Any:
     return _pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
 
 
+def map_instances(cls: type, change: Callable, tree: Any) -> Any:
+    """The same tree, with every instance of `cls` changed."""
+    return _pytree.tree_map_only(cls, change, tree)
+
+
 def register_output(cls: type) -> None:
     """Make torch look into this class of dictionaries: values are leaves or trees. Exported programs return them."""
 

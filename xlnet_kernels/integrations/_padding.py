@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from .._torch import map_instances
 from ..masks import LOWEST, RankMask
 from ._masks import EVERYTHING, LayerMask, OfLast, known
 
@@ -27,14 +27,13 @@ class PaddingRow(Tensor):
         name = getattr(function, "__name__", "")
         if name in _SKIPPED and isinstance(args[0], cls):
             return args[0]
-        plain = tree_map_only(cls, _plain, (args, kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            if name == "__and__" and not all(isinstance(x, cls) for x in args):
-                flags, other = plain[0] if isinstance(args[0], cls) else plain[0][::-1]
-                if other.shape[-1:] != (1,) or not other.all():  # more than the flag of each query that it sees
-                    return flags & other
-                return _row(flags)
-            found = function(*plain[0], **plain[1])
+        plain = map_instances(cls, _plain, (args, kwargs or {}))
+        if name == "__and__" and not all(isinstance(x, cls) for x in args):
+            flags, other = plain[0] if isinstance(args[0], cls) else plain[0][::-1]
+            if other.shape[-1:] != (1,) or not other.all():  # more than the flag of each query that it sees
+                return flags & other
+            return _row(flags)
+        found = function(*plain[0], **plain[1])
         return _row(found) if name in _KEPT else found
 
     def plain(self) -> Tensor:

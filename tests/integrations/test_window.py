@@ -328,6 +328,23 @@ def test_registered_classes_have_a_window(window, rows, monkeypatch):
     assert same(module(x, x, x, pos_emb=table[:, :rows])[0], wanted)
 
 
+@pytest.mark.parametrize("kind", ["causal", "documents", "some rows"])
+def test_global_tokens_under_ranks_that_show_a_row_its_own_key(kind, monkeypatch):
+    monkeypatch.setitem(_libraries.REGISTERED, own_modules.CosyVoice, own_modules.FusedCosyVoice)
+    module = xk.accelerate(own_modules.CosyVoice().double(), window=(2, 3), global_tokens=2)
+    mask = xk.RankMask.causal(1, LENGTH)
+    if kind == "documents":
+        mask = xk.RankMask.packed(torch.tensor([[0] * 4 + [1] * (LENGTH - 4), [0] * LENGTH]), causal=True)
+    if kind == "some rows":
+        mask = mask.seeing_self(torch.arange(LENGTH)[None] % 3 > 0)
+    x, table = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64), positions(2 * LENGTH - 1)
+    found, wanted = (
+        module.relative_attention(*module.project_heads(x, x, x), table, visible)
+        for visible in (mask, mask.to_bool().expand(2, -1, -1))
+    )
+    assert same(found, wanted)
+
+
 def test_tables_with_distances_of_their_own_are_refused(monkeypatch):
     monkeypatch.setitem(_libraries.REGISTERED, own_modules.CosyVoice, own_modules.FusedCosyVoice)
     module = xk.accelerate(own_modules.CosyVoice(), window=(2, 1))

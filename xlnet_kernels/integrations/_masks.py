@@ -31,7 +31,10 @@ def hide_keys(mask: RankMask | Tensor | None, hidden: Tensor) -> RankMask | Tens
         return RankMask.padding(attention_mask=~hidden)
     if isinstance(mask, RankMask):
         mask = mask.expand(hidden.shape[0])
-        return RankMask(mask.query_rank, mask.key_rank.masked_fill(hidden, HIGHEST), mask.query_floor)
+        own = mask.sees_self
+        if own is not False:  # because it shows a row's own key, whatever the rank of that key
+            own = own & ~hidden[:, -mask.query_rank.shape[1] :]
+        return RankMask(mask.query_rank, mask.key_rank.masked_fill(hidden, HIGHEST), mask.query_floor, own)
     return mask & ~hidden[:, None, None]
 
 

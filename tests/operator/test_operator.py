@@ -309,6 +309,18 @@ def test_nan_does_not_reach_gradients_of_what_is_hidden(backend, where):
     assert found["grad query"].isnan().any()
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_gradient_of_lse_that_is_not_finite_reaches_no_hidden_key(backend, bad):
+    problem = make(length=30, keys=30, mask="causal").to(torch.float32)
+    leaves = {name: leaf.requires_grad_() for name, leaf in problem.leaves.items()}
+    outputs = problem.call(backend)
+    grads = [torch.ones_like(x) for x in outputs]
+    grads[1][:, :, 20] = bad
+    query, key, value = torch.autograd.grad(outputs, [leaves[name] for name in ("query", "key", "value")], grads)
+    assert not query[:, :, 20].isfinite().any()
+    assert query[:, :, :20].isfinite().all() and all(x[:, :, 21:].isfinite().all() for x in (query, key, value))
+
+
 def test_what_an_earlier_call_left_in_memory_does_not_matter(backend):
     problem = make(2, 2, 50, mem=9, width=24, mask="order").to(torch.float32).with_options(deterministic=True)
     wanted = problem.results(backend)

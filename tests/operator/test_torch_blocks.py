@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -96,6 +97,18 @@ def test_numbers_of_any_size_are_served(monkeypatch, kind):
     with Recorder() as recorder:
         assert_right(make(2, 2, 20, **PROBLEMS[kind]).with_options(dropout_p=0.25), "torch")
     assert "clamp_max_" not in recorder.operators
+
+
+def test_products_of_large_numbers_that_overflow_stay_hidden():
+    """2 * 2 ** 60 * 2 ** 60 * 256 is beyond float32: two such terms of other signs are NaN where the pair is hidden."""
+    problem = make(1, 1, 5, width=256, mask="causal", segments=False)
+    leaves = {name: torch.zeros_like(leaf) for name, leaf in problem.leaves.items()}
+    size = 0.99 * 2.0**60
+    for name in ("query", "content_bias", "position_bias"):
+        leaves[name].fill_(size)
+    leaves["key"][:, :, 1:], leaves["rel_key"][:, 6:] = -size, size
+    out = replace(problem, leaves=leaves).with_options(scale=1.0).call("torch")[0]
+    assert out[:, :, 0].isfinite().all()
 
 
 def test_backward_has_the_largest_score_of_its_own_products(monkeypatch):

@@ -23,7 +23,7 @@ from ..dropout import keep_block
 from ..ops import check_segments_are_whole
 
 BUDGET = 128 * 2**20
-LARGEST = 2.0**60  # numbers of at most this size have finite products
+LARGEST = 2.0**50  # sums over head_dim of products of two such numbers are finite
 MOST_ROWS = 128  # a band of m rows and n keys is m - 1 columns wider than its scores
 
 

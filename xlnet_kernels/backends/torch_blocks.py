@@ -70,7 +70,7 @@ def _backward(grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *i
                 delta = grad_score.sum(-1) - grad_of_lse
                 grad_score.addcmul_(probability, delta[..., None], value=-1)
             # To keep a NaN in one row from the gradients of keys that it does not see
-            if block.hidden is not None and not (block.part.is_bounded and call.is_bounded(grad)):
+            if block.hidden is not None and not (block.part.is_bounded and call.is_bounded(grad, grad_of_lse)):
                 probability.masked_fill_(block.hidden, 0)
                 grad_score.masked_fill_(block.hidden, 0)
             sums.add(block, block.drop(probability), grad, grad_score, grad_of_lse)

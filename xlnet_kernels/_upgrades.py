@@ -38,6 +38,8 @@ def _torch(facts: dict[str, Any]) -> str:
 
 def _triton(facts: dict[str, Any]) -> str:
     served = _served(facts)
+    if facts["nvidia_driver"] and not facts["torch_cuda"]:
+        return "nothing: a torch built for CUDA comes first"
     if not served:
         return "nothing: no NVIDIA GPU here has compute capability 8.0 or newer"
     least = _least_triton(facts)

@@ -64,8 +64,9 @@ def test_gpus_that_have_no_kernels():
 
 
 def test_a_torch_that_cannot_use_the_gpu():
-    line = found(devices=(), nvidia_driver=True, torch_cuda=None)["torch"]
-    assert line == "a build for CUDA: the Triton kernels, on the NVIDIA GPU that this torch cannot use"
+    lines = found(devices=(), nvidia_driver=True, torch_cuda=None)
+    assert lines["torch"] == "a build for CUDA: the Triton kernels, on the NVIDIA GPU that this torch cannot use"
+    assert lines["Triton"] == "nothing: a torch built for CUDA comes first"
 
 
 def test_kernels_of_another_installation():

@@ -31,7 +31,8 @@ class RelativeAttention(Original):
             zeros show and the lowest number, added to the scores, hides.
         table_order: "descending" where the first row of the positions is for the furthest key before the query,
             "ascending" where it is for the furthest key after it.
-        backend, window: of the attention; `accelerate` sets them.
+        backend: of the attention; `accelerate` sets it.
+        window: of the attention; `accelerate` sets it.
     """
 
     backend: str | None = None

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ._torch import is_wrapped
+from ._torch import constant_for_compilers, is_wrapped
 
 # torch's other unsigned integers have neither comparisons nor room in the kernels' int32.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -129,6 +129,7 @@ def float32_precision(device_type: str) -> int:
     return int(device_type == "cuda" and allows_tf32())
 
 
+@constant_for_compilers  # which cannot trace the question, and compile again after another answer
 def allows_tf32() -> bool:
     """What the user said of float32 products; torch 2.9 and newer refuse the old question after the new answer."""
     matmul = torch.backends.cuda.matmul

@@ -12,6 +12,7 @@ import torch
 import xlnet_kernels as xk
 from tests.cases import BACKENDS, COMPILED, INTERPRETED, MODULES, READY, assert_right, make
 from xlnet_kernels import fast_path
+from xlnet_kernels._checks import float32_precision
 
 # What torch.library checks: schema, that nothing is aliased, fake against real (strides too), gradients, AOTAutograd.
 PROBLEMS = {
@@ -105,6 +106,20 @@ def test_compiles_into_one_graph_and_not_again(backend, compiler):
     assert torch.allclose(out, wanted, atol=1e-5) and torch.allclose(lse, wanted_lse, atol=1e-5)
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled(backend)
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch 2.9 and newer")
+def test_compiled_calls_follow_what_is_said_of_float32_products():
+    """The question that the checks ask for tensors on a GPU, without one."""
+    matmul = torch.backends.cuda.matmul
+    compiled = torch.compile(lambda x: x + float32_precision("cuda"), fullgraph=True, backend="eager")
+    before = matmul.fp32_precision
+    try:
+        for said, found in (("ieee", 0), ("tf32", 1), ("ieee", 0)):
+            matmul.fp32_precision = said
+            assert compiled(torch.zeros(1)) == found
+    finally:
+        matmul.fp32_precision = before
 
 
 def test_compiled_gradients_equal_eager(backend):

@@ -127,10 +127,10 @@ Tensor empty_strided(Sizes sizes, Sizes strides, ScalarType dtype, const Tensor&
 }
 
 Tensor empty(Sizes sizes, ScalarType dtype, const Tensor& like) {
-  std::array<int64_t, 8> strides{};
+  std::vector<int64_t> strides(sizes.size());
   int64_t step = 1;
   for (size_t d = sizes.size(); d-- > 0; step *= std::max<int64_t>(sizes.data()[d], 1)) strides[d] = step;
-  return empty_strided(sizes, {strides.data(), sizes.size()}, dtype, like);
+  return empty_strided(sizes, strides, dtype, like);
 }
 
 Tensor padded(const Tensor& rows, int64_t count) {

@@ -49,9 +49,9 @@ class Tensor {
   int64_t dim() const { return dim_; }
   Sizes sizes() const { return {sizes_, static_cast<size_t>(dim_)}; }
   Sizes strides() const { return {strides_, static_cast<size_t>(dim_)}; }
-  // Of a dimension, those from the end negative
-  int64_t size(int64_t d) const { return sizes_[d < 0 ? d + dim_ : d]; }
-  int64_t stride(int64_t d) const { return strides_[d < 0 ? d + dim_ : d]; }
+  // Of a dimension, those from the end negative. Raises ValueError where there is none.
+  int64_t size(int64_t d) const { return sizes_[from_start(d)]; }
+  int64_t stride(int64_t d) const { return strides_[from_start(d)]; }
   int64_t numel() const;
   int64_t nbytes() const { return numel() * element_size(); }
   int64_t element_size() const { return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype_)); }
@@ -85,6 +85,7 @@ class Tensor {
 
   Tensor(AtenTensorHandle handle, bool is_owned);
   void swap(Tensor& other) noexcept;
+  int64_t from_start(int64_t d) const;
 };
 using OptionalTensor = std::optional<Tensor>;
 
@@ -120,5 +121,10 @@ std::string text(const Parts&... parts) {
   if (!(condition)) throw std::runtime_error(xlnet_kernels::text(__VA_ARGS__))
 #define CHECK_VALUE(condition, ...) \
   if (!(condition)) throw std::invalid_argument(xlnet_kernels::text(__VA_ARGS__))
+
+inline int64_t Tensor::from_start(int64_t d) const {
+  CHECK_VALUE(-dim_ <= d && d < dim_, "a tensor of shape ", sizes(), " has no dimension ", d);
+  return d < 0 ? d + dim_ : d;
+}
 
 }  // namespace xlnet_kernels

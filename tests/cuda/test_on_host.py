@@ -134,6 +134,16 @@ def test_head_widths_beyond_the_compiled_ones_are_refused_by_the_kernels_too():
         torch.ops.xlnet_kernels.rel_attention_simt(*arguments)
 
 
+@pytest.mark.parametrize("query, bias", [((1, 1, 5, 16), ()), ((1, 1, 5, 16), (16,)), ((0,), (1, 16))])
+def test_tensors_of_too_few_dimensions_are_refused(query, bias):
+    """Before their sizes are read."""
+    on_host.library()
+    query, key, rel_key, bias = (torch.randn(shape) for shape in (query, (1, 1, 5, 16), (1, 10, 16), bias))
+    arguments = [query, key, key, rel_key, bias, *[None] * 15, 5, 0.0, 1.0, True, 0, False]
+    with pytest.raises(ValueError, match="has no dimension|must be a cpu Float tensor"):
+        torch.ops.xlnet_kernels.rel_attention_simt(*arguments)
+
+
 def test_float32_sums_over_many_keys_are_not_truncated():
     """Every key counts the same, so that the output is a mean of values of one sign."""
     problem = make(1, 1, 16, keys=736, width=16, biases=False, segments=False)

@@ -353,5 +353,12 @@ def test_bad_calls_of_the_operator(given, text):
 
 
 @needs_kernels
+def test_any_number_of_dimensions():
+    x = torch.randn(2**13)
+    assert torch.equal(dropped(x.view(*[1] * 20, -1)).view(-1), dropped(x))
+    assert dropped(x).shape == x.shape and ops.drop_out(x[0], torch.zeros(2, dtype=torch.int64), 0.1).shape == ()
+
+
+@needs_kernels
 def test_nothing_has_no_elements():
     assert ops.drop_out(torch.ones(0, 3), torch.zeros(2, dtype=torch.int64), 0.1).shape == (0, 3)

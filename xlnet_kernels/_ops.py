@@ -1,4 +1,4 @@
-"""Where the operators are: their namespace in torch.ops, which C++ has as XLNET_KERNELS_NAMESPACE (csrc/call.h).
+"""Where the operators are: their namespace in torch.ops, which C++ has as XLNET_KERNELS_NAMESPACE (csrc/inputs.h).
 
 Builders of Hugging Face's `kernels` write a file of this name in its place, with the same two names, that loads their
 extension and has its namespace.

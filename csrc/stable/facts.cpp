@@ -1,5 +1,5 @@
 // What the library was built with and for, and what it chooses on this machine: operators that
-// xlnet_kernels/_library.py reads.
+// xlnet_kernels/_compiled.py reads.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/version.h>

@@ -20,7 +20,7 @@ from tests.integrations import test_speech as speech
 from tests.integrations.conventions import WIDTH
 from tests.integrations.speech_cases import CASES, build, one_thread  # noqa: F401
 from tests.integrations.toolkit_cases import HIDDEN, LENGTH, make, positions
-from xlnet_kernels.integrations import _libraries, accelerated
+from xlnet_kernels.integrations import _libraries, _window, accelerated
 
 # left, right, global tokens
 WINDOWS = [(3, 2, 0), (4, 0, 0), (0, 1, 0), (2, 3, 2), (1, 0, 1)]
@@ -326,6 +326,16 @@ def test_registered_classes_have_a_window(window, rows, monkeypatch):
     visible = sees(*window) if rows > LENGTH else sees(*window).tril()
     wanted = plain(x, x, x, visible.expand(2, -1, -1), table)[0]
     assert same(module(x, x, x, pos_emb=table[:, :rows])[0], wanted)
+
+
+@pytest.mark.parametrize("rows", [2 * LENGTH - 1, LENGTH], ids=["all", "ends at 0"])
+def test_registered_classes_see_the_same_where_a_file_of_onnx_has_free_lengths(rows, monkeypatch):
+    monkeypatch.setitem(_libraries.REGISTERED, own_modules.CosyVoice, own_modules.FusedCosyVoice)
+    module = xk.accelerate(own_modules.CosyVoice().double(), window=(2, 3))
+    x, table = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64), positions(2 * LENGTH - 1)[:, :rows]
+    wanted = module.relative_attention(*module.project_heads(x, x, x), table)
+    monkeypatch.setattr(_window, "is_free_in_onnx", lambda keys: True)
+    assert same(module.relative_attention(*module.project_heads(x, x, x), table), wanted)
 
 
 @pytest.mark.parametrize("kind", ["causal", "documents", "some rows"])

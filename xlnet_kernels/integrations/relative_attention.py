@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from .._checks import shortened
@@ -119,6 +121,9 @@ class RelativeAttention(Original):
         if self.bias_names is not None:
             content_bias, position_bias = (getattr(self, name) for name in self.bias_names)
         rel_key = self._rel_key(positions, keys, query.shape[3], max_distance)
+        if window is not None and rel_key.shape[-2] == keys:
+            # To keep keys ahead invisible: for free lengths `rows` pads the table by `right` rows
+            window = replace(window, right=0)
         out = attend(
             query,
             key,

@@ -48,7 +48,7 @@ MACHINE = XLNET_KERNELS_MACHINE=$(1) XLNET_KERNELS_RESUME=build/machine-$(2).txt
   $(RUN) -u -m pytest -p tests.machine.resume -n auto $(3) $(ARGS)
 OPERATOR := tests/operator/test_operator.py tests/operator/test_dropout.py tests/triton/test_backend.py
 test-machine: $(VENV)/installed
-	$(call MACHINE,80,itself,tests/machine)
+	$(call MACHINE,80,itself,tests/machine tests/docs/test_add_a_term.py)
 	$(call MACHINE,80,80,$(OPERATOR))
 	$(call MACHINE,90,90,$(OPERATOR))
 

@@ -31,7 +31,8 @@ from tests import ROOT
 from lib.simt import simt_build
 from xlnet_kernels.backends import cpu
 cpu.unavailable = lambda: None
-files = ["csrc/call.cpp", "csrc/cpu/register.cpp", "csrc/cpu/kernels_generic.cpp", "one_instruction_set.cpp"]
+files = ["csrc/call.cpp", "csrc/stable/tensor.cpp", "csrc/cpu/register.cpp", "csrc/cpu/kernels_generic.cpp"]
+files.append("one_instruction_set.cpp")
 torch.ops.load_library(simt_build.extension([ROOT / name for name in files], "term", ["-std=c++20", "-O1"]))
 """,
     "cuda-on-host": """

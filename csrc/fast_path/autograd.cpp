@@ -47,10 +47,18 @@ int64_t to_number(const IValue& value, int64_t) { return value.toInt(); }
 double to_number(const IValue& value, double) { return value.toDouble(); }
 bool to_number(const IValue& value, bool) { return value.toBool(); }
 
+// The numbers as the dispatcher has them: a compiler's may be symbols
+struct NumberValues {
+#define VALUE(type, name) IValue name;
+  NUMBERS(VALUE, )
+#undef VALUE
+};
+
 // One call of an operator, for autograd
 struct Run {
   const std::string& name;
-  const Arguments& arguments;
+  const std::array<Tensor, TENSORS>& tensors;
+  const NumberValues& numbers;
   c10::function_ref<Results()> run;  // below autograd
   Results results{};
 
@@ -58,7 +66,7 @@ struct Run {
   variable_list present() const {
     variable_list found;
     for (size_t i = 0; i < DIFFERENTIABLE; ++i)
-      if (arguments.tensors[i].defined()) found.push_back(arguments.tensors[i]);
+      if (tensors[i].defined()) found.push_back(tensors[i]);
     return found;
   }
 };
@@ -67,11 +75,10 @@ struct RelAttentionFunction : torch::autograd::Function<RelAttentionFunction> {
   static constexpr bool is_traceable = true;  // by compiled autograd: backward is a call of an operator
 
   static variable_list forward(AutogradContext* context, Run* call, at::TensorList /*inputs*/) {
-    const auto& [tensors, numbers] = call->arguments;
     variable_list saved;
     saved.reserve(TENSORS + 4);
-    saved.assign(tensors.begin(), tensors.end());
-#define SAVE(type, name) context->saved_data[#name] = numbers.name;
+    saved.assign(call->tensors.begin(), call->tensors.end());
+#define SAVE(type, name) context->saved_data[#name] = call->numbers.name;
     NUMBERS(SAVE, )
 #undef SAVE
     context->saved_data[OPERATOR] = call->name;
@@ -89,9 +96,10 @@ struct RelAttentionFunction : torch::autograd::Function<RelAttentionFunction> {
                   "backend=\"reference\" does");
     const variable_list saved = context->get_saved_variables();
     const Tensor* const states = saved.data() + TENSORS;  // out, out_residual, row_max, row_sum
-    Arguments arguments;
-    std::copy_n(saved.begin(), TENSORS, arguments.tensors.begin());
-#define LOAD(type, name) arguments.numbers.name = to_number(context->saved_data[#name], type{});
+    std::array<Tensor, TENSORS> tensors;
+    std::copy_n(saved.begin(), TENSORS, tensors.begin());
+    NumberValues numbers;
+#define LOAD(type, name) numbers.name = context->saved_data[#name];
     NUMBERS(LOAD, )
 #undef LOAD
     std::array<bool, DIFFERENTIABLE> needs;
@@ -104,7 +112,7 @@ struct RelAttentionFunction : torch::autograd::Function<RelAttentionFunction> {
     const Tensor grad_out = gradients[0].defined() ? gradients[0] : at::zeros_like(states[0]);
     const std::array<Tensor, SAVED> outputs{grad_out, gradients[1], states[0], states[1], states[2], states[3]};
     const std::vector<Tensor> found =
-        backward_of(context->saved_data[OPERATOR].toStringRef(), outputs, needs, arguments);
+        backward_of(context->saved_data[OPERATOR].toStringRef(), outputs, needs, tensors, numbers);
     for (size_t i = 0, result = 1; i < DIFFERENTIABLE; ++i) {
       if (!saved[i].defined()) continue;
       if (needs[i]) results[result] = found[i];
@@ -115,23 +123,27 @@ struct RelAttentionFunction : torch::autograd::Function<RelAttentionFunction> {
 
  private:
   static std::vector<Tensor> backward_of(const std::string& name, const std::array<Tensor, SAVED>& outputs,
-                                         const std::array<bool, DIFFERENTIABLE>& needs, const Arguments& arguments) {
+                                         const std::array<bool, DIFFERENTIABLE>& needs,
+                                         const std::array<Tensor, TENSORS>& tensors, const NumberValues& numbers) {
     const auto is_plain_or_none = [](const Tensor& t) { return !t.defined() || is_plain(t); };
     const bool is_direct = name == REL_ATTENTION && !at::GradMode::is_enabled() &&
                            std::all_of(outputs.begin(), outputs.end(), is_plain_or_none) &&
-                           std::all_of(arguments.tensors.begin(), arguments.tensors.end(), is_plain_or_none);
-    if (const Entry* entry = is_direct ? find_entry(arguments.tensors[0]) : nullptr) {
+                           std::all_of(tensors.begin(), tensors.end(), is_plain_or_none);
+    if (const Entry* entry = is_direct ? find_entry(tensors[0]) : nullptr) {
       size_t i = 0;
 #define NEED(type, name) needs[i++]
-      return xlnet_kernels::backward(*entry, outputs, {DIFFERENTIABLE_INPUTS(NEED, COMMA)}, arguments);
+#define NUMBER(type, name) to_number(numbers.name, type{})
+      return xlnet_kernels::backward(*entry, outputs, {DIFFERENTIABLE_INPUTS(NEED, COMMA)},
+                                     {tensors, {NUMBERS(NUMBER, COMMA)}});
+#undef NUMBER
 #undef NEED
     }
     Stack stack;
     stack.reserve(SAVED + 1 + ARGUMENTS);
     for (size_t i = 0; i < SAVED; ++i) stack.push_back(to_pass(outputs[i]));
     stack.emplace_back(c10::List<bool>(c10::ArrayRef<bool>(needs.data(), needs.size())));
-    for (const Tensor& tensor : arguments.tensors) stack.push_back(to_pass(tensor));
-#define PASS(type, name) stack.emplace_back(arguments.numbers.name);
+    for (const Tensor& tensor : tensors) stack.push_back(to_pass(tensor));
+#define PASS(type, name) stack.push_back(numbers.name);
     NUMBERS(PASS, )
 #undef PASS
     find(name + "_backward").callBoxed(&stack);
@@ -144,11 +156,11 @@ void forward(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   const auto inputs = given.slice(0, DIFFERENTIABLE);
   if (!at::GradMode::is_enabled() || std::none_of(inputs.begin(), inputs.end(), requires_grad))
     return call_below_autograd(op, keys, stack);
-  Arguments arguments;
-  std::transform(given.begin(), given.begin() + TENSORS, arguments.tensors.begin(), to_keep);
+  std::array<Tensor, TENSORS> tensors;
+  std::transform(given.begin(), given.begin() + TENSORS, tensors.begin(), to_keep);
   size_t i = TENSORS;
-#define TAKE(type, name) arguments.numbers.name = to_number(given[i++], type{});
-  NUMBERS(TAKE, )
+#define TAKE(type, name) given[i++]
+  const NumberValues numbers{NUMBERS(TAKE, COMMA)};
 #undef TAKE
   const auto run = [&] {
     call_below_autograd(op, keys, stack);
@@ -156,7 +168,7 @@ void forward(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     torch::jit::pop(*stack, found[0], found[1], found[2], found[3], found[4]);
     return found;
   };
-  Run call{op.schema().name(), arguments, run};
+  Run call{op.schema().name(), tensors, numbers, run};
   const variable_list outputs = RelAttentionFunction::apply(&call, at::TensorList(call.present()));
   torch::jit::push(*stack, outputs[0], outputs[1], call.results[2], call.results[3], call.results[4]);
 }
@@ -204,7 +216,10 @@ std::pair<Tensor, Tensor> attend_with_gradients(const Entry& entry, const Argume
                    [](const Tensor& t) { return &t; });
     return xlnet_kernels::forward(entry, tensors.data(), arguments.numbers, true);
   };
-  Run call{name, arguments, run};
+#define VALUE(type, name) IValue(arguments.numbers.name)
+  const NumberValues numbers{NUMBERS(VALUE, COMMA)};
+#undef VALUE
+  Run call{name, arguments.tensors, numbers, run};
   variable_list outputs = RelAttentionFunction::apply(&call, at::TensorList(call.present()));
   return {std::move(outputs[0]), std::move(outputs[1])};
 }

@@ -1,5 +1,5 @@
 // The operator's arguments, in the order of the schema in xlnet_kernels/ops.py: what has a gradient, the other tensors,
-// numbers. No torch here: Tensor and OptionalTensor are types of whoever includes it.
+// numbers. No torch here: each file that includes it has its own types Tensor and OptionalTensor.
 #pragma once
 
 #include <cstddef>

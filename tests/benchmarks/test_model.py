@@ -8,10 +8,6 @@ import warnings
 import pytest
 import torch
 
-from tests import ROOT
-
-BENCHMARKS = ROOT / "benchmarks"
-
 pytest.importorskip("rich")
 
 pytestmark = pytest.mark.usefixtures("scripts", "one_thread")

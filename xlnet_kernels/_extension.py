@@ -129,6 +129,11 @@ def load_fast_path(folder: Path) -> ModuleType | None:
     """The module of csrc/fast_path in this folder; None, and `fast_path_reason`, where there is none that fits."""
     global fast_path_reason
     fast_path_reason = None
+    record = build_record(folder)
+    decision = record.get("fast_path") or ""
+    if decision.startswith("no"):  # because a file of an earlier build may be left, which does not fit
+        fast_path_reason = f"it was not built ({decision})"
+        return None
     own = [folder / f"{FAST_PATH}{suffix}" for suffix in EXTENSION_SUFFIXES]
     file = next(filter(Path.is_file, own), None)
     if file is None:
@@ -136,7 +141,7 @@ def load_fast_path(folder: Path) -> ModuleType | None:
         built = f"the one here, {others[0]}, is for another Python" if others else "it was not built"
         fast_path_reason = f"{built} (it is for one Python and torch: install from source)"
         return None
-    built_for = build_record(folder).get("torch")
+    built_for = record.get("torch")
     fast_path_reason = (built_for and mismatch(built_for, torch.__version__)) or fault(file)
     if fast_path_reason:
         return None

@@ -169,21 +169,26 @@ def test_a_broken_library_is_named_and_the_torch_backend_serves(tree, installed,
         assert re.match(re.escape(str(folder / file.name)) + wanted, line), line
 
 
-FAST_PATHS = {  # the file beside the library, the torch it was built for, and what is said of it
-    "none": (None, None, r"it was not built \(it is for one Python and torch: install from source\)"),
+FAST_PATHS = {  # the file beside the library, what the build recorded otherwise, and what is said of it
+    "none": (None, {}, r"it was not built \(it is for one Python and torch: install from source\)"),
     "another Python": (
         "_fast_path.cpython-37m-x86_64-linux-gnu.so",
-        None,
+        {},
         r"the one here, _fast_path.cpython-37m-x86_64-linux-gnu.so, is for another Python \(it is",
     ),
     "another torch": (
         OWN_FAST_PATH,
-        "2.10.0",
+        {"torch": "2.10.0"},
         r"it was built for torch 2.10.0, you have .*: install xlnet_kernels again from source",
+    ),
+    "an earlier build": (
+        OWN_FAST_PATH,
+        {"fast_path": "no, because XLNET_KERNELS_FAST_PATH=0"},
+        r"it was not built \(no, because XLNET_KERNELS_FAST_PATH=0\)",
     ),
     "broken": (
         OWN_FAST_PATH,
-        None,
+        {},
         r"is no library of this platform|.* does not load: .*: install xlnet_kernels again",
     ),
 }
@@ -195,13 +200,12 @@ print(_extension.module.__file__, fast_path._fast_path, _extension.fast_path_rea
 
 @pytest.mark.parametrize("case", FAST_PATHS)
 def test_the_library_serves_without_a_fast_path_that_fits(tree, installed, case):
-    name, built_for, wanted = FAST_PATHS[case]
+    name, recorded, wanted = FAST_PATHS[case]
     folder = installed / "xlnet_kernels"
     if name:
         (folder / name).write_bytes(b"not a library")
-    if built_for:
-        record = json.loads((folder / "_build_info.json").read_text())
-        (folder / "_build_info.json").write_text(json.dumps(record | {"torch": built_for}))
+    record = json.loads((folder / "_build_info.json").read_text())
+    (folder / "_build_info.json").write_text(json.dumps(record | recorded))
     done = start(tree, installed, SAY_FAST_PATH)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     file, fast_path, reason = done.stdout.splitlines()

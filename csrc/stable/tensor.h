@@ -1,5 +1,5 @@
-// Tensors through torch's stable C interface (torch/csrc/stable/c/shim.h), which is all that the library of kernels
-// knows of torch: one file serves every torch from 2.10 on and every Python.
+// Tensors through torch's stable C interface, which is all that the library of kernels knows of torch: one file serves
+// every torch from 2.10 on and every Python.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -116,7 +116,8 @@ std::string text(const Parts&... parts) {
   return stream.str();
 }
 
-// Python sees a RuntimeError, and a ValueError, because pybind11 makes that of std::invalid_argument.
+// Python sees a RuntimeError, and a ValueError, because pybind11 makes that of std::invalid_argument. In backward it sees
+// a RuntimeError of both, because autograd's engine makes that of every C++ error.
 #define CHECK(condition, ...) \
   if (!(condition)) throw std::runtime_error(xlnet_kernels::text(__VA_ARGS__))
 #define CHECK_VALUE(condition, ...) \

@@ -86,7 +86,7 @@ def test_operator_of_the_wheel(wheel, tmp_path, compiler, with_torch):  # noqa: 
     ours = [Path(entry) for entry in sys.path if entry.endswith("-packages")]  # pytest and its plugins
     environment = test_install.Environment(tmp_path / "env", compiler, borrow=[with_torch.packages, *ours])
     environment.pip("install", "--no-deps", wheel)
-    for name in ("tests", "csrc", "build_backend"):
+    for name in ("tests", "csrc", "build_backend", "benchmarks/lib"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     facts = environment.facts()

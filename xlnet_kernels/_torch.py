@@ -48,8 +48,12 @@ def exports_to_onnx() -> bool:
 
 
 def is_free_in_onnx(size: int | torch.SymInt) -> bool:
-    """Whether torch.onnx.export is making a file in which this size is free."""
-    return not isinstance(size, int) and exports_to_onnx()
+    """Whether torch.onnx.export is making a file in which this size is free.
+
+    Its second attempt, after an error, has Dynamo trace the call. Each size counts as free there, because Dynamo takes
+    free ones for integers as well.
+    """
+    return exports_to_onnx() and (not isinstance(size, int) or torch.compiler.is_dynamo_compiling())
 
 
 def is_wrapped(values: Tensor) -> bool:

@@ -164,6 +164,22 @@ def test_accelerated_transformers_models(name, window):
     assert_exports(model, inputs(13, 9), ((free, free),), inputs(11, 5, 11), inputs(5, 2), inputs(140))
 
 
+@pytest.mark.parametrize("options", [dict(window_over=20), dict(global_tokens=2)], ids=str)
+def test_windows_that_depend_on_the_length_are_refused(options):
+    """Where the file is for all lengths: it would serve those alone that are as the length of the export."""
+    pytest.importorskip("transformers")
+    from tests.integrations.speech_cases import build
+
+    encoder = xk.accelerate(build("bert", dtype=torch.float32), window=(6, 3), **options)
+    model = Call(encoder, lambda inner, x, mask: inner(x, mask)[0])
+    free = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    text = "window_over and global_tokens must be 0 where torch.onnx.export keeps lengths free, got "
+    with pytest.raises(Exception, match=text):
+        torch.onnx.export(
+            model, (torch.randn(2, 13, 32), seen(13, 9)), dynamo=True, dynamic_shapes=((free, free),), verbose=False
+        )
+
+
 def test_other_backends_are_refused():
     attention = xk.TwoStreamAttention(32, 4, backend="cpu")
     with pytest.raises(Exception, match='backend="cpu" is unavailable: torch.onnx.export needs None'):

@@ -41,7 +41,8 @@ help:
 test: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
-	OMP_WAIT_POLICY=PASSIVE $(RUN) -u -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(RUN) -u -m pytest -n auto --dist loadfile --no-loadscope-reorder \
+	  --durations 30 --durations-min 20 $(ARGS)
 
 # tests/machine chooses architectures itself; the operator's tests are run on either.
 MACHINE = XLNET_KERNELS_MACHINE=$(1) XLNET_KERNELS_RESUME=build/machine-$(2).txt OMP_WAIT_POLICY=PASSIVE \

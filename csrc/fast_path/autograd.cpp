@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <deque>
+#include <stdexcept>
 
 #include "../inputs.h"
 
@@ -111,8 +112,12 @@ struct RelAttentionFunction : torch::autograd::Function<RelAttentionFunction> {
 
     const Tensor grad_out = gradients[0].defined() ? gradients[0] : at::zeros_like(states[0]);
     const std::array<Tensor, SAVED> outputs{grad_out, gradients[1], states[0], states[1], states[2], states[3]};
-    const std::vector<Tensor> found =
-        backward_of(context->saved_data[OPERATOR].toStringRef(), outputs, needs, tensors, numbers);
+    std::vector<Tensor> found;
+    try {
+      found = backward_of(context->saved_data[OPERATOR].toStringRef(), outputs, needs, tensors, numbers);
+    } catch (const std::invalid_argument& error) {  // because autograd's engine makes a ValueError of torch's error alone
+      TORCH_CHECK_VALUE(false, error.what());
+    }
     for (size_t i = 0, result = 1; i < DIFFERENTIABLE; ++i) {
       if (!saved[i].defined()) continue;
       if (needs[i]) results[result] = found[i];

@@ -116,8 +116,7 @@ std::string text(const Parts&... parts) {
   return stream.str();
 }
 
-// Python sees a RuntimeError, and a ValueError, because pybind11 makes that of std::invalid_argument. In backward it sees
-// a RuntimeError of both, because autograd's engine makes that of every C++ error.
+// Python sees a RuntimeError, and a ValueError, because pybind11 makes that of std::invalid_argument.
 #define CHECK(condition, ...) \
   if (!(condition)) throw std::runtime_error(xlnet_kernels::text(__VA_ARGS__))
 #define CHECK_VALUE(condition, ...) \

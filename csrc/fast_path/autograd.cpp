@@ -115,7 +115,8 @@ struct RelAttentionFunction : torch::autograd::Function<RelAttentionFunction> {
     std::vector<Tensor> found;
     try {
       found = backward_of(context->saved_data[OPERATOR].toStringRef(), outputs, needs, tensors, numbers);
-    } catch (const std::invalid_argument& error) {  // because autograd's engine makes a ValueError of torch's error alone
+    } catch (const std::invalid_argument& error) {
+      // Because Tensor.backward makes a ValueError of c10::ValueError alone
       TORCH_CHECK_VALUE(false, error.what());
     }
     for (size_t i = 0, result = 1; i < DIFFERENTIABLE; ++i) {

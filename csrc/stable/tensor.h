@@ -116,7 +116,8 @@ std::string text(const Parts&... parts) {
   return stream.str();
 }
 
-// Python sees a RuntimeError, and a ValueError, because pybind11 makes that of std::invalid_argument.
+// Python sees a RuntimeError of CHECK and a ValueError of CHECK_VALUE, because pybind11 makes that of
+// std::invalid_argument, and autograd.cpp in backward.
 #define CHECK(condition, ...) \
   if (!(condition)) throw std::runtime_error(xlnet_kernels::text(__VA_ARGS__))
 #define CHECK_VALUE(condition, ...) \

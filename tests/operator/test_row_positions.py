@@ -84,7 +84,7 @@ UNSORTED = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("what", UNSORTED)
 def test_what_is_no_order_is_refused(what, dtype, rows):
-    """By a plain call and by backward: kernels would leave their tensors."""
+    """By a plain call and by backward: kernels would read and write outside of their tensors."""
     edit, message = UNSORTED[what]
     leaves = make(2, 2, rows, keys=2 * rows, dtype=dtype, biases=False, segments=False).leaves
     leaves = {name: leaf.requires_grad_() for name, leaf in leaves.items()}

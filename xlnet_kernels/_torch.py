@@ -50,10 +50,14 @@ def exports_to_onnx() -> bool:
 def is_free_in_onnx(size: int | torch.SymInt) -> bool:
     """Whether torch.onnx.export is making a file in which this size is free.
 
-    Its second attempt, after an error, has Dynamo trace the call. Each size counts as free there, because Dynamo takes
-    free ones for integers as well.
+    `isinstance(size, int)` does not tell: the exporter's second attempt, after an error, has Dynamo trace the call, and
+    Dynamo calls free sizes integers too. When the name goes: another question of symbolic_shapes that Dynamo answers.
     """
-    return exports_to_onnx() and (not isinstance(size, int) or torch.compiler.is_dynamo_compiling())
+    if not exports_to_onnx():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # here because it imports sympy
+
+    return not has_static_value(size)
 
 
 def is_wrapped(values: Tensor) -> bool:

@@ -166,7 +166,7 @@ def test_accelerated_transformers_models(name, window):
 
 @pytest.mark.parametrize("options", [dict(window_over=20), dict(global_tokens=2)], ids=str)
 def test_windows_that_depend_on_the_length_are_refused(options):
-    """Where the file is for all lengths: it would serve those alone that are as the length of the export."""
+    """Where the file is for all lengths: it would be right for some lengths alone."""
     pytest.importorskip("transformers")
     from tests.integrations.speech_cases import build
 
@@ -178,6 +178,33 @@ def test_windows_that_depend_on_the_length_are_refused(options):
         torch.onnx.export(
             model, (torch.randn(2, 13, 32), seen(13, 9)), dynamo=True, dynamic_shapes=((free, free),), verbose=False
         )
+
+
+class SecondAttempt(Call):
+    """A call that fails in the exporter's first attempt: its second has Dynamo trace it."""
+
+    def forward(self, *inputs):
+        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            raise RuntimeError("the first attempt")
+        return self.call(self.inner, *inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [dict(window_over=20), dict(window_over=5), dict(global_tokens=2)], ids=str)
+def test_windows_of_a_fixed_length(options):
+    """In the exporter's second attempt too, where the window is wider than the sequence to one side."""
+    with conventions.installed():
+        attention = xk.accelerate(conventions.RelPositionMultiHeadAttention(), window=(16, 3), **options)
+    inputs = torch.randn(2, 13, 32), torch.randn(1, 25, 32), torch.rand(2, 13, 13) < 0.5
+    for kind in (Call, SecondAttempt):
+        assert_exports(kind(attention, lambda inner, x, table, hidden: inner(x, x, x, hidden, table)), inputs)
+
+
+def test_rows_of_a_fixed_length_are_checked():
+    x, rel_key = torch.randn(1, 2, 7, 16), torch.randn(2, 20, 16)
+    model = Call(nn.Identity(), lambda _, x, rel_key: xk.rel_attention(x, x, x, rel_key, max_distance=9))
+    with pytest.raises(Exception, match="rel_key must have 1 to 16 rows"):
+        torch.onnx.export(model, (x, rel_key), dynamo=True, verbose=False)
 
 
 def test_other_backends_are_refused():

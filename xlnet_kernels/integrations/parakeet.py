@@ -45,7 +45,7 @@ from .adapter import (
 _FOR_LOSSES = {"num_items_in_batch"}  # what Trainer gives to all layers, for the loss alone
 
 
-class _RelativeAttention(Original):
+class _TransformersAttention(Original):
     """Project, attend and project back: what all of these layers do. Subclasses say what their parts are called."""
 
     backend: str | None = None
@@ -146,7 +146,7 @@ class _RelativeAttention(Original):
         return bool(unknown)
 
 
-class _Parakeet(_RelativeAttention):
+class _Parakeet(_TransformersAttention):
     """Positions are (B, P, d_model), all samples alike but for dropout."""
 
     projections = ("q_proj", "k_proj", "v_proj", "o_proj", "relative_k_proj")
@@ -185,7 +185,7 @@ class _NemotronStreaming(_Parakeet):
     takes_cache = zeros_where_fully_masked = True
 
 
-class _FastSpeech2(_RelativeAttention):
+class _FastSpeech2(_TransformersAttention):
     """The mask (B, 1, L) is one row for all queries; where it hides everything the result is zeros, as ours."""
 
     zeros_where_fully_masked = True
@@ -205,7 +205,7 @@ class _FastSpeech2(_RelativeAttention):
         return self._attend(hidden_states, pos_emb, mask, in_force(self.dropout))
 
 
-class _Wav2Vec2(_RelativeAttention):
+class _Wav2Vec2(_TransformersAttention):
     """Serves position_embeddings_type "relative" and "relative_key"."""
 
     def check_accelerable(self) -> None:
@@ -249,7 +249,7 @@ class _Encoder(Original):
         return padding_row(flags) if self._is_ours() else flags
 
     def _is_ours(self) -> bool:
-        return all(isinstance(layer.self_attn, _RelativeAttention) for layer in self.layers)
+        return all(isinstance(layer.self_attn, _TransformersAttention) for layer in self.layers)
 
 
 class _ParakeetEncoder(_Encoder):

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..masks import RankMask
 from ._masks import EVERYTHING, LayerMask, OfLast, known, layer_mask
 from .adapter import Original, attend, attend_with_lse, make_stand_in, split, window_of
-from .parakeet import _RelativeAttention
+from .parakeet import _TransformersAttention
 
 
 def _by_distance(of_pairs: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def _block_mask(visible: Tensor) -> LayerMask:
     return LayerMask(RankMask.padding(attention_mask=visible), fully_masked if keeps else None)
 
 
-class _InBlocks(_RelativeAttention):
+class _InBlocks(_TransformersAttention):
     """Project, attend within blocks and project back."""
 
     no_window = "it attends within blocks"
@@ -97,7 +97,7 @@ class _Granite5(_InBlocks):
         return self.o_proj(out), None
 
 
-class _SpeechT5(_RelativeAttention):
+class _SpeechT5(_TransformersAttention):
     """The positions are (T, T, D) or (2 T - 1, D); without, as in the decoder, transformers' code computes."""
 
     projections = ("q_proj", "k_proj", "v_proj", "out_proj", "")

@@ -33,6 +33,7 @@ from typing import Any
 
 from torch import nn
 
+from .._checks import as_python, shortened
 from ..backends import check_name
 from ..linear import Linear
 from ._accelerated_class import ORIGINAL, accelerated_class
@@ -50,6 +51,7 @@ def accelerate(
     window: tuple[int, int] | None = None,
     window_over: int = 0,
     global_tokens: int = 0,
+    skip_padding: bool = False,
 ) -> nn.Module:
     """Makes the relative attention of this model call `rel_attention`; other instances of its classes keep theirs.
 
@@ -73,6 +75,9 @@ def accelerate(
         window_over: sequences of no more frames than this, cached ones included, keep full attention.
         global_tokens: so many first frames see all frames and are seen by all. The whole sequence is in one call then:
             with a cache they are refused. Where there are no other frames, this is full attention.
+        skip_padding: compute whole layers of the frames alone, all sequences of a batch in one row. Outputs at padding
+            are zeros. BatchNorm in training counts no padding. For Parakeet's layers in transformers, whose
+            convolutions read zeros at padding.
 
     Returns:
         `model` itself. Accelerating it again changes no more than the backend and the window.
@@ -80,8 +85,9 @@ def accelerate(
     Raises:
         ValueError: `model` has nothing that could be accelerated, a layer of a kind that cannot be, one whose `forward`
             was replaced in the instance by another computation, or is of a version of its library that is not served;
-            `window` is no such pair, shows no key but the query's own, or is given for XLNet, whose masks are its own.
-            The text says what was found. Nothing is changed then.
+            `window` is no such pair, shows no key but the query's own, or is given for XLNet, whose masks are its own;
+            `skip_padding` is given with global tokens, or for a model without such layers. The text says what was
+            found. Nothing is changed then.
 
     >>> import transformers
     >>> config = transformers.XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
@@ -101,16 +107,18 @@ def accelerate(
     substitutes = [(module, cls) for module, cls in pairs if cls is not None]
     if not any(hasattr(cls, "backend") and not issubclass(cls, Linear) for _, cls in substitutes):
         raise ValueError(_nothing_found(model))
+    _check_skip_padding(skip_padding, global_tokens, model, [cls for _, cls in substitutes])
+    substitutes = [
+        (module, cls)
+        for module, cls in substitutes
+        if (not issubclass(cls, Linear) or (linears and not _hidden(module, cls)))
+        and (not hasattr(cls, "skip_padding") or skip_padding or type(module) is cls)
+    ]
     for module, cls in substitutes:
         if frames_seen is not None:
             _check_takes_window(cls)
         if "forward" in _hidden(module, cls) and not issubclass(cls, Linear):
             raise ValueError(_replaced(model, module))
-    substitutes = [
-        (module, cls)
-        for module, cls in substitutes
-        if not issubclass(cls, Linear) or (linears and not _hidden(module, cls))
-    ]
     before = [(module, type(module)) for module, _ in substitutes]
     try:
         for module, cls in substitutes:
@@ -131,6 +139,8 @@ def accelerate(
             vars(module)["backend"] = backend
         if hasattr(cls, "window"):
             vars(module)["window"] = frames_seen
+        if hasattr(cls, "skip_padding"):
+            vars(module)["skip_padding"] = skip_padding
     _LOGGER.info("accelerated: %s", ", ".join(f"{count} x {name}" for name, count in accelerated(model).items()))
     return model
 
@@ -196,6 +206,18 @@ def _check_takes_window(cls: type) -> None:
         reason = "its stand-in attends to everything"
     if reason is not None:
         raise ValueError(f"window must be None for {_full_name(getattr(cls, ORIGINAL))}: {reason}")
+
+
+def _check_skip_padding(skip_padding: Any, global_tokens: int, model: nn.Module, classes: list[type]) -> None:
+    if not isinstance(skip_padding, bool):
+        raise ValueError(f"skip_padding must be a bool, got {shortened(skip_padding)}")
+    if skip_padding and global_tokens:
+        raise ValueError(f"global_tokens must be 0 with skip_padding, got {as_python(global_tokens)}")
+    if skip_padding and not any(hasattr(cls, "skip_padding") for cls in classes):
+        raise ValueError(
+            f"skip_padding needs layers of transformers' ParakeetEncoder, whose convolutions read zeros at padding, "
+            f"got {type(model).__name__} without them"
+        )
 
 
 def _hidden(module: nn.Module, cls: type) -> list[str]:

@@ -82,6 +82,7 @@ LIBRARIES = (
             "SeamlessM4TConformerSelfAttention": ("parakeet", "SeamlessM4T"),
             "SeamlessM4Tv2ConformerSelfAttention": ("parakeet", "SeamlessM4T v2"),
             "ParakeetEncoder": ("parakeet", "Parakeet's encoder, for its masks"),
+            "ParakeetEncoderBlock": ("parakeet", "its layers, for skip_padding"),
             "Wav2Vec2ConformerEncoder": ("parakeet", "Wav2Vec2-Conformer's, for its masks"),
             "Wav2Vec2BertEncoder": ("parakeet", "Wav2Vec2-BERT's, for its masks"),
             "SeamlessM4TConformerEncoder": ("parakeet", "SeamlessM4T's, for its masks"),

@@ -27,10 +27,12 @@ from torch import Tensor
 from .._torch import exports_to_onnx
 from ..dropout import in_force
 from ._masks import EVERYTHING, LayerMask, layer_mask, padding_mask, visible_pairs
+from ._packing import PackedRow, packed_row
 from ._padding import PaddingRow, TracedRow, of_keys, of_pairs, padding_row
 from ._window import Window
 from .adapter import (
     Original,
+    attend,
     attend_with_lse,
     check_no_window,
     clipped_rows,
@@ -107,6 +109,31 @@ class _TransformersAttention(Original):
         out = self._fill_fully_masked_rows(out, mask, query, key, value, content_bias)
         return getattr(self, self.projections[3])(out), None
 
+    def _attend_packed(self, hidden_states: Tensor, positions: Tensor, row: PackedRow, dropout_p: float) -> Tensor:
+        """Attention of the row (1, T, d_model) of sequences that were padded to L; positions are of L frames."""
+        query, key, value = (self._heads(hidden_states, part) for part in range(3))
+        keys = (positions.shape[-2] + 1) // 2
+        window = window_of(self, keys, keys)
+        distance = keys - 1 if window is None else window.first_distance(keys)
+        rows = shared(positions if window is None else window.rows(positions, keys))
+        before = min(distance, row.longest - 1)  # the operator has no rows for distances that no pair has
+        after = min(rows.shape[-2] - 1 - distance, row.longest - 1)
+        rel_key = project_positions(
+            self, rows[distance - before : distance + after + 1], getattr(self, self.projections[4]), self._width()
+        )
+        out = attend(
+            query,
+            key,
+            value,
+            rel_key,
+            *(getattr(self, name) for name in self.biases),
+            row.visible,
+            max_distance=before,
+            backend=self.backend,
+            dropout_p=dropout_p,
+        )
+        return getattr(self, self.projections[3])(out)
+
     def _table(self, keys: int, window: Window | None, device: torch.device) -> Tensor:
         """(P, D), row p for distance keys - 1 - p, or the rows that the window reads."""
         # Not the weight's device, because an offloaded one is on meta outside its module's call.
@@ -163,6 +190,10 @@ class _Parakeet(_TransformersAttention):
         past_key_values: Any = None,  # the cache before transformers 5.24
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        dropout_p = self.attention_dropout if self.training else 0.0
+        if isinstance(attention_mask, PackedRow):
+            assert position_embeddings is not None, "such a model always passes them"
+            return self._attend_packed(hidden_states, position_embeddings, attention_mask, dropout_p), None
         if isinstance(attention_mask, (PaddingRow, TracedRow)):
             mask: LayerMask | None = of_pairs(attention_mask.plain()[:, 0, 0])
         else:
@@ -174,9 +205,35 @@ class _Parakeet(_TransformersAttention):
             if isinstance(attention_mask, (PaddingRow, TracedRow)):
                 attention_mask = attention_mask.pairs()
             return super().forward(hidden_states, position_embeddings, attention_mask, *caches, **options)
-        return self._attend(
-            hidden_states, position_embeddings, mask, self.attention_dropout if self.training else 0.0, cache
-        )
+        return self._attend(hidden_states, position_embeddings, mask, dropout_p, cache)
+
+
+class _ParakeetBlock(Original):
+    """A layer that computes the frames of a padded batch in one row, where `accelerate` has said skip_padding."""
+
+    skip_padding = False
+    made_here = ("skip_padding",)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        position_embeddings: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        row = self._packed_row(attention_mask, position_embeddings, options)
+        if row is None:
+            return super().forward(hidden_states, attention_mask, position_embeddings, **options)
+        out = super().forward(row.pack(hidden_states), row, position_embeddings, **options)
+        return row.unpack(out, *hidden_states.shape[:2])
+
+    def _packed_row(self, mask: Any, positions: Tensor | None, options: dict[str, Any]) -> PackedRow | None:
+        """None where the layer computes padding too."""
+        if not (self.skip_padding and isinstance(mask, PaddingRow)) or positions is None:
+            return None
+        if self.self_attn._wants_original(options) or shared(positions).dim() == 3:  # positions of each sequence
+            return None
+        return packed_row(mask.plain()[:, 0, 0], self.conv.padding)
 
 
 class _NemotronStreaming(_Parakeet):
@@ -282,6 +339,7 @@ _CLASSES = {
     "SeamlessM4TConformerSelfAttention": ("seamless_m4t", _Wav2Vec2),
     "SeamlessM4Tv2ConformerSelfAttention": ("seamless_m4t_v2", _Wav2Vec2),
     "ParakeetEncoder": ("parakeet", _ParakeetEncoder),
+    "ParakeetEncoderBlock": ("parakeet", _ParakeetBlock),
     "Wav2Vec2ConformerEncoder": ("wav2vec2_conformer", _Wav2Vec2Encoder),
     "Wav2Vec2BertEncoder": ("wav2vec2_bert", _Wav2Vec2Encoder),
     "SeamlessM4TConformerEncoder": ("seamless_m4t", _Wav2Vec2Encoder),

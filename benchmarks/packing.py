@@ -1,15 +1,22 @@
 """Sequences of different lengths: one after the other in a row (RankMask.packed) against padding to the longest.
 
     python benchmarks/packing.py               lengths 64 to 1024: evenly spread, mostly short, all equal
+    python benchmarks/packing.py --layers 4    Parakeet's encoder of so many layers on 1500, 300, 200 and 100 frames
     python benchmarks/packing.py --quick       short ones, to see that everything runs
 
 The operator alone, 12 heads of 64, with the mask that each way needs. Both must give the outputs and gradients of the
 padded batch on the reference in float64 before they are timed. Memory goes with the tokens, padding counted.
+
+With --layers it is transformers' encoder, 1024 wide, 8 heads: as transformers has it, accelerated, accelerated with
+skip_padding, and accelerated with each sequence in a call of its own. Each is called once. Outputs at frames and all
+gradients are checked against transformers in float64; right is twice what its own code misses in the same dtype, or
+the usual tolerance.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -18,9 +25,9 @@ import torch
 from torch import Tensor
 
 import xlnet_kernels as xk
-from lib import session
+from lib import session, toolkits
 from lib.harness import Run
-from lib.measure import DIRECTIONS, Bench, Job
+from lib.measure import DIRECTIONS, Bench, Job, compare
 from lib.session import positive
 
 SPREADS = {
@@ -29,6 +36,8 @@ SPREADS = {
     "16 of 512": [512] * 16,
 }
 PADDED, PACKED = "padded", "packed"
+THEIRS, OWN, SKIPPING, ALONE = "transformers", "accelerated", "skip_padding", "one by one"
+FRAMES = [1500, 300, 200, 100]
 SHORTER = 16  # times, with --quick
 
 
@@ -102,12 +111,76 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
         bench.save()
 
 
+class EncoderProblem:
+    """Parakeet's encoder on a padded batch of these numbers of frames, in all ways."""
+
+    def __init__(
+        self, lengths: list[int], layers: int, width: int, heads: int, dtype: torch.dtype, device: str
+    ) -> None:
+        layer = toolkits.build("parakeet", max(lengths), width, heads, layers)
+        self.lengths, self.dtype, self.module = lengths, dtype, layer.module.to(device, dtype)
+        steps = torch.tensor(lengths, device=device)[:, None] * layer.step
+        self.flags = torch.arange(layer.step * max(lengths), device=device) < steps
+        self.features = torch.randn(*self.flags.shape, layer.width, device=device, dtype=dtype)
+        self.grad_out = torch.randn(sum(lengths), width, device=device, dtype=dtype)
+        self.wanted, self.missed = functools.cache(self._wanted), functools.cache(self._missed)
+
+    def run(self, way: str, dtype: torch.dtype | None = None) -> Run:
+        """Its outputs are those at frames, one sequence after the other."""
+        dtype = dtype or self.dtype
+        module, features = copy.deepcopy(self.module).to(dtype), self.features.to(dtype).requires_grad_()
+        if way != THEIRS:
+            xk.accelerate(module, skip_padding=way == SKIPPING)
+
+        def forward() -> Tensor:
+            if way == ALONE:
+                pairs = (
+                    (x[None, flag], length) for x, flag, length in zip(features, self.flags, self.lengths, strict=True)
+                )
+                return torch.cat([module(x).last_hidden_state[0, :length] for x, length in pairs])
+            out = module(features, attention_mask=self.flags).last_hidden_state
+            return torch.cat([x[:length] for x, length in zip(out, self.lengths, strict=True)])
+
+        return Run(forward, {"input": features} | dict(module.named_parameters()), self.grad_out.to(dtype))
+
+    def _wanted(self, direction: str) -> dict[str, Tensor]:
+        run = self.run(THEIRS, torch.float64)
+        names = list(run.leaves) if direction == "backward" else ["out"]
+        return {name: x.detach() for name, x in zip(names, run.step(direction), strict=True)}
+
+    def _missed(self, direction: str) -> dict[str, float]:
+        run = self.run(THEIRS)
+        return compare(run, direction, run.step(direction), self.wanted(direction), self.dtype)["errors"]
+
+
+def measure_encoder(options: argparse.Namespace, bench: Bench) -> None:
+    """All ways of the encoder."""
+    lengths = [length // options.shorter for length in FRAMES]
+    sizes = (64, 4) if options.quick else (1024, 8)
+    problem = EncoderProblem(lengths, options.layers, *sizes, getattr(torch, options.dtype), options.device)
+    jobs = [
+        Job(way, functools.partial(problem.run, way), problem.wanted, problem.missed, dtype=problem.dtype)
+        for way in (THEIRS, OWN, SKIPPING, ALONE)
+    ]
+    frames = f"{', '.join(map(str, lengths))} frames: {sum(lengths)} of {max(lengths) * len(lengths)}"
+    labels = {
+        "case": f"Parakeet's encoder, {options.layers} layers, {frames}",
+        "length": max(lengths),
+        "batch": len(lengths),
+        "dtype": options.dtype,
+    }
+    bench.group("packing", jobs, labels, baseline=OWN)
+    bench.save()
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     session.common_options(parser, ("float32", "bfloat16", "float16"))
     parser.add_argument("--heads", type=positive, default=12)
     parser.add_argument("--head-dim", type=positive, default=64)
     parser.add_argument("--seconds", type=float, default=2.0, help="of samples per way and direction")
+    parser.add_argument("--layers", type=positive, help="Parakeet's encoder of so many layers, not the operator")
+    parser.add_argument("--forward", action="store_true", help="without backward")
     parser.add_argument("--quick", action="store_true", help=f"sequences {SHORTER} times as short, few samples")
     if "--quick" in arguments:
         parser.set_defaults(heads=2, seconds=0.01)
@@ -115,15 +188,19 @@ def main(arguments: list[str]) -> int:
     options.shorter = SHORTER if options.quick else 1
     session.check_common(parser, options, "packing")
     settings = {"heads": options.heads, "head_dim": options.head_dim, "dtype": options.dtype}
+    if options.layers is not None:
+        settings = {"heads": 8, "head_dim": 128, "layers": options.layers, "dtype": options.dtype}
+        settings |= {"heads": 4, "head_dim": 16} if options.quick else {}
     rounds = (1, 3) if options.quick else (5, 200)
     return session.run(
         "packing",
         options,
         settings,
-        functools.partial(measure, options),
-        directions=DIRECTIONS,
+        functools.partial(measure if options.layers is None else measure_encoder, options),
+        directions=("forward",) if options.forward else DIRECTIONS,
         rounds=rounds,
         seconds=options.seconds,
+        once=options.layers is not None,
     )
 
 

@@ -125,7 +125,14 @@ def test_every_distribution_of_triton_is_found(package, version, numbers, monkey
         return version
 
     monkeypatch.setattr(features.metadata, "version", versions)
-    assert features.version() == numbers
+    assert features.version.__wrapped__() == numbers
+
+
+def test_launches_do_not_read_metadata(monkeypatch):
+    """They ask for features, and reading takes a millisecond."""
+    features.version()
+    monkeypatch.setattr(features, "metadata", None)
+    assert features.is_on("backend") and features.refusal() is None
 
 
 @pytest.mark.parametrize(
@@ -141,6 +148,7 @@ def test_every_distribution_of_triton_is_found(package, version, numbers, monkey
 )
 def test_the_backend_is_refused_by_version_and_gpu(version, capability, refused, monkeypatch):
     monkeypatch.setattr(features, "installed", lambda: version)
+    monkeypatch.setattr(features, "version", features.version.__wrapped__)
     assert features.refusal(capability) == refused
 
 

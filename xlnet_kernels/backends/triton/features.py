@@ -6,6 +6,7 @@ Nothing here imports Triton. compiler.py has the tricks on Triton's compiler tha
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib import metadata
 from typing import NamedTuple
 
@@ -74,6 +75,7 @@ def installed() -> str:
     return metadata.version(PACKAGES[-1])
 
 
+@cache  # because each launch asks, and reading metadata takes a millisecond
 def version() -> tuple[int, ...]:
     """The numbers of Triton's version: major, minor and patch; PackageNotFoundError without Triton."""
     return tuple(int(number) for number in re.findall(r"\d+", installed())[:3])

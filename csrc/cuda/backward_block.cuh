@@ -2,6 +2,7 @@
 // gradients go.
 #pragma once
 
+#include "mask.cuh"
 #include "scheduler.cuh"
 #include "shift.cuh"
 #include "unread.cuh"
@@ -170,7 +171,7 @@ struct BackwardSteps {
     Visibility visibility;
     step.row_tile = scheduler.next(visibility, lane, [&](int i) {
       const RowTile rows = load_row_tile(call, tile.b, i * S::BLOCK_M, S::BLOCK_M);
-      return tile_visibility(call, rows, tile.b, tile.j0, S::BLOCK_N);
+      return rows.visibility(call, tile.b, tile.j0, S::BLOCK_N);
     });
     if (is_at_end()) return;
     const int last_position = row_position(p, tile.b, smaller(first_row() + S::BLOCK_M, int(p.length)) - 1);

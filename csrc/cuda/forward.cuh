@@ -136,7 +136,7 @@ template <typename S>
 DEVICE bool sees_without_weight(const RelAttention& p, const ForwardTile<S>& tile, float sum, int sorted_row) {
   if (!ballot(sum == 0)) return false;
   const QueryRow row = load_query_row(p, tile.b, sorted_row);
-  const bool sees = sum == 0 && row.inside && sees_any_key(p, row, tile.b, tile.h, tile.lane.t);
+  const bool sees = sum == 0 && RowVisibility(p, row, tile.b, tile.h).sees_any(tile.lane.t);
   return ballot(sees) >> (tile.lane.id - tile.lane.t) & 15;
 }
 

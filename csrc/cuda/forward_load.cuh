@@ -4,6 +4,7 @@
 // moves on by BLOCK_N rows, so each row is fetched once per block.
 #pragma once
 
+#include "mask.cuh"
 #include "scheduler.cuh"
 #include "shift.cuh"
 #include "softmax.cuh"
@@ -164,8 +165,8 @@ struct ForwardPipeline {
     return scheduler.next(of, rows.lane.id, [&](int i) {
       const RowTile row_tile = load_row_tile(call, rows.b, rows.first_row, S::BLOCK_M);
       const int j0 = i * S::BLOCK_N;
-      return S::RANK_PAIRS ? visibility_by_pairs(call, row_tile, rows.b, j0, S::BLOCK_N)
-                           : tile_visibility(call, row_tile, rows.b, j0, S::BLOCK_N);
+      return S::RANK_PAIRS ? row_tile.visibility_by_pairs(call, rows.b, j0, S::BLOCK_N)
+                           : row_tile.visibility(call, rows.b, j0, S::BLOCK_N);
     });
   }
 

@@ -1,61 +1,9 @@
-// Which rows see which keys, pair by pair: rows of rel_key, ranks, floors, own keys, dense masks.
+// The mask: labels of keys on their way to shared memory, and -inf for scores of pairs that visibility.cuh hides.
 #pragma once
 
-#include "rows.cuh"
+#include "visibility.cuh"
 
 namespace xlnet_kernels::cuda {
-
-constexpr int32_t LOWEST = -2147483647 - 1, HIGHEST = 2147483647;
-
-// How much of a tile is visible. by_rank: ranks alone say which pairs; some: other things may, too.
-enum class Visibility { none, some, by_rank, all };
-
-struct Range {
-  int begin, end;
-};
-
-// The keys for whose distance rel_key has a row, of rows whose own keys are first_own to last_own; empty at 0.
-DEVICE Range keys_within_reach(const RelAttention& p, int first_own, int last_own) {
-  const int begin = larger(first_own - int(p.rel_key.max_distance), 0);
-  const int end = smaller(last_own - int(p.rel_key.max_distance - p.rel_len), int(p.mem_len + p.key_len));
-  return begin < end ? Range{begin, end} : Range{0, 0};
-}
-
-// The sorted rows that keys j0 .. j0 + count - 1 are within reach of; all of them where positions have to be looked up.
-DEVICE Range rows_within_reach(const RelAttention& p, int j0, int count) {
-  if (p.rows.position) return {0, int(p.length)};
-  const int first = j0 + int(p.rel_key.max_distance - p.mem_len);  // the last row that key j0 is within reach of
-  const int begin = larger(first - int(p.rel_len) + 1, 0), end = smaller(first + count, int(p.length));
-  return begin < end ? Range{begin, end} : Range{0, 0};
-}
-
-// What decides about most pairs of a query row.
-struct RowLabels {
-  int32_t rank, floor, segment;
-};
-struct QueryRow : RowLabels {
-  bool inside;          // else beyond the last row: it sees no key
-  int index, position;  // in the tensors, in the segment
-  int own_key;          // that it sees whatever the ranks say, or -1
-};
-
-// Labels of the row at `index` in the tensors
-DEVICE QueryRow load_labels(const RelAttention& p, int b, bool inside, int index, int position) {
-  QueryRow row;
-  row.inside = inside;
-  row.index = index;
-  row.position = position;
-  const int64_t at = b * p.length + row.index;
-  row.rank = !row.inside ? LOWEST : p.rank_mask.query_rank ? p.rank_mask.query_rank[at] : HIGHEST;
-  row.floor = p.rank_mask.query_floor ? p.rank_mask.query_floor[at] : LOWEST;
-  row.segment = p.segments.query_ids ? p.segments.query_ids[at] : 0;
-  row.own_key = row.inside && p.rank_mask.sees_self && p.rank_mask.sees_self[at] ? row.position + int(p.mem_len) : -1;
-  return row;
-}
-DEVICE QueryRow load_query_row(const RelAttention& p, int b, int sorted_row) {
-  const int cut = smaller(sorted_row, int(p.length) - 1);
-  return load_labels(p, b, sorted_row < p.length, row_index(p, b, cut), row_position(p, b, cut));
-}
 
 // Labels of a tile of keys, in shared memory: zeros where there are none, and for keys beyond the last.
 struct KeyLabels {
@@ -103,8 +51,6 @@ DEVICE void copy_key_labels(const Call& call, const KeyLabels& labels, int b, in
 // Ranks as float16 numbers, of which one instruction compares two: the same order up to the largest magnitude, to which
 // others are cut. Two keys share a word. A lane's words of 32 keys, columns 8 n + 2 t and their neighbours for n < 4,
 // come one after the other.
-constexpr int32_t LARGEST_RANK = LARGEST<Half>;
-
 DEVICE uint32_t rank_as_half(int32_t rank) {
   const int32_t cut = larger(-LARGEST_RANK, smaller(rank, LARGEST_RANK));
   return cut < 0 ? 0x8000u | uint32_t(-cut) : uint32_t(cut);
@@ -119,68 +65,6 @@ DEVICE void copy_rank_pairs(const Call& call, uint32_t* to, int b, int j0, int t
   const int tile = b * tiles_of(call.p.mem_len + call.p.key_len, BOUNDS_TILE) + j0 / BOUNDS_TILE;
   const Bytes16* const from = reinterpret_cast<const Bytes16*>(call.workspace.rank_pairs) + tile * (BOUNDS_TILE / 8);
   copy_async<16>(to + 4 * thread, from + j0 % BOUNDS_TILE / 8 + thread, true);
-}
-
-// What ranks alone say of a pair.
-DEVICE bool sees_by_rank(const RowLabels& row, int32_t key_rank) {
-  return key_rank < row.rank && key_rank >= row.floor;
-}
-
-// Bit 2 n + parity: whether the dense mask shows column 8 n + 2 t + parity of a tile, whose column 0 is key j0, to a
-// row.
-template <int COLUMNS>
-DEVICE uint32_t unmasked_columns(const RelAttention& p, const QueryRow& row, int b, int h, int j0, int t) {
-  const int keys = int(p.mem_len + p.key_len);
-  const int64_t* stride = p.mask.stride;
-  const bool* mask = static_cast<const bool*>(p.mask.data) + b * stride[0] + h * stride[1] + row.index * stride[2];
-  uint32_t visible = 0;
-#pragma unroll 1
-  for (int n = 0; n < COLUMNS / 8; ++n)
-    for (int parity = 0; parity < 2; ++parity) {
-      const int j = j0 + 8 * n + 2 * t + parity;
-      visible |= uint32_t(j < keys && mask[j * stride[3]]) << (2 * n + parity);
-    }
-  return visible;
-}
-
-// Bit 2 n + parity: whether ranks, own keys, reach and the dense mask show that column; `key_rank`: the tile's ranks.
-template <int COLUMNS>
-DEVICE uint32_t visible_columns(const RelAttention& p, const QueryRow& row, int b, int h, int j0,
-                                const int32_t* key_rank, int t) {
-  const int own = row.position + int(p.mem_len);
-  const Range reach = row.inside ? keys_within_reach(p, own, own) : Range{0, 0};
-  uint32_t visible = 0;
-#pragma unroll 1
-  for (int bit = 0; bit < COLUMNS / 4; ++bit) {
-    const int k = bit / 2 * 8 + 2 * t + bit % 2, j = j0 + k;
-    const bool by_labels = sees_by_rank(row, key_rank[k]) || j == row.own_key;
-    visible |= uint32_t(by_labels && j >= reach.begin && j < reach.end) << bit;
-  }
-  return p.mask.data ? visible & unmasked_columns<COLUMNS>(p, row, b, h, j0, t) : visible;
-}
-
-// Whether labels and the dense mask show key j, which is within the row's reach, to it.
-DEVICE bool is_shown(const RelAttention& p, const QueryRow& row, int b, int h, int j) {
-  const int32_t* key_rank = p.rank_mask.key_rank;
-  const int64_t* stride = p.mask.stride;
-  const bool* mask = static_cast<const bool*>(p.mask.data);
-  const bool by_labels =
-      key_rank == nullptr || sees_by_rank(row, key_rank[b * (p.mem_len + p.key_len) + j]) || j == row.own_key;
-  return by_labels && (mask == nullptr || mask[b * stride[0] + h * stride[1] + row.index * stride[2] + j * stride[3]]);
-}
-DEVICE bool sees_key(const RelAttention& p, const QueryRow& row, int b, int h, int j) {
-  const int own = row.position + int(p.mem_len);
-  const Range reach = keys_within_reach(p, own, own);
-  return row.inside && j >= reach.begin && j < reach.end && is_shown(p, row, b, h, j);
-}
-
-// Whether a row sees any of the keys t, t + 4, .., asked one by one.
-DEVICE bool sees_any_key(const RelAttention& p, const QueryRow& row, int b, int h, int t) {
-  const int own = row.position + int(p.mem_len);
-  const Range reach = keys_within_reach(p, own, own);
-  for (int j = reach.begin + t; j < reach.end; j += 4)
-    if (is_shown(p, row, b, h, j)) return true;
-  return false;
 }
 
 // -inf for those scores of 8 N keys that ranks hide from this lane's rows, where there are no floors.
@@ -242,23 +126,23 @@ DEVICE void apply_mask(float (&score)[N][4], Visibility visibility, const RelAtt
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        if (!sees_by_rank(labels[i / 2], key_rank[8 * n + 2 * t + i % 2])) score[n][i] = -INFINITY;
+        if (!labels[i / 2].sees_by_rank(key_rank[8 * n + 2 * t + i % 2])) score[n][i] = -INFINITY;
   } else if (visibility == Visibility::some) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const QueryRow row = load_query_row(p, b, sorted_row + 8 * r);
-      const Range reach = keys_within_reach(p, row.position + int(p.mem_len), row.position + int(p.mem_len));
+      const RowVisibility keys(p, row, b, h);
       // this lane's own key and the first within its reach, as columns of the tile less 2 t
-      const int own = row.own_key - j0 - 2 * t, first = reach.begin - j0 - 2 * t;
-      const uint32_t within = row.inside ? reach.end - reach.begin : 0;
-      const uint32_t bits = p.mask.data ? unmasked_columns<8 * N>(p, row, b, h, j0, t) : ~0u;
+      const int own = row.own_key - j0 - 2 * t, first = keys.reach.begin - j0 - 2 * t;
+      const uint32_t within = keys.reach.end - keys.reach.begin;
+      const uint32_t bits = p.mask.data ? keys.unmasked_columns<8 * N>(j0, t) : ~0u;
 #pragma unroll
       for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int parity = 0; parity < 2; ++parity) {
           const int k = 8 * n + parity;
           const bool by_labels =
-              (sees_by_rank(labels[r], key_rank[k + 2 * t]) || k == own) && uint32_t(k - first) < within;
+              (labels[r].sees_by_rank(key_rank[k + 2 * t]) || k == own) && uint32_t(k - first) < within;
           if (!by_labels || !(bits >> (2 * n + parity) & 1)) score[n][2 * r + parity] = -INFINITY;
         }
     }

@@ -4,6 +4,7 @@
 
 #include "bias.cuh"
 #include "row_statistics.cuh"
+#include "mask.cuh"
 #include "scheduler.cuh"
 #include "unread.cuh"
 

@@ -2,7 +2,7 @@
 // how much the second is more; the first is in the log-sum-exp alone.
 #pragma once
 
-#include "mask.cuh"
+#include "visibility.cuh"
 
 namespace xlnet_kernels::cuda {
 

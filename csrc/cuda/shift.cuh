@@ -18,7 +18,7 @@
 // columns (here) and for the window of a warpgroup (sm90/shift.cuh).
 #pragma once
 
-#include "mask.cuh"
+#include "rows.cuh"
 
 namespace xlnet_kernels::cuda {
 

@@ -82,7 +82,7 @@ KERNEL THREADS_PER_BLOCK(MERGE_THREADS, 1) merge_kernel(Call call) {
   const QueryRow of = load_query_row(p, b, sorted_row);
   const int64_t row = int64_t(head) * length + of.index;
   const MergedRow merged(call, row, lane);
-  const bool is_nan = merged.sum == 0 && ballot(sees_any_key(p, of, b, h, lane % 4));
+  const bool is_nan = merged.sum == 0 && ballot(RowVisibility(p, of, b, h).sees_any(lane % 4));
   const float scale = is_nan ? NAN : merged.sum != 0 ? float(p.dropout.kept_scale) / merged.weights : 0.f;
   T* const to = rows_of<T>(p.out, b, h)(of.index);
   T* const residual = p.out_residual.data ? rows_of<T>(p.out_residual, b, h)(of.index) : nullptr;

@@ -7,7 +7,7 @@
 
 #include <type_traits>
 
-#include "mask.cuh"
+#include "visibility.cuh"
 
 namespace xlnet_kernels::cuda {
 
@@ -48,31 +48,6 @@ DEVICE UnreadRows unread_rel_rows(const Call& call, int b, int h) {
   return {words + head * tiles_of(call.p.rel_len, 32)};
 }
 
-// What decides about the pairs of some rows with a key, before each row is asked.
-struct RowSummary {
-  int max_rank = LOWEST, min_floor = HIGHEST, first_position = HIGHEST, last_position = LOWEST;
-  int any_sees_self = 0;
-
-  DEVICE void add(const QueryRow& row) {
-    if (!row.inside) return;
-    max_rank = larger(max_rank, row.rank);
-    min_floor = smaller(min_floor, row.floor);
-    first_position = smaller(first_position, row.position);
-    last_position = larger(last_position, row.position);
-    any_sees_self |= row.own_key >= 0;
-  }
-  DEVICE RowSummary of_warp() const {
-    return {warp_max(max_rank), warp_min(min_floor), warp_min(first_position), warp_max(last_position),
-            warp_max(any_sees_self)};
-  }
-  DEVICE bool may_see(const RelAttention& p, int j, int32_t key_rank) const {
-    const int first_own = first_position + int(p.mem_len), last_own = last_position + int(p.mem_len);
-    const Range reach = keys_within_reach(p, first_own, last_own);
-    const bool by_rank = key_rank < max_rank && key_rank >= min_floor;
-    return (by_rank || (any_sees_self && j >= first_own && j <= last_own)) && j >= reach.begin && j < reach.end;
-  }
-};
-
 // Whether the dense mask, if there is one, shows key j to any row. Lanes have neighbouring keys; one beyond the last
 // has true.
 DEVICE bool is_unmasked_somewhere(const RelAttention& p, int b, int h, int j) {
@@ -111,7 +86,7 @@ DEVICE uint32_t find_unread_keys(const RelAttention& p, int b, int h, int first,
   uint32_t may_be_read = ballot(is_unmasked_somewhere(p, b, h, j)), unread = ballot(j < keys);
   if (p.rank_mask.query_rank) {
     const QueryRow row = load_row_of_highest_rank(p, b, lane);
-    unread &= ~ballot(j < keys && sees_key(p, row, b, h, j));
+    unread &= ~ballot(j < keys && RowVisibility(p, row, b, h).sees(j));
     may_be_read &= ballot(p.rank_mask.sees_self || rank < row.rank);
   }
   for (int begin = (int(p.length) - 1) / ROWS * ROWS; begin >= 0 && (unread & may_be_read); begin -= ROWS) {
@@ -123,7 +98,7 @@ DEVICE uint32_t find_unread_keys(const RelAttention& p, int b, int h, int first,
       const uint32_t bit = left & -left;
       for (int i = 0; i < EACH && unread & bit; ++i) {
         const QueryRow row = load_query_row(p, b, begin + i * WARP + lane);
-        if (ballot(sees_key(p, row, b, h, first + first_bit(bit)))) unread &= ~bit;
+        if (ballot(RowVisibility(p, row, b, h).sees(first + first_bit(bit)))) unread &= ~bit;
       }
     }
   }
@@ -136,7 +111,7 @@ DEVICE bool is_rel_row_read(const RelAttention& p, int b, int end, int h, int re
     for (int first = 0; first < p.length; first += WARP) {
       const QueryRow row = load_query_row(p, b, first + lane);
       const int j = row.position + int(p.mem_len - p.rel_key.max_distance) + rel_row;
-      if (ballot(j >= 0 && j < p.mem_len + p.key_len && sees_key(p, row, b, h, j))) return true;
+      if (ballot(j >= 0 && j < p.mem_len + p.key_len && RowVisibility(p, row, b, h).sees(j))) return true;
     }
   return false;
 }

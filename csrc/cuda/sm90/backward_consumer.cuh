@@ -75,9 +75,8 @@ struct BackwardConsumer {
     if (info.has(RowTileInfo::BEGINS_RUN)) begin_run();
     memory.full_slot(upper.index()).wait(upper.parity());
     memory.full_slot(lower().index()).wait(lower().parity());
-    const Visibility visibility = info.visibility(consumer);
-    if (visibility != Visibility::none)
-      add_gradients(info.tile(), visibility, info.has(RowTileInfo::OWNS << consumer));
+    const PairVisibility visibility = info.visibility(consumer);
+    if (visibility.visibility != Visibility::none) add_gradients(info.tile(), visibility);
     release(memory.empty_slot(upper.index()), lane.id);
     upper.advance();
     release(memory.empty_stage(stage.index()), lane.id);
@@ -96,7 +95,7 @@ struct BackwardConsumer {
 
   DEVICE TileRows<S> tile_rows(int tile) const { return {a.call.p, memory.rows(stage.index()), tile, lane}; }
 
-  DEVICE void add_gradients(int row_tile, Visibility visibility, bool owns) {
+  DEVICE void add_gradients(int row_tile, PairVisibility visibility) {
     Scores score;
     Fragment dS[TILES / 2];
     forget();
@@ -106,7 +105,7 @@ struct BackwardConsumer {
     make_scores(score);
     forget();
     const TileRows<S> rows = tile_rows(row_tile);
-    make_score_gradients(rows, visibility, owns, kept, score, dS);
+    make_score_gradients(rows, visibility, kept, score, dS);
     fence_shared_memory();
     sync_warpgroup(1 + consumer);
     forget();
@@ -162,8 +161,8 @@ struct BackwardConsumer {
   }
 
   // Softmax and dropout: leaves P as the values had it, dS, and its band in shared memory; dS is `rounded` as well.
-  DEVICE void make_score_gradients(const TileRows<S>& rows, Visibility visibility, bool owns, uint32_t kept,
-                                   Scores& score, Fragment (&rounded)[TILES / 2]) {
+  DEVICE void make_score_gradients(const TileRows<S>& rows, PairVisibility visibility, uint32_t kept, Scores& score,
+                                   Fragment (&rounded)[TILES / 2]) {
     const auto grad_out = memory.grad_out(stage.index()), values = memory.values(consumer);
     const float kept_scale = float(a.call.p.dropout.kept_scale);
     const RowStatistics statistics(tile, rows);
@@ -189,7 +188,7 @@ struct BackwardConsumer {
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
         if (n % 4 == 0)
-          load_key_ranks(key_ranks, a.call, tile, tile.j0 + 8 * n, rows, r, visibility, owns,
+          load_key_ranks(key_ranks, a.call, tile, tile.j0 + 8 * n, rows, r, visibility,
                          labels().rank + 8 * n, lane.t);
         float weight[2], gradient[2];
 #pragma unroll

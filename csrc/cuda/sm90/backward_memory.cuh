@@ -53,12 +53,14 @@ struct RowTileInfo {
   uint32_t word;
 
   DEVICE static RowTileInfo of(uint32_t tile) { return {tile << 8}; }
-  DEVICE void add(int consumer, Visibility visibility, bool owns) {
-    word |= uint32_t(visibility) << (2 * consumer) | (owns ? OWNS << consumer : 0);
+  DEVICE void add(int consumer, PairVisibility of_keys) {
+    word |= uint32_t(of_keys.visibility) << (2 * consumer) | (of_keys.owns ? OWNS << consumer : 0);
   }
   DEVICE uint32_t tile() const { return word >> 8; }
   DEVICE bool has(uint32_t flag) const { return word & flag; }
-  DEVICE Visibility visibility(int consumer) const { return Visibility(word >> (2 * consumer) & 3); }
+  DEVICE PairVisibility visibility(int consumer) const {
+    return {Visibility(word >> (2 * consumer) & 3), has(OWNS << consumer)};
+  }
 };
 
 // A run of rows that have positions of their own, announced with its tile: where each is in the tensors, -1 where the

@@ -36,8 +36,8 @@ struct BackwardProducer {
       Visibility visibility = Visibility::none;
       const int tile = scheduler.next(visibility, own_lane(), [&](int i) {
         const RowTile rows = load_row_tile(call, b, i * S::BLOCK_M, S::BLOCK_M);
-        const bool first = tile_visibility(call, rows, b, j0, S::BLOCK_N) != Visibility::none;
-        const bool second = tile_visibility(call, rows, b, j0 + S::BLOCK_N, S::BLOCK_N) != Visibility::none;
+        const bool first = rows.visibility(call, b, j0, S::BLOCK_N) != Visibility::none;
+        const bool second = rows.visibility(call, b, j0 + S::BLOCK_N, S::BLOCK_N) != Visibility::none;
         return first || second ? Visibility::some : Visibility::none;
       });
       if (tile >= scheduler.tiles) break;
@@ -135,13 +135,10 @@ struct BackwardProducer {
     memory.full_stage(stage.index()).arrive();
   }
   DEVICE void add_visibility(RowTileInfo& info, const RowTile& rows) const {
-    const RelAttention& p = a.call.p;
     for (int i = 0; i < S::CONSUMERS; ++i) {
       const int first_key = j0 + i * S::BLOCK_N;
-      Visibility visibility = visibility_by_pairs(a.call, rows, b, first_key, S::BLOCK_N);
-      if (visibility == Visibility::by_rank && p.rank_mask.query_floor) visibility = Visibility::some;
-      const bool owns = visibility == Visibility::some && is_by_rank_and_own(p, rows, first_key, S::BLOCK_N);
-      info.add(i, owns ? Visibility::by_rank : visibility, owns);
+      const Visibility visibility = rows.visibility_by_pairs(a.call, b, first_key, S::BLOCK_N);
+      info.add(i, rows.with_own_keys(a.call.p, visibility, first_key, S::BLOCK_N));
     }
   }
 

@@ -163,7 +163,7 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const QueryRow row = load_query_row(p, tile.b, tile.sorted_row(0) + 8 * r);
-      const uint32_t visible = visible_columns<S::BLOCK_N>(p, row, tile.b, tile.h, j0, key_rank, tile.lane.t);
+      const uint32_t visible = RowVisibility(p, row, tile.b, tile.h).columns<S::BLOCK_N>(j0, key_rank, tile.lane.t);
 #pragma unroll
       for (int n = 0; n < TILES; ++n)
         for (int parity = 0; parity < 2; ++parity)

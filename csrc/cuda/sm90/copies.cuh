@@ -1,7 +1,7 @@
 // How a producer's warp copies 64 rows of a matrix into shared memory.
 #pragma once
 
-#include "../mask.cuh"
+#include "../visibility.cuh"
 #include "memory.cuh"
 
 namespace xlnet_kernels::cuda {

@@ -70,6 +70,12 @@ struct alignas(16) TileInfo {
   // block's rows are served. What hides keys, if anything does: ranks, compared by pairs; those and rows' own keys;
   // other things.
   enum : uint32_t { ENDS = 1, BEGINS = 2, ONE_SEGMENT = 4, SOME_ROWS = 8, BY_RANK = 16, OWNS = 32, PAIR_BY_PAIR = 64 };
+
+  DEVICE static uint32_t hidden_by(PairVisibility keys) {
+    if (keys.visibility == Visibility::all) return 0;
+    if (keys.owns) return OWNS;
+    return keys.visibility == Visibility::by_rank ? BY_RANK : PAIR_BY_PAIR;
+  }
 };
 
 // Sorted rows first to end - 1 of a block: a run, which one window of rel_key serves. Eight rows of it are 8 positions

@@ -90,9 +90,10 @@ struct Producer {
     for (;;) {
       Visibility visibility = Visibility::none;
       const int tile = scheduler.next(
-          visibility, lane, [&](int i) { return visibility_by_pairs(call, rows, b, i * S::BLOCK_N, S::BLOCK_N); });
+          visibility, lane, [&](int i) { return rows.visibility_by_pairs(call, b, i * S::BLOCK_N, S::BLOCK_N); });
       if (tile >= scheduler.tiles) break;
-      const uint32_t hides = hidden_by(visibility, rows, tile * S::BLOCK_N);
+      const uint32_t hides =
+          TileInfo::hidden_by(rows.with_own_keys(p, visibility, tile * S::BLOCK_N, S::BLOCK_N));
       const KeySegment segment = key_segment(tile);
       const int window = first_rel_row(p, position) + tile * S::BLOCK_N;
       if (tile != before + 1) {
@@ -111,14 +112,6 @@ struct Producer {
   }
 
   DEVICE WarpgroupStage<S> stage() const { return memory.stage(place.offset); }
-
-  // What hides some of the keys from j0 on.
-  DEVICE uint32_t hidden_by(Visibility visibility, const RowTile& rows, int j0) const {
-    if (visibility == Visibility::all) return 0;
-    if (visibility == Visibility::some)
-      return is_by_rank_and_own(call.p, rows, j0, S::BLOCK_N) ? TileInfo::OWNS : TileInfo::PAIR_BY_PAIR;
-    return call.p.rank_mask.query_floor ? TileInfo::PAIR_BY_PAIR : TileInfo::BY_RANK;
-  }
 
   DEVICE KeySegment key_segment(int tile) const {
     static_assert(S::BLOCK_N == BOUNDS_TILE);

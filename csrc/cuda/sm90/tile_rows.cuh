@@ -159,9 +159,9 @@ constexpr uint32_t BELOW_ALL = 0xfc00, ABOVE_ALL = 0x7c00;  // ranks as float16:
 // The rank of a row, twice in a word.
 template <typename S>
 DEVICE uint32_t row_rank(const RelAttention& p, const KeyTile<S>& tile, const TileRows<S>& rows, int r,
-                         Visibility visibility) {
+                         PairVisibility visibility) {
   uint32_t rank = rows.inside(r) ? ABOVE_ALL : BELOW_ALL;
-  if (visibility == Visibility::by_rank && rows.inside(r))
+  if (visibility.visibility == Visibility::by_rank && rows.inside(r))
     rank = rank_as_half(p.rank_mask.query_rank[tile.b * p.length + rows.index(r)]);
   return rank * 0x10001;
 }
@@ -170,12 +170,11 @@ DEVICE uint32_t row_rank(const RelAttention& p, const KeyTile<S>& tile, const Ti
 // than ranks decides, they are such that a comparison with the row's finds it.
 template <typename S>
 DEVICE void load_key_ranks(uint32_t (&ranks)[4], const Call& call, const KeyTile<S>& tile, int j0,
-                           const TileRows<S>& rows, int r, Visibility visibility, bool owns, const int32_t* key_rank,
-                           int t) {
+                           const TileRows<S>& rows, int r, PairVisibility visibility, const int32_t* key_rank, int t) {
   const RelAttention& p = call.p;
-  if (visibility == Visibility::some) {
-    const uint32_t bits =
-        visible_columns<32>(p, rows.load(tile.b, r), tile.b, tile.h, j0, key_rank, t);
+  if (visibility.visibility == Visibility::some) {
+    const QueryRow row = rows.load(tile.b, r);
+    const uint32_t bits = RowVisibility(p, row, tile.b, tile.h).columns<32>(j0, key_rank, t);
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       ranks[n] = (bits >> (2 * n) & 1 ? 0 : ABOVE_ALL) | (bits >> (2 * n + 1) & 1 ? 0 : ABOVE_ALL << 16);
@@ -187,7 +186,7 @@ DEVICE void load_key_ranks(uint32_t (&ranks)[4], const Call& call, const KeyTile
   const Bytes16 pairs = p.rank_mask.key_rank ? *from : Bytes16{};
 #pragma unroll
   for (int n = 0; n < 4; ++n) ranks[n] = pairs.word[n];
-  if (!owns) return;
+  if (!visibility.owns) return;
   const int own = rows.load(tile.b, r).own_key - j0 - 2 * t;  // a column, less 2 t
 #pragma unroll
   for (int n = 0; n < 4; ++n) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import subprocess
 import sys
@@ -23,7 +24,7 @@ IMPLEMENTATIONS = {
 OPERATORS = set(
     """
     __and__ __iand__ __ior__ __or__ __rshift__ __xor__ add add_ addcmul_ alias all amax amin any arange as_strided
-    bitwise_not cat clone copy_ div_ eq expand expand_as flatten gather ge log logical_or lt mT masked_fill
+    bitwise_not cat clamp_max clone copy_ div_ eq expand expand_as flatten gather ge log logical_or lt mT masked_fill
     masked_fill_ matmul mul mul_ narrow ne new_empty new_empty_strided new_zeros pad permute promote_types reciprocal
     rsub scatter_ select slice softmax stack sub sub_ sum to transpose unbind unflatten unsqueeze view where zero_
     """.split()
@@ -124,14 +125,53 @@ def test_blocks_are_sized_by_the_budget():
     tensors = dict.fromkeys(blocks.INPUT_NAMES) | {"query": query, "key": query, "value": query}
     inputs = [*(tensors | {"rel_key": rel_key}).values(), 300, 0.0, 0.25, False]
 
-    def shapes(limit: str) -> set[tuple[int, ...]]:
-        with mock.patch.dict("os.environ", XLNET_KERNELS_BLOCK_BYTES=limit):
-            return {tuple(block.content.shape[:3]) for block in blocks.BlockedCall(inputs).blocks(maps=2)}
+    def shapes(limit: int) -> set[tuple[int, ...]]:
+        with mock.patch.dict("os.environ", XLNET_KERNELS_BLOCK_BYTES=str(limit)):
+            return {tuple(block.content.shape[:3]) for block in blocks.BlockedCall(inputs).blocks()}
 
-    a_row = (300 + 300 + 128) * 4 * 2 // 2  # bytes of one map's row is 4 * (300 + 128)
-    assert shapes(str(10**9)) == {(2, 4, 128), (2, 4, 44)}
-    assert max(b * h * m for b, h, m in shapes(str(100 * a_row))) <= 100
-    assert shapes("1") == {(1, 1, 1)}
+    assert shapes(10**9) == {(2, 4, 128), (2, 4, 44)}
+    maps = 4 * (2 * 300 + 2 * (300 + 128))  # bytes of scores, probabilities, the band and the padded band of one row
+    assert 30 <= max(b * h * m for b, h, m in shapes(100 * maps)) <= 100
+    assert shapes(1) == {(1, 1, 1)}
+
+
+CALLS = {
+    "plain": dict(segments=False, biases=False),
+    "segments": dict(mask="ranks"),
+    "dense": dict(mask="dense"),
+    "uni": dict(rel_rows="uni"),
+    "memory": dict(mem=150, segments=False),
+    "dropout": dict(mask="ranks"),
+    "positions": dict(positions=True, mask="order"),
+    "bfloat16": dict(mask="ranks", dtype=torch.bfloat16),
+    "table of each sequence": dict(rel_batch=True, dtype=torch.bfloat16),
+}
+
+
+def allocated(call) -> tuple[int, object]:
+    """Bytes that torch's allocator holds at the peak of a call, above those before it, and the call's result."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = call()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(sizes)), result
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_allocations_stay_within_the_budget(monkeypatch, kind):
+    """Above outputs and gradients, in any layout: the copies of keys and sums of gradients count, too."""
+    limit = 1_600_000
+    monkeypatch.setenv("XLNET_KERNELS_BLOCK_BYTES", str(limit))
+    problem = make(2, 3, 300, width=32, **CALLS[kind]).with_options(dropout_p=0.25 if kind == "dropout" else 0.0)
+    leaves = {name: leaf.mT.contiguous().mT for name, leaf in problem.leaves.items()}
+    problem = replace(problem, leaves={name: leaf.requires_grad_() for name, leaf in leaves.items()})
+    with torch.no_grad():
+        peak, out = allocated(lambda: problem.call("torch"))
+    assert peak - sum(tensor.nbytes for tensor in out) <= 1.2 * limit
+    out = problem.call("torch")[0]
+    wanted = list(problem.leaves.values())
+    peak, gradients = allocated(lambda: torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True))
+    assert peak - sum(gradient.nbytes for gradient in gradients if gradient is not None) <= 1.2 * limit
 
 
 def test_blocks_of_the_dropout_mask_are_parts_of_it():

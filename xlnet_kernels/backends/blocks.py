@@ -73,23 +73,50 @@ class BlockedCall:
         position = positions_by_row(self.tensors["query_positions"], self.tensors["query_order"])
         return None if position is None else position.long()
 
-    def blocks(self, maps: int) -> Iterator[Block]:
-        """The call in blocks that keep within the budget, part by part; `maps`: of scores that a block holds."""
+    def blocks(self, backward: bool = False) -> Iterator[Block]:
+        """The call in blocks that keep within the budget, part by part; all parts of some heads follow each other."""
         if not self.query.numel():
             return
-        rows = min(self.length, MOST_ROWS)
-        bytes_a_row = min(self.keys, self.rel_len + rows) + rows
-        bytes_a_row *= self.dtype.itemsize * maps
-        if self.dropout_p:
-            bytes_a_row += 28 * self.keys  # the generator's integers
-        limit = budget()
-        heads = max(1, min(self.heads, limit // (rows * bytes_a_row)))
-        batch = max(1, min(self.batch, limit // (rows * bytes_a_row * heads))) if heads == self.heads else 1
-        rows = max(1, min(rows, limit // bytes_a_row))
-        for b in range(0, self.batch, batch):
-            for h in range(0, self.heads, heads):
+        rows, heads, batch = self.block_shape(budget(), backward)
+        for h in range(0, self.heads, heads):
+            for b in range(0, self.batch, batch):
                 part = Part(self, slice(b, min(b + batch, self.batch)), slice(h, min(h + heads, self.heads)), rows)
                 yield from part.blocks()
+
+    def block_shape(self, limit: int, backward: bool) -> tuple[int, int, int]:
+        """Rows of a block, heads and sequences of a part, whose temporaries take at most `limit` bytes together."""
+        rows = min(self.length, MOST_ROWS)
+        a_head, a_row = self._bytes_of_a_head(backward), self._bytes_of_a_row(rows, backward)
+        # bytes of a row that all heads share: masks, or indices, of which the last block's exist when the next begins
+        shared = (8 if self.positions is None else 40) * self.keys
+        heads = max(1, min(self.heads, (limit - rows * shared) // (a_head + rows * a_row)))
+        a_sequence = heads * (a_head + rows * a_row) + rows * shared
+        batch = max(1, min(self.batch, limit // a_sequence)) if heads == self.heads else 1
+        return max(1, min(rows, (limit - a_head) // (a_row + shared))) if heads == 1 else rows, heads, batch
+
+    def _bytes_of_a_row(self, rows: int, backward: bool) -> int:
+        """Bytes that a block's maps take for one row of one head."""
+        keys = min(self.keys, self.rel_len + rows)
+        band = keys + rows
+        if self.positions is not None:
+            band = min(self.rel_len, self.keys + self.length) + 1
+        floats = 2 * keys + band  # scores, probabilities, the band
+        if backward:
+            floats += keys
+        found = self.dtype.itemsize * (floats + (keys if self.positions is not None else band))  # shifted, or padded
+        if self.dropout_p:
+            found += (28 + self.dtype.itemsize * backward) * keys  # the generator's integers
+        return found
+
+    def _bytes_of_a_head(self, backward: bool) -> int:
+        """Bytes of one head's keys, values and rows of rel_key where a part copies them, and of sums in its dtype."""
+        is_cast = self.query.dtype != self.dtype
+        keys = self.keys - self.mem_len
+        current = [self.tensors[name] for name in ("key", "value")]
+        copied = 2 * self.keys if is_cast or self.mem_len else sum(keys for x in current if not x.is_contiguous())
+        copied += self.rel_len if is_cast else 0
+        summed = 2 * self.keys + self.rel_len if is_cast and backward else 0
+        return self.dtype.itemsize * self.width * (copied + summed)
 
 
 class Part:
@@ -226,8 +253,10 @@ class Block:
     def _shifted(self, band: Tensor) -> Tensor:
         """The band's scores (b, h, m, n) by key: a view of it, or gathered by positions."""
         if self.position is not None:
-            band = F.pad(band, (0, 1))
-            return band.gather(-1, self.row_of_pair.expand(-1, band.shape[1], -1, -1))
+            if not band.shape[-1]:
+                return band.new_zeros(*band.shape[:3], self.keys)
+            row = self.row_of_pair.clamp_max(band.shape[-1] - 1)  # any row for pairs without one, which are hidden
+            return band.gather(-1, row.expand(-1, band.shape[1], -1, -1))
         return by_key(band, self.keys)
 
     @functools.cached_property
@@ -323,7 +352,7 @@ class Block:
         sequences, heads = grad_score.shape[:2]
         size = self.table.stop - self.table.start
         if self.position is not None:
-            band = self.call.scratch("band", sequences, heads, self.length, size + 1).zero_()
+            band = self.call.scratch("band", heads, sequences, self.length, size + 1).zero_().transpose(0, 1)
             return band.scatter_(-1, self.row_of_pair.expand_as(grad_score), grad_score)[..., :size]
         width = self.window.stop - self.window.start
         band = self.call.scratch("band", heads, sequences, self.length, width).zero_().transpose(0, 1)

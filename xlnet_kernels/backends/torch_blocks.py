@@ -13,12 +13,15 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix
 from ..call import DIFFERENTIABLE, INPUT_NAMES, ROWS
 from ..ops import define, rows_first
-from .blocks import Block, BlockedCall
+from .blocks import Block, BlockedCall, Part
 
 __all__ = ["DEVICE", "DTYPES", "max_head_dim", "rel_attention", "unavailable"]
 
 DEVICE = None  # any
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# Gradients that are sums over rows, as long as the sequence
+_SUMMED = {"key", "value", "memory_key", "memory_value", "rel_key"}
 
 rel_attention = define("rel_attention_torch", has_residual=False)
 
@@ -38,7 +41,7 @@ def _forward(*inputs):
     out = rows_first(query)
     lse, row_max, row_sum = (query.new_empty(query.shape[:3], dtype=call.dtype) for _ in range(3))
     with torch.autocast(query.device.type, enabled=False):
-        for block in call.blocks(maps=4):
+        for block in call.blocks():
             here = block.index
             probability, largest, total = _probabilities(block)
             out[here] = block.zero_masked_rows(block.drop(probability) @ block.value).to(out.dtype)
@@ -52,9 +55,9 @@ def _forward(*inputs):
 @torch.no_grad()
 def _backward(grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *inputs):
     call = BlockedCall(inputs)
-    sums = _Sums(call)
+    sums = _Sums(call, needs)
     with torch.autocast(out.device.type, enabled=False):
-        for block in call.blocks(maps=6):
+        for block in call.blocks(backward=True):
             here = block.index
             block.leave_out_rows(row_sum[here] == 0)
             # Not by forward's row_max, because products in blocks of another size round very large scores elsewhere.
@@ -74,7 +77,7 @@ def _backward(grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *i
                 probability.masked_fill_(block.hidden, 0)
                 grad_score.masked_fill_(block.hidden, 0)
             sums.add(block, block.drop(probability), grad, grad_score, grad_of_lse)
-    return sums.gradients(needs)
+    return sums.gradients()
 
 
 def _probabilities(block: Block) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,35 +98,42 @@ def _probabilities(block: Block) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Sums:
-    """Gradients of all inputs, summed block by block in the dtype of the scores."""
+    """Gradients of the inputs that need them, summed block by block in the dtype of the scores.
 
-    def __init__(self, call: BlockedCall) -> None:
+    Where that is wider than the inputs', sums over rows exist for the heads at hand alone, because those of all heads
+    would take as much memory as the gradients themselves twice over.
+    """
+
+    def __init__(self, call: BlockedCall, needs: list[bool]) -> None:
         self.call = call
-        self.found: dict[str, Tensor] = {}
-        for name in INPUT_NAMES[:DIFFERENTIABLE]:
+        self.part: Part | None = None
+        self.names = INPUT_NAMES[:DIFFERENTIABLE]
+        self.found: dict[str, Tensor] = {}  # whole gradients
+        self.sums: dict[str, Tensor] = {}  # the sums of `part`
+        for name, need in zip(self.names, needs, strict=True):
             tensor = call.tensors[name]
-            if tensor is None:
-                continue
-            self.found[name] = (
-                (rows_first(tensor) if name in ROWS else tensor.new_empty(tensor.shape)).to(call.dtype).zero_()
-            )
+            if need and tensor is not None:
+                whole = rows_first(tensor) if name in ROWS else tensor.new_empty(tensor.shape)
+                # Small ones are summed as a whole, and each block writes its own rows of the query's.
+                self.found[name] = (whole if name in _SUMMED or name == "query" else whole.to(call.dtype)).zero_()
 
     def add(self, block: Block, dropped: Tensor, grad: Tensor, grad_score: Tensor, grad_lse: Tensor) -> None:
         """Adds what a block gives; `dropped`: its probabilities after dropout."""
+        self._go_to(block.part)
         if not block.keys:
             return
         heads, found, scale = block.part.heads, self.found, self.call.scale
-        self._add_to_keys(block, "value", dropped.mT @ grad)
-        self._add_to_keys(block, "key", grad_score.mT @ block.content)
+        self._add_to_keys(block, "value", dropped, grad)
+        self._add_to_keys(block, "key", grad_score, block.content)
         grad_content = block.zero_masked_rows((grad_score @ block.key).mul_(scale))
         band = block.to_band(grad_score)
         if block.rel_key.dim() == 4:
-            grad_positional = band @ block.rel_key
-            found["rel_key"][block.part.batch, heads, block.table] += band.mT @ block.positional
+            positional, grad_positional = block.positional, band @ block.rel_key
         else:
             band, positional = (x.transpose(0, 1).flatten(1, 2) for x in (band, block.positional))
             grad_positional = (band @ block.rel_key).unflatten(1, (-1, block.length)).transpose(0, 1)
-            found["rel_key"][heads, block.table] += band.mT @ positional
+        if "rel_key" in found:
+            self.sums["rel_key"][..., block.table, :] += band.mT @ positional
         grad_positional = block.zero_masked_rows(grad_positional * scale)
         grad_query = grad_content + grad_positional
         parts = {"content_bias": grad_content, "position_bias": grad_positional}
@@ -132,30 +142,58 @@ class _Sums:
             of_different = (grad_score * block.different).sum(-1)[..., None]
             of_same = grad_lse[..., None] - of_different  # because a row of dS sums to the gradient of lse
             for index, weight in enumerate((of_same, of_different)):
-                found["segment_embed"][index, heads] += (weight * block.segmental).sum((0, 2))
+                if "segment_embed" in found:
+                    found["segment_embed"][index, heads] += (weight * block.segmental).sum((0, 2))
             parts["segment_bias"] = (of_same * same + of_different * different).mul_(scale)
             grad_query += parts["segment_bias"]
         for name, value in parts.items():
             if name in found:
                 found[name][heads] += value.sum((0, 2))
-        found["query"][block.index] = grad_query
+        if "query" in found:
+            found["query"][block.index] = grad_query.to(found["query"].dtype)
 
-    def _add_to_keys(self, block: Block, name: str, grad: Tensor) -> None:
-        """Adds to the memory's gradients those of the first keys, to the segment's the rest."""
-        mem_len, span, here = self.call.mem_len, block.span, (block.part.batch, block.part.heads)
+    def _add_to_keys(self, block: Block, name: str, pairs: Tensor, rows: Tensor) -> None:
+        """Adds each key's sum over the rows to the memory's gradients for the first keys, to the segment's after."""
+        memory, current = self.sums.get(f"memory_{name}"), self.sums.get(name)
+        if memory is None and current is None:
+            return
+        grad, mem_len, span = pairs.mT @ rows, self.call.mem_len, block.span
         of_memory = max(0, min(mem_len, span.stop) - span.start)
-        if of_memory:
-            self.found[f"memory_{name}"][here][:, :, span.start : span.start + of_memory] += grad[:, :, :of_memory]
-        first = max(span.start, mem_len) - mem_len
-        self.found[name][here][:, :, first : max(first, span.stop - mem_len)] += grad[:, :, of_memory:]
+        if of_memory and memory is not None:
+            memory[:, :, span.start : span.start + of_memory] += grad[:, :, :of_memory]
+        if current is not None:
+            first = max(span.start, mem_len) - mem_len
+            current[:, :, first : max(first, span.stop - mem_len)] += grad[:, :, of_memory:]
 
-    def gradients(self, needs: list[bool]) -> list[Tensor]:
+    def _go_to(self, part: Part | None) -> None:
+        """Begins the sums of a part, and rounds those of the last one into the gradients."""
+        last = self.part
+        if part is last:
+            return
+        for name in _SUMMED & self.found.keys():
+            # A table that sequences share goes on through all parts of its heads.
+            if last and part and part.heads == last.heads and not self._has_sequences(name):
+                continue
+            if last is not None and self.sums[name].dtype != self.found[name].dtype:
+                self._gradient(name, last).copy_(self.sums.pop(name))
+            if part is not None:
+                gradient = self._gradient(name, part)
+                is_cast = gradient.dtype != self.call.dtype
+                self.sums[name] = gradient.new_zeros(gradient.shape, dtype=self.call.dtype) if is_cast else gradient
+        self.part = part
+
+    def _has_sequences(self, name: str) -> bool:
+        return self.found[name].dim() == 4
+
+    def _gradient(self, name: str, part: Part) -> Tensor:
+        """A view of the gradient's share of a part."""
+        return self.found[name][part.batch, part.heads] if self._has_sequences(name) else self.found[name][part.heads]
+
+    def gradients(self) -> list[Tensor]:
         """As the operator returns them: in the inputs' dtypes, empty where not needed."""
+        self._go_to(None)
         empty = self.call.query.new_empty(0)
-        names = INPUT_NAMES[:DIFFERENTIABLE]
-        found = [
-            self.found[name] if need and name in self.found else None for name, need in zip(names, needs, strict=True)
-        ]
+        found = [self.found.get(name) for name in self.names]
         return [empty.clone() if grad is None else grad.to(self.call.query.dtype) for grad in found]
 
 

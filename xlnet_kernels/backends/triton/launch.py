@@ -45,9 +45,7 @@ def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     programs = _tiles(known.length, config.BLOCK_M) * known.batch * known.heads
     residual = out_residual if has_residual else None
     call.launch(
-        forward_kernel, programs, config, **call.shift_options(config),
-        in_registers=tuning.in_registers(known.head_dim, call.has_tests, known.capability),
-        lazy=tuning.raises_late(config, known.capability), output=args.Output(*results[:4], residual),
+        forward_kernel, programs, config, output=args.Output(*results[:4], residual), **known.options("forward"),
     )  # fmt: skip
     return results
 
@@ -101,8 +99,8 @@ def backward(
             rows_kernel, programs, rows_config, given=given, backward=preprocessed,
             groups=groups, run=run, copies=copies, key_sums=sums_of_keys,
             result=args.RowGradients(grads["query"], grad_rel, sums),
-            **call.shift_options(rows_config),
             needs_rel=needs[INPUT_NAMES.index("rel_key")], ordered=deterministic, one_pass=one_pass,
+            **known.options("rows"),
         )  # fmt: skip
         result = args.KeyGradients(grads["key"], grads["value"], grads["memory_key"], grads["memory_value"], key_sums)
         call.launch(
@@ -302,17 +300,6 @@ class Call:
         elsewhere = known.device.type == "cuda" and known.device.index != torch.cuda.current_device()
         with torch.cuda.device(known.device) if elsewhere else contextlib.nullcontext():
             launch_cache.run(known, kernel, self.alignment, count, given, describe)
-
-    def shift_options(self, config: tuning.Config) -> dict[str, bool]:
-        """Options of a walk over keys: see shift_ptx.py, and operands.py's `rows_of_tile`."""
-        in_ptx = tuning.shifts_in_ptx(config, self.plan.kind, self.plan.capability)
-        two = config.BLOCK_M > config.BLOCK_N
-        return {"shift_ptx": in_ptx, "folded": in_ptx and two and self.tensors["query_positions"] is None}
-
-    @property
-    def has_tests(self) -> bool:
-        """Whether there are masks or segments."""
-        return any(self.tensors[name] is not None for name in ("mask", "key_rank", "key_ids"))
 
     @functools.cached_property
     def alignment(self) -> int:

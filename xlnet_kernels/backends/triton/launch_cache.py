@@ -49,6 +49,8 @@ class Plan:
         self.rel_len = rel_key.shape[-2]
         self.groups = self.heads if rel_key.dim() == 3 else self.batch * self.heads
         self.is_empty = query.numel() == 0 or self.keys == 0
+        self.has_tests = any(tensors[name] is not None for name in ("mask", "key_rank", "key_ids"))
+        self.in_order = tensors["query_positions"] is None
         self.bounded = (max_distance < self.keys - 1, self.rel_len < max_distance + key.shape[2])  # behind, ahead
         self.has_unread_keys, self.has_unread_rel_rows = self._may_leave_unread(tensors, max_distance)
         self.precision = precision_of(query.dtype, dropout_p)
@@ -69,6 +71,7 @@ class Plan:
             if tensors[name] is not None
         }
         self._configs: dict[str, tuning.Config] = {}
+        self._options: dict[str, dict[str, bool]] = {}
         self.kernels: dict[tuple[str, int], tuple[Any, Any]] = {}  # (name, alignment) -> compiled, META
 
     def _may_leave_unread(self, tensors: dict[str, Tensor], max_distance: int) -> tuple[bool, bool]:
@@ -96,6 +99,22 @@ class Plan:
                 config = tuning.PREPROCESS._replace(BLOCK_D=config.BLOCK_D)
             self._configs[kernel] = config
         return self._configs[kernel]
+
+    def options(self, kernel: str) -> dict[str, bool]:
+        """Options of launch.py's `Call.launch` for "forward" or "rows", the kernels that walk over keys.
+
+        For the shift see shift_ptx.py and operands.py's `rows_of_tile`.
+        """
+        if kernel not in self._options:
+            config = self.config(kernel)
+            in_ptx = tuning.shifts_in_ptx(config, self.kind, self.capability)
+            folded = in_ptx and config.BLOCK_M > config.BLOCK_N and self.in_order
+            options = {"shift_ptx": in_ptx, "folded": folded}
+            if kernel == "forward":
+                options["in_registers"] = tuning.in_registers(self.head_dim, self.has_tests, self.capability)
+                options["lazy"] = tuning.raises_late(config, self.capability)
+            self._options[kernel] = options
+        return self._options[kernel]
 
     def rotates_quads(self, config: tuning.Config) -> bool:
         """See shift.py's `rotate`."""

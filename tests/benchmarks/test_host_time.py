@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import host_time  # noqa: E402
 from lib import report  # noqa: E402
 
-# Times of the operator, in forward calls of torch's SDPA on one row: a unit because processors differ by a factor of two.
+# Times of the operator in forward calls of torch's SDPA on one row, because processors differ by a factor of two.
 MOST = {"triton": {"forward": 12, "backward": 30}, "cuda": {"forward": 2, "backward": 3}}
 
 

@@ -24,7 +24,9 @@ float64 (on the reference, where that fits). Right is a gradient that misses it 
 code does in the same dtype, or by the usual tolerance of the largest gradient of the same weight in any layer: in some
 that of keys and bias_u nearly cancels, and all lose digits. A toolkit that is not installed is skipped with the reason.
 With --once every implementation is called once: for audio of many minutes. With --window LEFT RIGHT a frame sees so
-many before and after it. The accelerated encoder alone is measured then, and checked against itself in float64.
+many before and after it. The accelerated encoder alone is measured then. Its first 64 frames are checked against itself
+in float64, over as many frames as they can depend on. With --from-full each row also has the distance of these hidden
+states from those of full attention: the root mean square of differences, relative to that of full attention.
 
 transformers compiled is torch.compile of its sdpa, measured on GPUs and where it is asked for (--implementations).
 """
@@ -55,6 +57,7 @@ PARTS = {"attention": "speech", "layer": "speech-layer"}  # and their sections o
 TOOLKIT, ENCODER = "speech-toolkit", "speech-encoder"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "relative_k_proj")
 CHECKED = 64  # frames of long audio whose outputs are checked
+CONVOLUTION = 16  # frames ahead that a layer's convolution reads, at most
 QUICK = dict(d_model=32, heads=4, audio=[2.0, 4.0], train_frames=30, seconds=0.01)
 
 
@@ -211,9 +214,10 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
 
 
 def toolkit_run(
-    case: SpeechCase, layer: toolkits.Layer, way: str, dtype: torch.dtype, backend: str | None = None
-) -> Run:
-    """The toolkit's layer or encoder in one of its ways, or OWN: accelerated."""
+    case: SpeechCase, layer: toolkits.Layer, way: str, dtype: torch.dtype, backend: str | None = None,
+    frames: int | None = None,
+) -> Run:  # fmt: skip
+    """The toolkit's layer or encoder in one of its ways, or OWN: accelerated. `frames`: of the first frames alone."""
     module = copy.deepcopy(layer.module).to(case.device, dtype)
     if way == OWN:
         accelerate(module, backend, linears=True, window=case.window)
@@ -222,12 +226,20 @@ def toolkit_run(
     torch.manual_seed(1)
     x = torch.randn(case.batch, layer.step * case.length, layer.width or case.d_model)
     grad_out = torch.randn(case.batch, case.length, case.d_model)
+    if frames is not None:
+        x, grad_out = x[:, : layer.step * frames], grad_out[:, :frames]
     x, grad_out = (tensor.to(case.device, case.dtype).to(dtype) for tensor in (x, grad_out))
     x.requires_grad_()
     # Scores may be shifted by a constant in each row, so what the keys' bias has for a gradient is rounding alone.
     keys = ("linear_k.bias", "k_proj.bias")
     parameters = {name: value for name, value in module.named_parameters() if not name.endswith(keys)}
-    return Run(lambda: layer.call(module, x), {"input": x} | parameters, grad_out)
+    rows = slice(CHECKED if case.window is not None and case.long else None)
+    return Run(
+        lambda: layer.call(module, x),
+        {"input": x} | parameters,
+        grad_out,
+        lambda name, tensor: tensor[:, rows] if name == "out" else tensor,
+    )
 
 
 @dataclass
@@ -236,6 +248,7 @@ class Exact:
 
     case: SpeechCase
     layer: toolkits.Layer
+    layers: int = 1
 
     def __post_init__(self) -> None:
         self.values, self.missed = functools.cache(self.values), functools.cache(self.missed)  # type: ignore[method-assign]
@@ -244,8 +257,13 @@ class Exact:
         """In float64, of the toolkit's own code where its maps fit in memory; under a window accelerated."""
         fits = self.case.window is None and self._fits(torch.float64, direction)
         way = next(iter(self.layer.ways)) if fits and self.layer.has_float64 else OWN
-        run = toolkit_run(self.case, self.layer, way, torch.float64, "reference" if fits else None)
+        frames = None
+        if self.case.window is not None and self.case.long:
+            frames = min(self.case.length, CHECKED + self.layers * (self.case.window[1] + CONVOLUTION) + CHECKED)
+        run = toolkit_run(self.case, self.layer, way, torch.float64, "reference" if fits else None, frames)
         outputs = run.step(direction)
+        if frames is not None:
+            outputs = [outputs[0][:, :CHECKED], *outputs[1:]]
         return {"out": outputs[0]} if direction == "forward" else dict(zip(run.leaves, outputs, strict=True))
 
     def missed(self, direction: str) -> dict[str, float]:
@@ -277,7 +295,7 @@ def measure_toolkits(options: argparse.Namespace, bench: Bench) -> None:
         except CannotRun as error:
             measured.skip(section, toolkit, labels, str(error))
             continue
-        exact = Exact(case, layer)
+        exact = Exact(case, layer, options.layers or 1)
         jobs = [
             Job(
                 way,
@@ -289,8 +307,21 @@ def measure_toolkits(options: argparse.Namespace, bench: Bench) -> None:
             )
             for way in ((OWN, *layer.ways) if case.window is None else (OWN,))
         ]
-        _relate(measured.group(section, jobs, labels), tuple(layer.ways))
+        rows = measured.group(section, jobs, labels)
+        _relate(rows, tuple(layer.ways))
+        if options.from_full:
+            rows[0]["distance_from_full"] = distance_from_full(case, layer)
         bench.save()
+
+
+@torch.no_grad()
+def distance_from_full(case: SpeechCase, layer: toolkits.Layer) -> float:
+    """RMS of hidden states under the window minus those of full attention, relative to the RMS of the latter."""
+    under_window, full = (
+        toolkit_run(each, layer, OWN, case.dtype).step("forward")[0].double()
+        for each in (case, replace(case, window=None))
+    )
+    return round(((under_window - full).norm() / full.norm()).item(), 4)
 
 
 def _relate(rows: list[dict], theirs: tuple[str, ...] = THEIRS) -> None:
@@ -317,6 +348,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help=f"whole encoders of so many layers: {', '.join(toolkits.ENCODERS)} (default all)",
     )
     add("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="of accelerate, with --toolkit or --layers")
+    add("--from-full", action="store_true", help="with --window: also the distance from full attention")
     add("--once", action="store_true", help="one call of each, which is checked and timed")
     add("--batch", type=positive, default=1)
     add("--d-model", type=positive, default=1024)
@@ -334,6 +366,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.window = options.window and tuple(options.window)
     if options.window is not None and not options.toolkit:
         parser.error("--window needs --toolkit or --layers")
+    if options.from_full and options.window is None:
+        parser.error("--from-full needs --window")
     if min(options.audio) * FRAMES_PER_SECOND < 1:
         parser.error(f"--audio must be at least one frame, {1 / FRAMES_PER_SECOND} s")
     if options.d_model % (2 * options.heads):

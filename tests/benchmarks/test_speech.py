@@ -178,3 +178,26 @@ def test_transformers_is_left_out_where_its_maps_do_not_fit(tmp_path, monkeypatc
     ours, theirs = rows_of(output)
     assert ours["status"] == "ok" and "speedup" not in ours
     assert (theirs["status"], theirs["reason"]) == ("skipped", "would need about 0.0 GB, 0.0 GB are free")
+
+
+def test_an_encoder_under_a_window_is_checked_on_its_first_frames(tmp_path, monkeypatch):
+    import speech
+
+    pytest.importorskip("transformers.models.parakeet")
+    output = tmp_path / "window.json"
+    arguments = ["--device", "cpu", "--quick", "--toolkit", "parakeet", "--layers", "2", "--window", "8", "8", "--once"]
+    arguments += ["--audio", "20", "--from-full", "--output", str(output)]
+    assert speech.main(arguments) == 0
+    (row,) = rows_of(output)
+    assert row["status"] == "ok" and 0 < row["distance_from_full"] < 1
+    monkeypatch.setattr(speech, "CONVOLUTION", -40)  # fewer frames than those that are checked depend on
+    assert speech.main(arguments) == 1
+    assert not rows_of(output)[0]["check"]["passed"]
+
+
+def test_a_distance_from_full_attention_needs_a_window(capsys):
+    import speech
+
+    with pytest.raises(SystemExit):
+        speech.main(["--toolkit", "parakeet", "--from-full"])
+    assert "--from-full needs --window" in capsys.readouterr().err

@@ -125,6 +125,21 @@ def test_a_window_with_memory():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("length", [7, 150], ids=["one block", "several blocks"])
+def test_shapes_of_a_window_in_the_file(length):
+    """Free dimensions stay free for any number of traced blocks: onnxruntime reuses memory by these shapes."""
+    model = Call(nn.Identity(), lambda _, x, rel_key: xk.rel_attention(x, x, x, rel_key, max_distance=4))
+    rows, rel_key = (lambda count, n: torch.randn(count, 2, n, 8)), torch.randn(2, 9, 8)
+    shapes = (({0: B, 2: L}, None),)
+    assert_exports(model, (rows(2, length), rel_key), shapes, (rows(1, 200), rel_key), (rows(3, 5), rel_key))
+    program = torch.onnx.export(model, (rows(2, length), rel_key), dynamo=True, dynamic_shapes=shapes, verbose=False)
+    found = {value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+             for value in program.model_proto.graph.value_info}  # fmt: skip
+    products = [found[node.output[0]] for node in program.model_proto.graph.node if node.op_type == "Softmax"]
+    assert products and all(isinstance(shape[2], str) for shape in products), products
+
+
+@pytest.mark.slow
 def test_accelerated_attention():
     """NeMo's, with a mask that a file must keep as it is."""
     with conventions.installed():

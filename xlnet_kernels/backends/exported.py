@@ -106,7 +106,8 @@ class _Window:
         self.call, self.length = call, call.query.shape[2]
         self.size = _rows_of_block(call.rel_key.shape[-2])
         self.width = self.size + call.rel_key.shape[-2] - 1
-        self.blocks = (self.length + self.size - 1) // self.size
+        # At least two, of which the last may be empty, because tracing takes a dimension of 1 for one that is always 1.
+        self.blocks = (self.length - 1) // self.size + 2
         self.of_one = (self.width + self.size - 1) // self.size  # blocks of keys that a block of queries reads
 
     def of_queries(self, x: Tensor) -> Tensor:

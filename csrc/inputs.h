@@ -51,7 +51,7 @@ struct Numbers {
 };
 
 // How far products of float32 may be rounded, as torch's fp32_precision has it
-enum Float32Precision : int64_t { IEEE, TF32 };
+enum Float32Precision : int64_t { IEEE, TF32, BF16 };
 
 // Which gradients are asked for, as autograd says it
 struct Needs {

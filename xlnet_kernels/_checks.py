@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import numbers
 import reprlib
 from typing import Any, TypeGuard
@@ -14,6 +16,7 @@ from ._torch import constant_for_compilers, is_wrapped
 # torch's other unsigned integers have neither comparisons nor room in the kernels' int32.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
+_LOGGER = logging.getLogger("xlnet_kernels")
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 100
 
@@ -122,14 +125,48 @@ def readable(values: Tensor) -> bool:
 
 
 def float32_precision(device_type: str) -> int:
-    """How far a device's float32 products may be rounded, as `Float32Precision` of csrc/inputs.h: 0 "ieee", 1 "tf32".
+    """The precision of a device's float32 products by torch's switches, as `Float32Precision` of csrc/inputs.h.
 
-    The CPU's kernels have exact products alone.
+    0 "ieee", 1 "tf32" on CUDA, 2 "bf16" on the CPU, where "tf32" is taken for "ieee".
     """
+    if device_type == "cpu":
+        return 2 * allows_bf16()
     return int(device_type == "cuda" and allows_tf32())
 
 
 @constant_for_compilers  # which cannot trace the question, and compile again after another answer
+def allows_bf16() -> bool:
+    """Whether float32 products on the CPU may round their operands to bfloat16, as torch's own then do with oneDNN.
+
+    Set by torch.set_float32_matmul_precision("medium") or torch.backends.mkldnn.matmul.fp32_precision = "bf16".
+    """
+    allowed = cpu_precision() == "bf16"
+    if allowed:
+        _tell_whether_products_are_rounded()
+    return allowed
+
+
+def cpu_precision() -> str:
+    """torch's switch for float32 products on the CPU: "none" and "ieee" (exact), "tf32" or "bf16"."""
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)  # since torch 2.9
+    return getattr(matmul, "fp32_precision", "none")
+
+
+@functools.cache  # one line for each process
+def _tell_whether_products_are_rounded() -> None:
+    from . import _extension  # not at the top, to avoid a circle: the library's loader checks arguments too
+
+    products = getattr(_extension.module, "cpu_bfloat16_products", None)
+    if products is None:
+        _LOGGER.info(
+            "torch allows bfloat16 in float32 products on the CPU; attention stays exact, because this processor, or "
+            "this build, has none of AMX-BF16, AVX512-BF16 and BFMMLA"
+        )
+    else:
+        _LOGGER.info("torch allows bfloat16 in float32 products on the CPU: attention takes %s", products)
+
+
+@constant_for_compilers  # for the same reason
 def allows_tf32() -> bool:
     """What the user said of float32 products; torch 2.9 and newer refuse the old question after the new answer."""
     matmul = torch.backends.cuda.matmul

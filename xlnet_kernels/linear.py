@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _environment, flops
+from ._checks import cpu_precision
 from ._ops import add_op_namespace_prefix, ops
 from ._torch import (
     autocasts,
@@ -48,8 +49,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
         torch.nn.functional.linear(input, weight, bias)
 
-    which it calls for everything but float32 on the CPU, for small products, under autocast and inside torch.func
-    transforms and torch.export.
+    which it calls for everything but float32 on the CPU, for small products, where torch is told to round them
+    (torch.set_float32_matmul_precision), under autocast and inside torch.func transforms and torch.export.
 
     Args:
         input: (..., in_features).
@@ -122,13 +123,19 @@ def _serves(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if input.device.type != "cpu" or input.dtype != torch.float32 or weight.dtype != torch.float32:
         return False
-    if library() == "mkl" or _is_exporting() or transformed() or autocasts("cpu"):
+    if library() == "mkl" or _may_be_rounded() or _is_exporting() or transformed() or autocasts("cpu"):
         return False
     if torch.compiler.is_compiling():  # sizes may be symbols
         return True
     if not all(type(tensor) in (Tensor, nn.Parameter) for tensor in (input, weight)):
         return False
     return input.numel() * weight.shape[0] >= _SMALLEST and not _is_mkls(input)
+
+
+@constant_for_compilers
+def _may_be_rounded() -> bool:
+    """Whether torch rounds operands of float32 products on the CPU where the processor has instructions for that."""
+    return cpu_precision() in ("bf16", "tf32")
 
 
 def _is_mkls(input: Tensor) -> bool:

@@ -16,12 +16,17 @@ namespace xlnet_kernels::cpu {
 namespace NAMESPACE {
 namespace {
 
+// Whether operands of products are bfloat16, as stored or rounded
+static bool takes_bfloat16(const RelAttention& p, const Products* products) {
+  return products != nullptr && (p.dtype == DType::bfloat16 || p.rounds_operands);
+}
+
 static bool forward(const RelAttention& p, const Products* products, int64_t threads, Parallel parallel) {
   if (has_few_rows(p))
     return p.dtype == DType::float64 ? few_rows_forward_as<double>(p, threads, parallel)
                                      : few_rows_forward_as<float>(p, threads, parallel);
   if (p.dtype == DType::float64) return forward_as<double>(p, threads, parallel);
-  if (p.dtype == DType::bfloat16 && products != nullptr) return bfloat16_forward(p, *products, threads, parallel);
+  if (takes_bfloat16(p, products)) return bfloat16_forward(p, *products, threads, parallel);
   return forward_as<float>(p, threads, parallel);
 }
 
@@ -31,7 +36,7 @@ static bool backward(const RelAttention& p, const RelAttentionGradients& g, cons
     return p.dtype == DType::float64 ? few_rows_backward_as<double>(p, g, threads, parallel)
                                      : few_rows_backward_as<float>(p, g, threads, parallel);
   if (p.dtype == DType::float64) return backward_as<double>(p, g, threads, parallel);
-  if (p.dtype == DType::bfloat16 && products != nullptr) return bfloat16_backward(p, g, *products, threads, parallel);
+  if (takes_bfloat16(p, products)) return bfloat16_backward(p, g, *products, threads, parallel);
   return backward_as<float>(p, g, threads, parallel);
 }
 

@@ -21,7 +21,7 @@ struct Elements {
 struct Kernels {
   const char* name;
   // Both return false when memory runs out, before anything is written. Without `products` bfloat16 is converted to
-  // float32, as float16 always is.
+  // float32, as float16 always is, and float32 is never rounded.
   bool (*forward)(const RelAttention&, const Products*, int64_t threads, Parallel);
   bool (*backward)(const RelAttention&, const RelAttentionGradients&, const Products*, int64_t threads, Parallel);
   // Elements begin to end-1, after dropout; `begin` is a multiple of 256.
@@ -34,7 +34,7 @@ extern const Kernels avx512_kernels, avx2_kernels, neon_kernels, generic_kernels
 struct Choice {
   const char* name;  // null: there is none
   const Kernels* kernels;
-  const Products* products;  // of bfloat16, or null
+  const Products* products;  // of bfloat16 operands, or null
 };
 
 // The best for this processor; the environment variable XLNET_KERNELS_CPU selects another: amx_bf16, avx512_bf16,

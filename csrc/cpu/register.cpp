@@ -34,8 +34,14 @@ const Choice& chosen() {
 
 void check_ran(bool ran) { CHECK(ran, "rel_attention: out of memory for the CPU kernels' scratch"); }
 
-Outputs forward(const Inputs& inputs, bool needs_backward) {
+PreparedCall prepare_on_cpu(const Inputs& inputs) {
   PreparedCall call = prepare(inputs);
+  call.p.rounds_operands = inputs.query.scalar_type() == FLOAT32 && inputs.float32_precision == BF16;
+  return call;
+}
+
+Outputs forward(const Inputs& inputs, bool needs_backward) {
+  PreparedCall call = prepare_on_cpu(inputs);
   Outputs outputs(inputs.query, needs_backward);
   outputs.give_to(call.p);
   check_ran(chosen().kernels->forward(call.p, chosen().products, thread_count(), parallel_slots));
@@ -68,7 +74,7 @@ InputGradients zero_gradients(const Inputs& inputs, const Needs& needs) {
 
 InputGradients backward(const Inputs& inputs, const OutputGradients& outputs, const Needs& needs) {
   outputs.check(inputs);
-  PreparedCall call = prepare(inputs);
+  PreparedCall call = prepare_on_cpu(inputs);
   call.p.out = strided(outputs.out);
   if (outputs.out_residual.numel() > 0) call.p.out_residual = strided(outputs.out_residual);
   call.p.row_max = call.keep(outputs.row_max.contiguous()).data_ptr();

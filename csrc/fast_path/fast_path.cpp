@@ -15,6 +15,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <tuple>
+#include <utility>
 
 #include "autograd.h"
 #include "direct.h"
@@ -113,8 +114,10 @@ bool has_rows(const Given& in, int64_t max_distance, bool is_window) {
 
 // Float32Precision, as `float32_precision` of xlnet_kernels/_checks.py
 int64_t float32_precision(const Tensor& query) {
-  if (query.is_cpu() || query.scalar_type() != at::kFloat) return IEEE;
-  const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
+  if (query.scalar_type() != at::kFloat) return IEEE;
+  const auto backend = query.is_cpu() ? at::Float32Backend::MKLDNN : at::Float32Backend::CUDA;
+  const auto precision = at::globalContext().float32Precision(backend, at::Float32Op::MATMUL);
+  if (query.is_cpu()) return precision == at::Float32Precision::BF16 ? BF16 : IEEE;
   return precision == at::Float32Precision::TF32 ? TF32 : IEEE;
 }
 
@@ -173,6 +176,8 @@ PyObject* fast_path(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (numbers_given[2] == Py_None)
     numbers.scale = std::pow(static_cast<double>(in.query->size(3)), -0.5) /* as Python does */;
   if (numbers.float32_precision == -1) numbers.float32_precision = float32_precision(*in.query);
+  static bool told = false;  // the first such call goes through Python, because it logs which products are taken
+  if (numbers.float32_precision == BF16 && !std::exchange(told, true)) Py_RETURN_NONE;
   if (!has_rows(in, numbers.max_distance, is_window)) Py_RETURN_NONE;
 
   std::pair<Tensor, Tensor> found;

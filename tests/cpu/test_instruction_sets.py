@@ -46,8 +46,8 @@ def test_is_as_right_as_the_best_one(instruction_set):
 def test_16_bit_products_are_right(instruction_set):
     if REFUSED in run_with(instruction_set, "-c", SMALL_CALL).stderr:
         pytest.skip(f"this processor, or this build, has no {instruction_set}")
-    file = str(ROOT / "tests/cpu/test_bfloat16.py")
-    found = run_with(instruction_set, "-m", "pytest", "-q", "-p", "no:cacheprovider", file)
+    files = [str(ROOT / "tests/cpu" / name) for name in ("test_bfloat16.py", "test_float32_precision.py")]
+    found = run_with(instruction_set, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
     assert found.returncode == 0 and " passed" in found.stdout, found.stdout[-4000:]
 
 

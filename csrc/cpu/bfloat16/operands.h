@@ -1,7 +1,9 @@
-// Operands of 16-bit products: rows as they are stored, padded with zeros, and pairs of their numbers, side by side as
-// Product::b has them. Pairs lie along head_dim where a product sums over head_dim, along the rows where it sums over
-// rows. An operand is never rounded here: biases come in as a row that products start with.
+// Operands of 16-bit products: rows padded with zeros, and pairs of their numbers, side by side as Product::b has them.
+// Pairs lie along head_dim where a product sums over head_dim, along the rows where it sums over rows. Rows of float32
+// are rounded to bfloat16; biases are not, because they come in as a row that products start with.
 #pragma once
+
+#include <type_traits>
 
 #include "../pack.h"
 #include "pairs.h"
@@ -9,19 +11,30 @@
 namespace xlnet_kernels::cpu::NAMESPACE {
 namespace {
 
-// Row j of a sequence, as stored and padded with zeros
+// `count` numbers to bfloat16, as stored or rounded to the nearest
+template <typename S>
+INLINE void to_bfloat16(const S* from, int64_t stride, int64_t count, uint16_t* to) {
+  if constexpr (std::is_same_v<S, float>) {
+    for (int64_t d = 0; d < count; ++d) from_work(from[d * stride], reinterpret_cast<BFloat16*>(to) + d);
+  } else if (stride == 1) {
+    memcpy(to, from, static_cast<size_t>(count) * 2);
+  } else {
+    for (int64_t d = 0; d < count; ++d) to[d] = from[d * stride];
+  }
+}
+
+// Row j of a sequence in bfloat16, padded with zeros
 static void copy_row(const RelAttention& p, const RowSequence& sequence, int64_t b, int64_t h, int64_t j, int64_t dim,
                      uint16_t* to) {
   int64_t row, left;
   const Tensor4* tensor = sequence.find(j, row, left);
   clear(dim, to);
   if (tensor == nullptr) return;
-  const uint16_t* from = static_cast<const uint16_t*>(tensor->data) + row_start(*tensor, b, h, row);
-  if (tensor->stride[3] == 1) {
-    memcpy(to, from, static_cast<size_t>(p.head_dim) * 2);
-  } else {
-    for (int64_t d = 0; d < p.head_dim; ++d) to[d] = from[d * tensor->stride[3]];
-  }
+  const int64_t start = row_start(*tensor, b, h, row), stride = tensor->stride[3];
+  if (p.dtype == DType::float32)
+    to_bfloat16(static_cast<const float*>(tensor->data) + start, stride, p.head_dim, to);
+  else
+    to_bfloat16(static_cast<const uint16_t*>(tensor->data) + start, stride, p.head_dim, to);
 }
 
 // 16 rows, whole steps long -> one panel of pairs along the row, [dim / 2][16][2]
@@ -98,7 +111,7 @@ struct Operand {
     for (int64_t j = 0; j < count; j += PAIR_COLUMNS) {
       for (int64_t i = 0; i < PAIR_COLUMNS; ++i) {
         copy_row(p, sequence, b, h, j + i, dim, spare + i * dim);
-        prefetch_row(p, sequence, b, h, j + i + 2 * PAIR_COLUMNS, sizeof(uint16_t));
+        prefetch_row(p, sequence, b, h, j + i + 2 * PAIR_COLUMNS, bytes_of(p.dtype));
       }
       if (along != nullptr) pair_along_row(spare, dim, dim, along + j * dim);
       if (bias != nullptr) dot_products(along + j * dim, bias, dim, offsets + j);

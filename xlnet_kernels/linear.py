@@ -123,13 +123,13 @@ def _serves(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if input.device.type != "cpu" or input.dtype != torch.float32 or weight.dtype != torch.float32:
         return False
-    if library() == "mkl" or _may_be_rounded() or _is_exporting() or transformed() or autocasts("cpu"):
+    if library() == "mkl" or _is_exporting() or transformed() or autocasts("cpu"):
         return False
     if torch.compiler.is_compiling():  # sizes may be symbols
-        return True
+        return not _may_be_rounded()
     if not all(type(tensor) in (Tensor, nn.Parameter) for tensor in (input, weight)):
         return False
-    return input.numel() * weight.shape[0] >= _SMALLEST and not _is_mkls(input)
+    return input.numel() * weight.shape[0] >= _SMALLEST and not _is_mkls(input) and not _may_be_rounded()
 
 
 @constant_for_compilers

@@ -24,7 +24,7 @@ if MACHINE:
     _serving = package.serving(int(MACHINE))
     _serving.__enter__()  # before cases.py asks which backends are ready; until the process ends
 
-from tests import ROOT  # noqa: E402
+from tests import ROOT, covers  # noqa: E402
 from tests.cases import BACKENDS  # noqa: E402
 from tests.triton import fast_interpreter, interpreter_bounds  # noqa: E402
 
@@ -78,6 +78,9 @@ def backend(request) -> str:
     return request.param
 
 
-def pytest_collection_modifyitems(items):
-    """What takes minutes comes first, so that workers end at about the same time."""
+def pytest_collection_modifyitems(config, items):
+    """Fewer cases where they are slow; slow tests first, so that workers end at about the same time."""
+    items[:], left_out = covers.select(items)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

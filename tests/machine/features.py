@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from tests.cases import MASKS, Problem, make
+from tests.cases import MASKS, MODULES, Problem, make
 from tests.machine import rounding
 
 CHOICES = {
@@ -63,8 +63,10 @@ class Features:
         return "-".join(words)
 
     def serves(self, backend: str) -> Features:
-        """The nearest that the backend serves: the CUDA kernels take heads up to 128."""
-        return replace(self, head_dim=min(self.head_dim, 128)) if backend == "cuda" else self
+        """The nearest that the backend serves, in which it has as many pairs."""
+        served = MODULES[backend].DTYPES or (self.dtype,)
+        dtype = self.dtype if self.dtype in served else torch.float16
+        return replace(self, dtype=dtype, head_dim=min(self.head_dim, MODULES[backend].max_head_dim(dtype) or 256))
 
     def problem(self, seed: int, rows: int = 100, most_batch: int = 2) -> Problem:
         """A problem with these features, of random sizes: up to `rows` rows and about as many keys."""

@@ -40,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("one results file at a time, but for tables and --headline")
     try:
         runs = [json.loads(path.read_text()) for path in options.files]
+        named = {path.stem: run for path, run in zip(options.files, runs, strict=True)}
         if options.plot:
             target = target or options.files[0].with_suffix(".png")
             plot(runs[0], target)
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             text, place = lambda _: report.markdown(report.joined(runs)), " ".join(path.name for path in options.files)
             if options.headline:
-                text, place = lambda _: headline.markdown(runs), "headline"
+                text, place = lambda _: headline.markdown(named), "headline"
             elif options.highlights:
                 text, place = headline.highlights, "highlights"
             elif options.counted:

@@ -49,7 +49,7 @@ def changes(before: list[dict], now: list[dict]) -> list[Change]:
 
 
 def _is_compared(row: dict) -> bool:
-    own = row["implementation"].startswith("xlnet_kernels") and "samples_ms" in row
+    own = row["implementation"].startswith("xlnet_kernels") and "samples" in row
     return own and row.get("baseline", "").startswith("plain SDPA")
 
 
@@ -62,4 +62,4 @@ def _noise(row: dict, rows: list[dict]) -> float:
     baseline = {"implementation": row["baseline"]}
     parts = [row, *(one for one in rows if _key(one) == _key(row | baseline))]
     spreads = [(one["q3_ms"] - one["q1_ms"]) / one["median_ms"] for one in parts]
-    return 0.93 * sum(x**2 / len(one["samples_ms"]) for x, one in zip(spreads, parts, strict=True)) ** 0.5
+    return 0.93 * sum(x**2 / one["samples"] for x, one in zip(spreads, parts, strict=True)) ** 0.5

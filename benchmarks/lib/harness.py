@@ -145,13 +145,13 @@ def _larger_than_l2() -> Tensor:
     return torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
 
 
-def summary(samples: list[float]) -> dict[str, float | list[float]]:
-    """Median, quartiles and extremes in milliseconds, and the samples."""
+def summary(samples: list[float]) -> dict[str, float]:
+    """Median, quartiles and extremes in milliseconds, and the number of samples."""
     quartiles = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
     names = ("q1_ms", "median_ms", "q3_ms")
     numbers = {name: round(1e3 * value, 4) for name, value in zip(names, quartiles, strict=True)}
     numbers |= {"min_ms": round(1e3 * min(samples), 4), "max_ms": round(1e3 * max(samples), 4)}
-    return numbers | {"samples_ms": [round(1e3 * sample, 4) for sample in samples]}
+    return numbers | {"samples": len(samples)}
 
 
 @contextlib.contextmanager
@@ -315,11 +315,22 @@ def _commit() -> str | None:
 
 
 def write_json(path: Path, results: dict) -> None:
-    """Atomically: a reader, or an interruption, meets the old file or the new one."""
+    """Writes results with one line for each row of a table.
+
+    Atomically: a reader, or an interruption, meets the old file or the new one.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(json.dumps(results, indent=1) + "\n")
+        partial.write_text(_as_text(results))
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _as_text(results: dict) -> str:
+    head = json.dumps({name: value for name, value in results.items() if name != "rows"}, indent=1)
+    if "rows" not in results:
+        return head + "\n"
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in results["rows"])
+    return head.removesuffix("\n}") + f',\n "rows": [\n{rows}\n ]\n}}\n'

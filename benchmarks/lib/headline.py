@@ -10,6 +10,7 @@ from .report import baseline_kernel
 
 OWN = "xlnet_kernels "
 COMPILED = "transformers compiled"
+REFERENCE = "xlnet_kernels reference"
 PEERS = {
     TRANSFORMERS: "transf.",
     "SDPA + bias": "SDPA+bias",
@@ -144,20 +145,21 @@ def _both(ratios: Iterable[float]) -> str:
     return " / ".join(f"{ratio:.1f}x" if ratio >= 2 else f"{ratio:.2f}x" for ratio in ratios)
 
 
-def markdown(runs: list[dict]) -> str:
-    """One table of several runs: a line for each dtype, head_dim, backend and length."""
-    heads = ["dtype, head_dim", "L", "backend", "forward", "backward", *(f"vs {peer}" for peer in PEERS)]
+def markdown(runs: dict[str, dict]) -> str:
+    """One table of several runs by name: a line for each run, dtype, head_dim, backend and length."""
+    heads = ["run", "dtype, head_dim", "L", "backend", "forward", "backward", *(f"vs {peer}" for peer in PEERS)]
     found = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for run in runs:
+    for name, run in runs.items():
         settings = run["settings"]
-        kind = f"{settings['dtype']}, {settings['head_dim']}"
-        for line in sorted(summarise(run["rows"]), key=lambda line: line.length):
+        kind = f"{name} | {settings['dtype']}, {settings['head_dim']}"
+        lines = [line for line in summarise(run["rows"]) if line.name != REFERENCE]
+        for line in sorted(lines, key=lambda line: line.length):
             peers = [_cell(ratio) + "x" * (ratio is not None) for ratio in line.peers]
             cells = [kind, str(line.length), line.name.removeprefix(OWN), _ratio(line.forward), _ratio(line.backward)]
             found.append(f"| {' | '.join([*cells, *peers])} |")
     machines = dict.fromkeys(
         f"{run['environment'].get('gpu') or run['environment']['cpu']}, torch {run['environment']['torch']}"
-        for run in runs
+        for run in runs.values()
     )
     found += ["", f"Forward and backward in multiples of the best plain SDPA's time; {'; '.join(machines)}.", ""]
     return "\n".join(found)

@@ -196,7 +196,7 @@ def _result(row: dict, rows: list[dict]) -> str:
 def _numbers(row: dict) -> tuple[str, str, str]:
     if "median_ms" not in row:
         return ("-", "-", _megabytes(row))
-    spread = f"{_digits(row['q1_ms'])} - {_digits(row['q3_ms'])}" if len(row["samples_ms"]) > 1 else "one pass"
+    spread = f"{_digits(row['q1_ms'])} - {_digits(row['q3_ms'])}" if row["samples"] > 1 else "one pass"
     return (_digits(row["median_ms"]), spread, _megabytes(row))
 
 

@@ -59,7 +59,7 @@ def test_tiny_run(tmp_path):
         row = rows["core", "xlnet_kernels reference", direction]
         assert row["check"]["passed"] and row["mem_len"] == 5 and row["dtype"] == "float32"
         assert row["min_ms"] <= row["q1_ms"] <= row["median_ms"] <= row["q3_ms"] <= row["max_ms"]
-        assert len(row["samples_ms"]) >= 3
+        assert row["samples"] >= 3
         assert row["peak_bytes"] is None or row["peak_bytes"] >= 0
         baseline = rows["core", "plain SDPA, no positions", direction]
         assert "check" not in baseline and baseline["ratio_to_baseline"] == 1
@@ -238,7 +238,7 @@ def test_what_was_ready_when_the_run_was_stopped_is_timed(bench, small_case):
     with pytest.raises(KeyboardInterrupt):
         stopping = Implementation("compiling", stopped)
         core(bench, {BASELINE: baseline, "compiling": stopping, "late": baseline}, [small_case])
-    assert [(row["implementation"], len(row["samples_ms"])) for row in bench.rows] == [(BASELINE, 3)] * 2
+    assert [(row["implementation"], row["samples"]) for row in bench.rows] == [(BASELINE, 3)] * 2
 
 
 def test_plan_drops_peers_that_do_not_fit():
@@ -339,7 +339,7 @@ def test_compare_says_what_has_become_slower(tmp_path, capsys, monkeypatch):
 
     def run(ratio: float, spread: float) -> dict:
         row = {"section": "core", "length": 64, "batch": 1, "direction": "forward", "baseline": "plain SDPA, flash"}
-        row |= {"samples_ms": [1.0] * 16, "ratio_to_baseline": ratio}
+        row |= {"samples": 16, "ratio_to_baseline": ratio}
         times = {"median_ms": 1.0, "q1_ms": 1 - spread / 2, "q3_ms": 1 + spread / 2}
         names = ("xlnet_kernels cpu", "plain SDPA, flash", "transformers eager")
         return {"rows": [row | times | {"implementation": name} for name in names]}
@@ -357,3 +357,16 @@ def test_compare_says_what_has_become_slower(tmp_path, capsys, monkeypatch):
         attn.main([*arguments, "--compare", str(tmp_path / "none.json")])
     earlier.write_text('{"rows": []}')
     assert attn.main(arguments) == 0 and "none of these rows" in capsys.readouterr().err
+
+
+def test_a_row_keeps_the_largest_errors_of_many_weights():
+    from lib.measure import MOST_ERRORS, _shortened
+
+    errors = {f"weight {n}": n * 1e-8 for n in range(MOST_ERRORS + 1)}
+    check = {"passed": True, "tolerance": 1e-5, "errors": errors, "missed_by_peer": {"weight 20": 1e-9}}
+    found = _shortened(check)
+    assert found["errors"] == {f"weight {n}": n * 1e-8 for n in (18, 19, 20)}
+    assert found["missed_by_peer"] == {"weight 18": 0.0, "weight 19": 0.0, "weight 20": 1e-9}
+    assert _shortened(check | {"passed": False})["errors"] == errors
+    few = {"passed": True, "tolerance": 1e-5, "errors": {"out": 1e-7}}
+    assert _shortened(few) == few

@@ -223,7 +223,7 @@ def test_runs_of_one_machine_share_a_table(tmp_path, capsys):
     settings = {"heads": 1, "head_dim": 64, "dtype": "float32"}
     sources = [tmp_path / f"{name}.json" for name in "abc"]
     for source, length, machine in zip(sources, (512, 1024, 512), (facts, facts, facts | {"cores": 4}), strict=True):
-        rows = core("xlnet_kernels cpu", length, 1, 3, status="ok", batch=1, samples_ms=[1.0], q1_ms=1.0, q3_ms=1.0)
+        rows = core("xlnet_kernels cpu", length, 1, 3, status="ok", batch=1, samples=1, q1_ms=1.0, q3_ms=1.0)
         run = {"benchmark": "attn", "rows": rows, "settings": settings, "environment": machine}
         source.write_text(json.dumps(run))
     page = tmp_path / "page.md"
@@ -264,7 +264,7 @@ def test_the_table_names_the_kernel_that_was_the_baseline():
     rows = core(FLASH, 512, 1, 5) + core(CUDNN, 512, 2.5, 4) + core("xlnet_kernels cuda", 512, 2, 8)
     for direction in ("forward", "backward"):
         _relate([row for row in rows if row["direction"] == direction], [], "plain SDPA, no positions", None)
-    spread = {"batch": 2, "status": "ok", "q1_ms": 1.0, "q3_ms": 2.0, "samples_ms": [1.0, 2.0], "peak_bytes": 0}
+    spread = {"batch": 2, "status": "ok", "q1_ms": 1.0, "q3_ms": 2.0, "samples": 2, "peak_bytes": 0}
     page = markdown({"rows": [row | spread for row in rows], "environment": environment("cpu")})
     ours = [line for line in page.splitlines() if "xlnet_kernels cuda" in line]
     assert [ratio for line in ours for ratio in ("2.00x flash", "2.00x cuDNN") if f"| {ratio} |" in line] == [

@@ -7,6 +7,7 @@
     python benchmarks/report.py --highlights RESULTS.json [README.md]     README's three numbers
     python benchmarks/report.py --counted RESULTS.json [PAGE.md]          beside gpu-counts.json
     python benchmarks/report.py --plot RESULTS.json [PICTURE.png]         drawn; default beside the JSON
+    python benchmarks/report.py --summary RESULTS.json [PICTURE.png]      README's picture; default NAME-summary.png
 
 A page has a line `<!-- RESULTS.json [...] -->`, `<!-- headline -->`, `<!-- highlights -->` or `<!-- counted -->` for
 where they begin and `<!-- end -->` for where they end.
@@ -20,7 +21,7 @@ import sys
 from pathlib import Path
 
 from lib import counted, headline, report
-from lib.plot import plot
+from lib.plot import plot, summary
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,9 +35,10 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument("--highlights", action="store_true", help="of a run of attn.py, README's three numbers")
     what.add_argument("--counted", action="store_true", help="of a run of attn.py on a GPU, beside what was counted")
     what.add_argument("--plot", action="store_true", help="a picture")
+    what.add_argument("--summary", action="store_true", help="of a run of attn.py, README's picture")
     options = parser.parse_args(arguments)
     target = options.files.pop() if len(options.files) > 1 and options.files[-1].suffix != ".json" else None
-    if len(options.files) > 1 and (options.highlights or options.plot or options.counted):
+    if len(options.files) > 1 and (options.highlights or options.plot or options.summary or options.counted):
         parser.error("one results file at a time, but for tables and --headline")
     try:
         runs = [json.loads(path.read_text()) for path in options.files]
@@ -44,6 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
         if options.plot:
             target = target or options.files[0].with_suffix(".png")
             plot(runs[0], target)
+            print(target)
+        elif options.summary:
+            target = target or options.files[0].with_name(f"{options.files[0].stem}-summary.png")
+            summary(runs[0], target)
             print(target)
         else:
             text, place = lambda _: report.markdown(report.joined(runs)), " ".join(path.name for path in options.files)

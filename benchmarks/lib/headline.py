@@ -133,10 +133,8 @@ def highlights(run: dict) -> str:
             "",
             f"<sub>Length {length}, permutation mask and relative segments, {settings['dtype']}, "
             f"{settings['heads']} heads of {settings['head_dim']}, {machine}, torch {environment['torch']}. "
-            "The picture has the same number of tokens at every length (batch x length is constant): memory that "
-            "is linear in length is a flat line there. Its bottom row compares arithmetic per second with plain "
-            "SDPA's: at 100 % the position term costs its own products and nothing else. "
-            "[Conditions and all numbers](docs/performance.md).</sub>",
+            "The picture has as many tokens at every length, so memory that is linear in length is a flat line. "
+            "[All processors and conditions](docs/performance.md).</sub>",
         ]
     )
 

@@ -117,6 +117,51 @@ def _over_length(plt: ModuleType, rows: list[dict]) -> tuple[Figure, Axes]:
     return figure, grid[0][0]
 
 
+def summary(results: dict, path: Path) -> None:
+    """Writes README's picture of a run of attn.py: time and peak memory of forward and backward, three lines each.
+
+    Raises:
+        ValueError: plain SDPA or transformers was not timed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    timed = [row for row in results["rows"] if row["section"] == "core" and "median_ms" in row]
+    rows = [row for row in timed if row["direction"] == "backward"]
+    own = next((row["implementation"] for row in rows if row["implementation"] in OWN), "")
+    shown = {own: "xlnet_kernels", "transformers eager": "transformers", "plain SDPA, no positions": "plain attention"}
+    if not shown.keys() <= {row["implementation"] for row in rows}:
+        raise ValueError("there is nothing to plot: one of this package, transformers and plain SDPA has no times")
+    rows = [row for row in rows if row["implementation"] in shown]
+    style = {"text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK}
+    with plt.rc_context(style | {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, panels = plt.subplots(1, 2, figsize=(10, 4))
+        for axes, key, unit, title in zip(
+            panels,
+            ("median_ms", "peak_bytes"),
+            (1, 1e6),
+            ("time, ms", "memory, MB above inputs and outputs"),
+            strict=True,
+        ):
+            for name, label in shown.items():
+                points = sorted((row for row in rows if row["implementation"] == name), key=lambda row: row["length"])
+                _draw_line(axes, points, name, key, unit)
+                place = points[-1]["length"], points[-1][key] / unit
+                color = OWN.get(name) or PEERS[name][0]
+                axes.annotate(label, place, (8, 0), textcoords="offset points", va="center", color=color)
+            _log_axes(axes, rows)
+            axes.set_xlim(right=4 * max(row["length"] for row in rows))  # room for the names
+            axes.set_title(title, color=INK, loc="left")
+            axes.set_xlabel(_length_label(rows))
+        figure.suptitle(f"Forward and backward, {_title(results)}".replace("\n", ", "), color=INK, fontsize=10)
+        figure.tight_layout()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=130, transparent=True)
+        plt.close(figure)
+
+
 def limit_share(row: dict) -> dict[str, float]:
     """The arithmetic of attention with positions per second, relative to plain SDPA's per second without.
 

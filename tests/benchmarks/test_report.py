@@ -99,3 +99,19 @@ def test_committed_results_are_short():
     readers = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", *(ROOT / "tests").rglob("*.py")]
     text = "\n".join(file.read_text() for file in readers)
     assert [file.name for file in committed if file.name not in text and file.stem not in text] == []
+
+
+def test_summary_needs_the_three_lines_that_it_shows(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    from report import main
+
+    source = ROOT / "benchmarks/results/epyc-avx512-2-cores.json"
+    picture = tmp_path / "picture.svg"
+    assert main(["--summary", str(source), str(picture)]) == 0
+    found = re.findall(r"<!-- (.*?) -->", picture.read_text())
+    assert {"xlnet_kernels", "transformers", "plain attention", "time, ms", "2048"} <= set(found)
+    results = json.loads(source.read_text())
+    results["rows"] = [row for row in results["rows"] if row["implementation"] != "transformers eager"]
+    (tmp_path / "part.json").write_text(json.dumps(results))
+    assert main(["--summary", str(tmp_path / "part.json")]) == 1
+    assert "one of this package, transformers and plain SDPA has no times" in capsys.readouterr().err

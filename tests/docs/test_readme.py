@@ -52,7 +52,7 @@ def test_numbers_are_those_of_the_picture(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from lib.headline import highlights
 
-    (picture,) = re.findall(r"!\[.*?\]\((benchmarks/results/[\w-]+)\.png\)", README)
+    (picture,) = re.findall(r"!\[.*?\]\((benchmarks/results/[\w-]+)-summary\.png\)", README)
     (shown,) = re.findall(r"<!-- highlights -->\n(.*?)<!-- end -->", README, re.DOTALL)
     assert shown.strip() == highlights(json.loads((ROOT / f"{picture}.json").read_text()))
     assert len(re.findall(r"^\* \*\*", shown, re.MULTILINE)) == 3

@@ -73,6 +73,8 @@ def is_batch_of_gradients(gradient: Tensor) -> bool:
 
     When it goes, that option either goes too, or uses torch.func.vmap, which the operator refuses by itself.
     """
+    if torch.compiler.is_compiling():  # compiled autograd traces no such question, and no batches
+        return False
     return torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
@@ -81,7 +83,8 @@ def below_autograd(wanted: bool = True) -> AbstractContextManager:
 
     When it goes: a context that does nothing; a small call then takes 100 microseconds more.
     """
-    return torch._C._AutoDispatchBelowAutograd() if wanted else nullcontext()
+    is_traced = torch.compiler.is_compiling()  # by compiled autograd, which records the operators themselves
+    return torch._C._AutoDispatchBelowAutograd() if wanted and not is_traced else nullcontext()
 
 
 def in_dispatch_mode() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -201,6 +202,7 @@ def test_gradient_checkpointing(backend):
         assert torch.equal(f, w)
 
 
+@functools.cache  # operators are defined once
 def python_gradients():
     """The operator with its gradients wired up in Python, as it is where there is no extension."""
     with mock.patch.object(xk._extension, "module", None):
@@ -238,6 +240,13 @@ def test_compiled_autograd(backend):
         problem.call(backend)[0].square().sum().backward()
     for leaf, w in zip(leaves, wanted, strict=True):
         assert torch.allclose(leaf.grad, w, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif("cpu" not in COMPILED, reason="the compiled extension is not there")
+def test_compiled_autograd_without_the_fast_path():
+    without_fast_path = mock.patch.object(fast_path, "attend", lambda *_: None)
+    with without_fast_path, mock.patch.object(MODULES["cpu"], "rel_attention", python_gradients()):
+        test_compiled_autograd("cpu")
 
 
 def test_second_derivatives_are_right_or_refused(backend):

@@ -65,7 +65,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`pretraining`, `accelerate` and `restore` are imported when they are asked for."""
+    """Import `pretraining`, `accelerate` and `restore` on first access."""
     if name in ("accelerate", "restore"):
         return getattr(integrations, name)
     if name == "pretraining":
@@ -74,6 +74,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Public names and submodules, without the names that this file imports for itself."""
+    """Public names and submodules, without this file's own imports."""
     modules = {name for name in globals() if f"{__name__}.{name}" in sys.modules and not name.startswith("_")}
     return sorted({*modules, *__all__, *(name for name in globals() if name.startswith("__"))})

@@ -1,4 +1,4 @@
-"""Attention with its map, which fused kernels never hold."""
+"""Attention that also returns its map, computed by the reference."""
 
 from __future__ import annotations
 

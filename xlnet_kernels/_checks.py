@@ -1,4 +1,4 @@
-"""Checks of arguments that several rooms share. Each raises ValueError with what came and what was needed."""
+"""Argument checks shared by several modules. Each raises ValueError with the value it got and the value it needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shortened(value: object) -> str:
 
 
 def check_rank(name: str, tensor: Tensor, rank: int) -> torch.Size:
-    """A tensor of so many dimensions; returns its shape."""
+    """Require a tensor of `rank` dimensions; returns its shape."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
     check_not_nested(name, tensor)
@@ -48,7 +48,7 @@ def check_not_nested(name: str, tensor: Tensor) -> None:
 
 
 def check_matrix(name: str, values: Tensor | None) -> Tensor:
-    """A tensor (batch, length)."""
+    """Require a tensor (batch, length)."""
     if not isinstance(values, Tensor) or values.dim() != 2:
         got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(f"{name} must be a 2-dimensional tensor (batch, length), got {got}")
@@ -56,7 +56,7 @@ def check_matrix(name: str, values: Tensor | None) -> Tensor:
 
 
 def check_range(name: str, values: Tensor, least: int, end: int) -> None:
-    """Integers in [least, end), where reading them costs no synchronisation."""
+    """Require integers in [least, end), where reading them costs no synchronisation."""
     if not readable(values) or values.device.type != "cpu" or not values.numel():
         return
     low, high = (int(bound) for bound in values.aminmax())
@@ -65,7 +65,7 @@ def check_range(name: str, values: Tensor, least: int, end: int) -> None:
 
 
 def check_bool_mask(mask: object, like: Tensor, name: str) -> Tensor:
-    """A bool tensor on the device of `like`, which is called `name`; the error says how another becomes one."""
+    """Require a bool tensor on the device of `like`, the argument `name`; the error says how to convert other masks."""
     wanted = "mask must be a RankMask or a bool tensor (True = may attend)"
     if not isinstance(mask, Tensor):
         raise ValueError(f"{wanted}, got {type(mask).__name__}")
@@ -79,7 +79,7 @@ def check_bool_mask(mask: object, like: Tensor, name: str) -> Tensor:
 
 
 def check_not_padding(mask: Tensor, batch: int, length: int, keys: int) -> None:
-    """Refuses two dimensions that may be the padding (B, L) of a batch, which would broadcast as (L, M + K)."""
+    """Refuse a 2-dimensional mask that may be padding (B, L), because it would broadcast as (L, M + K)."""
     if mask.dim() == 2 and batch > 1 and mask.shape[0] == batch and (batch == length or mask.shape[1] > 1):
         raise ValueError(
             f"mask of shape {tuple(mask.shape)} may be padding of {batch} sequences, but 2 dimensions mean (L, M + K), "
@@ -88,7 +88,7 @@ def check_not_padding(mask: Tensor, batch: int, length: int, keys: int) -> None:
 
 
 def check_dense_mask(mask: object, query: Tensor, keys: int) -> Tensor:
-    """A bool tensor that broadcasts to (B, H, L, M + K) of a query (B, H, L, D), in no more than one way."""
+    """Require a bool tensor that broadcasts to (B, H, L, M + K) of a query (B, H, L, D) in one way only."""
     mask = check_bool_mask(mask, query, "query")
     batch, heads, length, _ = query.shape
     check_not_padding(mask, batch, length, keys)
@@ -106,26 +106,26 @@ def check_dense_mask(mask: object, query: Tensor, keys: int) -> Tensor:
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """An int, numpy's too, or a size that torch.export keeps as a symbol."""
+    """Whether the value is an int (Python's or numpy's) or a symbolic size of torch.export."""
     return isinstance(value, (int, torch.SymInt)) or isinstance(value, numbers.Integral)
 
 
 def as_python(value: Any) -> Any:
-    """A number or flag of numpy's as Python's, everything else as it is."""
+    """Convert a numpy number or flag to Python's; other values pass unchanged."""
     if value is None or isinstance(value, (int, float, torch.SymInt, torch.SymFloat, Tensor)):
         return value
     return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0 else value
 
 
 def readable(values: Tensor) -> bool:
-    """Whether the values are there to be looked at: not in a compiler, a fake mode, vmap or on the meta device."""
+    """Whether the values can be read: not in a compiler, a fake mode, vmap or on the meta device."""
     if torch.compiler.is_compiling() or type(values) not in (Tensor, torch.nn.Parameter):
         return False
     return values.device.type != "meta" and not is_wrapped(values)
 
 
 def float32_precision(device_type: str) -> int:
-    """The precision of a device's float32 products by torch's switches, as `Float32Precision` of csrc/inputs.h.
+    """Precision of a device's float32 products by torch's switches, as `Float32Precision` of csrc/inputs.h.
 
     0 "ieee", 1 "tf32" on CUDA, 2 "bf16" on the CPU, where "tf32" is taken for "ieee".
     """
@@ -134,7 +134,8 @@ def float32_precision(device_type: str) -> int:
     return int(device_type == "cuda" and allows_tf32())
 
 
-@constant_for_compilers  # which cannot trace the question, and compile again after another answer
+# Constant, because compilers cannot trace these getters. They compile again after another answer.
+@constant_for_compilers
 def allows_bf16() -> bool:
     """Whether float32 products on the CPU may round their operands to bfloat16, as torch's own then do with oneDNN.
 
@@ -147,14 +148,16 @@ def allows_bf16() -> bool:
 
 
 def cpu_precision() -> str:
-    """torch's switch for float32 products on the CPU: "none" and "ieee" (exact), "tf32" or "bf16"."""
+    """Torch's switch for float32 products on the CPU: "none" and "ieee" (exact), "tf32" or "bf16"."""
     matmul = getattr(torch.backends.mkldnn, "matmul", None)  # since torch 2.9
     return getattr(matmul, "fp32_precision", "none")
 
 
-@functools.cache  # one line for each process
+# Cached, to log one line in each process.
+@functools.cache
 def _tell_whether_products_are_rounded() -> None:
-    from . import _extension  # not at the top, to avoid a circle: the library's loader checks arguments too
+    # Not at the top, to avoid a circle: the loader of the library checks arguments too.
+    from . import _extension
 
     products = getattr(_extension.module, "cpu_bfloat16_products", None)
     if products is None:
@@ -166,8 +169,8 @@ def _tell_whether_products_are_rounded() -> None:
         _LOGGER.info("torch allows bfloat16 in float32 products on the CPU: attention takes %s", products)
 
 
-@constant_for_compilers  # for the same reason
+@constant_for_compilers
 def allows_tf32() -> bool:
-    """What the user said of float32 products; torch 2.9 and newer refuse the old question after the new answer."""
+    """Whether the user allows TF32; torch 2.9 and newer refuse the old getter once the new setting is used."""
     matmul = torch.backends.cuda.matmul
     return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32

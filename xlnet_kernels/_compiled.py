@@ -1,4 +1,4 @@
-"""What a loaded library of kernels says of itself, through the operators of csrc/stable/facts.cpp."""
+"""Build facts of a loaded kernel library, read through the operators of csrc/stable/facts.cpp."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def describe(ops: Any, file: str, fast_path: Any = None) -> SimpleNamespace:
-    """The facts of the build by name, and what can be asked of it.
+    """Build facts by name, and the library's query functions.
 
     ops: the operators' namespace.
-    file: the library's.
+    file: path of the library.
     fast_path: the module of csrc/fast_path, or None.
     """
     facts = json.loads(ops.build_facts())

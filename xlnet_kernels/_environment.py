@@ -1,4 +1,4 @@
-"""This package's environment variables. One that makes no sense is said once, as a warning, and then left aside."""
+"""This package's environment variables. An invalid value is reported once, as a warning, and ignored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 INSTRUCTION_SETS = ("amx_bf16", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon", "generic", "emulated_bf16")
-# What each variable takes. csrc/cpu/dispatch.cpp reads XLNET_KERNELS_CPU, build_backend those of the build.
+# Valid values of each variable. csrc/cpu/dispatch.cpp reads XLNET_KERNELS_CPU, build_backend those of the build.
 TAKES = {
     "XLNET_KERNELS_BLOCK_BYTES": "a positive integer, a number of bytes",
     "XLNET_KERNELS_CPU": f"an instruction set that this processor has, of {', '.join(INSTRUCTION_SETS)}",
@@ -23,7 +23,7 @@ OF_TESTS = ("XLNET_KERNELS_MACHINE", "XLNET_KERNELS_POISON", "XLNET_KERNELS_RESU
 
 
 def read(name: str, is_right: Callable[[str], bool]) -> str:
-    """The value of a variable; "" where it is unset, or not `is_right`, which is said."""
+    """The value of a variable; "" where it is unset, or invalid by `is_right`, with a warning."""
     value = os.environ.get(name, "")
     if value and not is_right(value):
         leave_aside(name, value)
@@ -33,12 +33,12 @@ def read(name: str, is_right: Callable[[str], bool]) -> str:
 
 @functools.cache
 def leave_aside(name: str, value: str, instead: str = "it is left aside") -> None:
-    """Warn once that a variable's value does not count, and what happens `instead`."""
+    """Warn once that a variable's value is ignored, with the behaviour `instead`."""
     warnings.warn(f"{name} must be {TAKES[name]}, got {value!r}: {instead}", RuntimeWarning, stacklevel=3)
 
 
 def warn_of_names_and_instruction_set(extension: Any) -> None:
-    """Warn of variables that are spelled like this package's and are none, and where `extension` has not got a set.
+    """Warn of unknown variables with this package's prefix, and of an instruction set that `extension` lacks.
 
     extension: the compiled module, or None.
     """

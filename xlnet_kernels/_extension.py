@@ -1,11 +1,10 @@
-"""Loads the library of compiled kernels, or says why there is none; an accident is a warning at import.
+"""Loader of the compiled kernel library, with the reason where there is none; a failure to load is a warning at import.
 
-The library, `_kernels.so`, knows torch by its stable interface alone: one serves every Python and every torch from
-MIN_TORCH on. The module of csrc/fast_path beside it is for one Python and one minor version of torch. It makes small
-calls cheaper; where it does not fit, the library serves without it.
+The library, `_kernels.so`, uses torch's stable ABI only: one build serves every Python and every torch from MIN_TORCH
+on. The module of csrc/fast_path beside it is built for one Python and one minor version of torch. It makes small calls
+cheaper; where it does not fit, the library works without it.
 
-A source tree that was never built, in whose root Python was started, takes the library of the installed package if that
-was built from the same sources.
+An unbuilt source tree that shadows an installed package uses the installed library, if built from the same sources.
 
 module: the library (`_compiled.describe`), or None
 reason: None, or why there is no library
@@ -23,7 +22,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import torch  # first: the library links to torch's
+# Imported first, because the library links to torch's.
+import torch
 
 from ._compiled import describe
 from ._environment import warn_of_names_and_instruction_set
@@ -40,9 +40,9 @@ AGAIN = "install xlnet_kernels again"
 
 
 def build_record(folder: Path | None = None) -> dict:
-    """What setup.py wrote down: the torch it built with (None: nothing compiled) and its decisions. {} if none.
+    """The record written by setup.py: the torch it built with (None: nothing compiled) and its decisions. {} if none.
 
-    folder: default where the loaded library is, else this package.
+    folder: default: the loaded library's folder, else this package's.
     """
     if folder is None:
         file = getattr(module, "__file__", None)
@@ -73,7 +73,7 @@ def mismatch(built_for: str, have: str) -> str | None:
 
 
 def find_installed() -> Path | None:
-    """The library of another package folder of this version: an installed one that a source tree hides."""
+    """The library of another package folder of this version: an installed one that a source tree shadows."""
     for entry in dict.fromkeys(sys.path):
         folder = Path(entry or ".").absolute() / HERE.name
         try:
@@ -87,7 +87,7 @@ def find_installed() -> Path | None:
 
 
 def find(record: dict) -> tuple[Path | None, str | None]:
-    """The library's file, or why it is nowhere; `record` is this folder's."""
+    """The library's file, or the reason why there is none; `record` is this folder's."""
     if (HERE / LIBRARY).is_file():
         return HERE / LIBRARY, None
     decision = record.get("extension")
@@ -111,7 +111,7 @@ def load() -> tuple[SimpleNamespace | None, str | None]:
     file, reason = find(build_record(HERE))
     if file is None:
         return None, reason
-    # Asked before loading: what is too new for torch and a truncated file may crash the process instead of raising.
+    # Checked before loading, because a library too new for torch or a truncated file may crash the process.
     if old := too_old(torch.__version__):
         return None, f"{file}: {old}"
     if wrong := fault(file):
@@ -119,19 +119,21 @@ def load() -> tuple[SimpleNamespace | None, str | None]:
     try:
         torch.ops.load_library(str(file))
         return describe(ops, str(file), load_fast_path(file.parent)), None
-    except Exception as error:  # whatever the loader or torch's registry raises
+    # Every exception, because the loader and torch's registry raise many kinds.
+    except Exception as error:
         built = build_record(file.parent).get("torch")
         built = f" (built with torch {built}, you have {torch.__version__})" if built else ""
         return None, f"{file} does not load{built}: {_cure(error)}"
 
 
 def load_fast_path(folder: Path) -> ModuleType | None:
-    """The module of csrc/fast_path in this folder; None, and `fast_path_reason`, where there is none that fits."""
+    """The module of csrc/fast_path in this folder; None, with `fast_path_reason` set, where none fits."""
     global fast_path_reason
     fast_path_reason = None
     record = build_record(folder)
     decision = record.get("fast_path") or ""
-    if decision.startswith("no"):  # because a file of an earlier build may be left, which does not fit
+    # Because a file of an earlier build may be left, which does not fit.
+    if decision.startswith("no"):
         fast_path_reason = f"it was not built ({decision})"
         return None
     own = [folder / f"{FAST_PATH}{suffix}" for suffix in EXTENSION_SUFFIXES]
@@ -151,14 +153,16 @@ def load_fast_path(folder: Path) -> ModuleType | None:
         found = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(found)
         fast_path_reason = mismatch(found.torch_version, torch.__version__)
-    except Exception as error:  # whatever the loader or Python raises: the library serves without it
+    # Every exception, because the library works without the fast path.
+    except Exception as error:
         fast_path_reason = f"{file} does not load: {_cure(error)}"
     return None if fast_path_reason else found
 
 
 def _cure(error: Exception) -> str:
-    """An error of the dynamic loader in one line, with what to do."""
-    error = error.__cause__ if isinstance(error.__cause__, Exception) else error  # torch's own says the file alone
+    """An error of the dynamic loader in one line, with its remedy."""
+    # The cause, because torch's own error has only the file's name.
+    error = error.__cause__ if isinstance(error.__cause__, Exception) else error
     text = next(iter(str(error).splitlines()), type(error).__name__)
     if missing := re.match(r"(\S+): cannot open shared object file: No such file", text):
         package = " (Debian, Ubuntu: apt-get install libgomp1)" if missing[1].startswith("libgomp") else ""

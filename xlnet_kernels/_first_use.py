@@ -1,4 +1,4 @@
-"""The word that a user hears while a first call takes long: one INFO line on the logger "xlnet_kernels"."""
+"""Log line for a slow first call: one INFO line on the logger "xlnet_kernels"."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import threading
 from collections.abc import Iterator
 
 _LOGGER = logging.getLogger("xlnet_kernels")
-SECONDS = 1.0  # what takes less is not worth a line
-# Triton's files that are at work where it compiles a kernel or its launcher, and nowhere else: not where it takes one
-# from its cache. Other versions may have other files; nothing is said then.
+SECONDS = 1.0  # shorter compilations are not logged
+# Triton's files that run only while it compiles a kernel or its launcher, not when it takes one from its cache. With
+# versions that have other files nothing is logged.
 TRITON = re.compile(r"triton/(compiler/code_generator|backends/\w+/compiler|runtime/build)\.py$")
 
 
@@ -38,7 +38,7 @@ def compiling(what: str, compiler: re.Pattern[str] = TRITON) -> Iterator[None]:
 
 
 def _is_inside(thread: int, files: re.Pattern[str]) -> bool:
-    """Whether a thread runs a function of one of `files`, or has called what runs."""
+    """Whether a function of one of `files` is on a thread's stack."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if files.search(frame.f_code.co_filename.replace("\\", "/")):

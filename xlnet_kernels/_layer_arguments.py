@@ -1,4 +1,4 @@
-"""Arguments of `TwoStreamAttention`, checked, and their defaults."""
+"""Checks and defaults of the arguments of `TwoStreamAttention`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .positions import kept_positions
 
 
 def check_not_projected(h: Tensor, g: Tensor | None, mask: object) -> None:
-    """Refuses query, key and value, which stand where h, g and mask do."""
+    """Refuse query, key and value in the places of h, g and mask."""
     if isinstance(g, Tensor) and isinstance(mask, Tensor) and mask.is_floating_point() and mask.shape == g.shape:
         raise ValueError(
             "TwoStreamAttention makes query, key and value itself: call it with hidden states, attn(h); the second "
@@ -20,7 +20,7 @@ def check_not_projected(h: Tensor, g: Tensor | None, mask: object) -> None:
 
 
 def check_hidden(h: Tensor, g: Tensor | None, mems: Tensor | None, d_model: int, like: Tensor) -> tuple[int, int, int]:
-    """Checks h, g and mems; returns B, L and M."""
+    """Check h, g and mems; returns B, L and M."""
     for name, x in (("h", h), ("g", g), ("mems", mems)):
         if x is None and name != "h":
             continue
@@ -37,7 +37,7 @@ def check_hidden(h: Tensor, g: Tensor | None, mems: Tensor | None, d_model: int,
 
 
 def _check_kind(name: str, x: Tensor, like: Tensor) -> None:
-    """A floating tensor where the parameters are, of their dtype unless autocast casts both."""
+    """Require a floating tensor on the parameters' device, of their dtype unless autocast casts both."""
     if x.device != like.device:
         raise ValueError(f"{name} must be on the parameters' device {like.device}, got {x.device}")
     if x.dtype != like.dtype and not (x.is_floating_point() and autocasts(x.device.type)):

@@ -1,4 +1,4 @@
-"""What is wrong with the file of a compiled library, found without loading it."""
+"""Check of a compiled library's file without loading it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 from pathlib import Path
 
 _MACHINES = {3: "x86", 21: "PowerPC", 22: "s390x", 40: "ARM", 62: "x86-64", 183: "AArch64", 243: "RISC-V"}
-_HEADER = 64  # bytes of an ELF file's
-_SEGMENT = 56  # bytes of an entry of the table of segments, in 64 bits
+_HEADER = 64  # bytes of an ELF file's header
+_SEGMENT = 56  # bytes of an entry in the segment table, in 64-bit files
 _SELF = Path("/proc/self/exe")
 
 
 def fault(path: Path) -> str | None:
-    """Why a library cannot be loaded into this process, as far as its file says so; None otherwise.
+    """The reason why a library cannot be loaded into this process, as far as its file shows; None otherwise.
 
-    Loading a truncated file may end the process instead of raising.
+    Needed because loading a truncated file may end the process instead of raising.
     """
     try:
         with path.open("rb") as file:
@@ -46,7 +46,7 @@ def _own_head() -> bytes:
 
 
 def _kind(head: bytes) -> tuple[bytes, bytes]:
-    """Word size and order of bytes, and the machine."""
+    """Word size and byte order, and the machine."""
     return head[4:6], head[18:20]
 
 
@@ -56,7 +56,7 @@ def _machine(head: bytes) -> str:
 
 
 def _end(file, head: bytes) -> int:
-    """Bytes that an ELF file of 64 bits must have for its headers, segments and sections; 0 for one of 32 bits."""
+    """Least size in bytes of a 64-bit ELF file with its headers, segments and sections; 0 for a 32-bit file."""
     if head[4] != 2:
         return 0
     order = "<" if head[5] == 1 else ">"

@@ -1,7 +1,7 @@
-"""Where the operators are: their namespace in torch.ops, which C++ has as XLNET_KERNELS_NAMESPACE (csrc/inputs.h).
+"""The operators' namespace in torch.ops, XLNET_KERNELS_NAMESPACE in C++ (csrc/inputs.h).
 
-Builders of Hugging Face's `kernels` write a file of this name in its place, with the same two names, that loads their
-extension and has its namespace.
+Builders of Hugging Face's `kernels` replace this file by one with the same two names, for their own extension and
+namespace.
 """
 
 import torch
@@ -11,5 +11,5 @@ ops = getattr(torch.ops, _NAMESPACE)
 
 
 def add_op_namespace_prefix(op_name: str) -> str:
-    """ "xlnet_kernels::linear" for "linear": the name by which torch.library knows an operator."""
+    """ "xlnet_kernels::linear" for "linear": an operator's name in torch.library."""
     return f"{_NAMESPACE}::{op_name}"

@@ -1,4 +1,4 @@
-"""Ranks: integer vectors checked, clamped and made of what callers have."""
+"""Rank vectors: checks, clamping and construction from steps and padding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def as_ranks(name: str, values: Tensor | None) -> Tensor:
 
 
 def check_integers(name: str, values: Tensor | None) -> Tensor:
-    """Integers (batch, length)."""
+    """Require integers (batch, length)."""
     values = check_matrix(f"RankMask: {name}", values)
     if values.dtype not in INTEGERS:
         raise ValueError(f"RankMask: {name} must hold integers, got {values.dtype}")
@@ -28,7 +28,7 @@ def check_integers(name: str, values: Tensor | None) -> Tensor:
 
 
 def steps_of(sequence: Tensor) -> Tensor:
-    """The step at which each position is visited, of the positions in the order of visits."""
+    """The step at which each position is visited, from the positions in the order of visits."""
     sequence = as_ranks("sequence", sequence).long()
     steps = torch.arange(sequence.shape[1], dtype=torch.int32, device=sequence.device).expand_as(sequence)
     if readable(sequence) and sequence.device.type == "cpu" and not torch.equal(sequence.sort(1)[0], steps.long()):
@@ -37,7 +37,7 @@ def steps_of(sequence: Tensor) -> Tensor:
 
 
 def no_token(attention_mask: Tensor) -> Tensor:
-    """True where an attention mask of 1 = token says that there is none."""
+    """Padding from an attention mask (1 = token): True where there is no token."""
     check_matrix("RankMask: attention_mask", attention_mask)
     if attention_mask.dtype == torch.bool:
         return ~attention_mask

@@ -1,4 +1,4 @@
-"""Which C++ sources an extension was built from. setup.py runs this file too: nothing but the standard library."""
+"""Hash of the C++ sources of a build. Imports the standard library only, because setup.py runs this file too."""
 
 import hashlib
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Every private name of torch that this package uses, each with what it is for and what to do when it goes.
+"""All private torch names used by this package, each with its purpose and a replacement for when it goes.
 
-torch has no public name for any of these. tests/packaging/test_private_names.py finds those used elsewhere.
+torch has no public name for any of these. tests/packaging/test_private_names.py finds uses elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# What torch.export's documentation and messages name for registering classes, underscore and all.
+# The module that torch.export's documentation and messages name for registering classes, underscore and all.
 # When it goes: torch.export will name another way to register a class, with the same three functions.
 from torch.utils import _pytree
 
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def constant_for_compilers(function: Callable) -> Callable:
-    """What torch.compiler.assume_constant_result does, without importing torch's compiler, and with it Triton, now.
+    """Equivalent of torch.compiler.assume_constant_result, without importing torch's compiler and Triton.
 
     When `_dynamo_marked_constant` goes: call torch.compiler.assume_constant_result, and take the slower import.
     """
@@ -31,31 +31,34 @@ def constant_for_compilers(function: Callable) -> Callable:
     return function
 
 
-@constant_for_compilers  # a compiler traces inside the transforms, and guards on them
+# Constant, because a compiler traces inside the transforms and guards on them.
+@constant_for_compilers
 def transformed() -> bool:
     """Whether the call is inside grad, vmap or jvp of torch.func, or a dual level of forward-mode gradients.
 
-    The kernels have one derivative and no batching rule: such calls go to the reference. When one of the names goes:
-    drop its half. torch then raises an error of its own at the kernels' operator, and backend="reference" still works.
+    The kernels have first derivatives and no batching rule, so such calls go to the reference. When one of the names
+    goes: drop its half. torch then raises an error of its own at the kernels' operator, and backend="reference" still
+    works.
     """
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 @constant_for_compilers
 def exports_to_onnx() -> bool:
-    """Whether torch.onnx.export is tracing the call: what it keeps must be torch's own operators."""
+    """Whether torch.onnx.export is tracing the call, which then may use torch's own operators only."""
     return torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export()
 
 
 def is_free_in_onnx(size: int | torch.SymInt) -> bool:
     """Whether torch.onnx.export is making a file in which this size is free.
 
-    `isinstance(size, int)` does not tell: the exporter's second attempt, after an error, has Dynamo trace the call, and
-    Dynamo calls free sizes integers too. When the name goes: another question of symbolic_shapes that Dynamo answers.
+    `isinstance(size, int)` is not enough: after an error the exporter lets Dynamo trace the call, and Dynamo's free
+    sizes are instances of int. When the name goes: another function of symbolic_shapes that Dynamo supports.
     """
     if not exports_to_onnx():
         return False
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # here because it imports sympy
+    # Imported here, because it imports sympy.
+    from torch.fx.experimental.symbolic_shapes import has_static_value
 
     return not has_static_value(size)
 
@@ -69,7 +72,7 @@ def is_wrapped(values: Tensor) -> bool:
 
 
 def is_batch_of_gradients(gradient: Tensor) -> bool:
-    """Whether torch.autograd.grad(is_grads_batched=True) made it: kernels would be given the wrong shape, silently.
+    """Whether torch.autograd.grad(is_grads_batched=True) made the gradient, whose shape is wrong for kernels, silently.
 
     When it goes, that option either goes too, or uses torch.func.vmap, which the operator refuses by itself.
     """
@@ -79,7 +82,7 @@ def is_batch_of_gradients(gradient: Tensor) -> bool:
 
 
 def below_autograd(wanted: bool = True) -> AbstractContextManager:
-    """A context in which operators skip what is registered for their gradients.
+    """A context in which operators skip their registered autograd functions.
 
     When it goes: a context that does nothing; a small call then takes 100 microseconds more.
     """
@@ -88,7 +91,7 @@ def below_autograd(wanted: bool = True) -> AbstractContextManager:
 
 
 def in_dispatch_mode() -> bool:
-    """Whether a fake mode, or another that catches operators, is on: what is computed now is not what it seems.
+    """Whether a fake mode, or another mode that intercepts operators, is on: results may not be real tensors.
 
     When it goes: never keep tables of positions between calls (`positions.kept_positions`); slower, and right.
     """
@@ -96,9 +99,9 @@ def in_dispatch_mode() -> bool:
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether somebody wants to know of calls of the module, or replaced its `forward`: it must be called then.
+    """Whether the module has hooks or a replaced `forward`, so that it must be called.
 
-    When one of the names goes: say True, and the table of tied words and logits gets its gradient in three pieces.
+    When one of the names goes: return True; the tied embedding then gets its gradient in three pieces.
     """
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     everywhere = (getattr(torch.nn.modules.module, f"_global{name}", True) for name in names)
@@ -106,7 +109,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 
 def has_onednn_linear() -> bool:
-    """Whether `onednn_linear` is there."""
+    """Whether this torch has `onednn_linear`."""
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
@@ -119,9 +122,9 @@ def onednn_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def register(cls: type) -> type:
-    """A class decorator: torch looks into these dataclasses. Exported programs take them, torch.load reads them.
+    """Class decorator: register a dataclass with torch's pytrees. Exported programs take it, torch.load reads it.
 
-    Fields that are numbers or flags are part of the structure, the others are leaves or trees.
+    Fields with numbers or flags are part of the structure; the others are leaves or trees.
     """
 
     def flatten(x: Any) -> tuple[list[Any], list]:
@@ -136,7 +139,8 @@ def register(cls: type) -> type:
 
     def unflatten(values: Iterable[Any], context: list) -> Any:
         names, fixed = context
-        x: Any = object.__new__(cls)  # not __init__: torch also puts things into trees that are no tensors
+        # Not __init__, because torch also puts other objects than tensors into trees.
+        x: Any = object.__new__(cls)
         for name, value in (*zip(names, values, strict=True), *fixed):
             object.__setattr__(x, name, value)
         return x
@@ -148,7 +152,8 @@ def register(cls: type) -> type:
         serialized_type_name=f"xlnet_kernels.{cls.__name__}",
         flatten_with_keys_fn=flatten_with_keys,
     )
-    torch.serialization.add_safe_globals([cls])  # an exported program is saved with its example inputs
+    # Because an exported program is saved with its example inputs.
+    torch.serialization.add_safe_globals([cls])
     return cls
 
 
@@ -163,7 +168,8 @@ def map_instances(cls: type, change: Callable, tree: Any) -> Any:
 
 
 def register_output(cls: type) -> None:
-    """Make torch look into this class of dictionaries: values are leaves or trees. Exported programs return them."""
+    """Register a class of dictionaries with torch's pytrees: values are leaves or trees. Exported programs return
+    it."""
 
     def flatten(x: Any) -> tuple[list[Any], list[str]]:
         return list(x.values()), list(x)
@@ -174,7 +180,8 @@ def register_output(cls: type) -> None:
     def unflatten(values: Iterable[Any], context: list[str]) -> Any:
         x = cls()
         for name, value in zip(context, values, strict=True):
-            x[name] = value  # whatever it is: torch also puts None and objects of its own into trees
+            # Without a check, because torch also puts None and objects of its own into trees.
+            x[name] = value
         return x
 
     _pytree.register_pytree_node(
@@ -188,5 +195,6 @@ def register_output(cls: type) -> None:
 
 
 def autocasts(device_type: str) -> bool:
-    """Whether autocast is on. Other device types know none; asking torch which do breaks the graphs of torch 2.6."""
+    """Whether autocast is on, for the device types that have it. A query to torch would break the graphs of torch
+    2.6."""
     return device_type in ("cpu", "cuda", "mps", "xpu") and torch.is_autocast_enabled(device_type)

@@ -1,6 +1,6 @@
-"""Gains of a newer torch, a newer Triton or another installation on this machine, from facts that `info` has collected.
+"""Gains of a newer torch, a newer Triton or another installation on this machine, from the facts of `info`.
 
-Nothing is downloaded and no index is asked: the table below says which torch has which Triton.
+Nothing is downloaded and no package index is queried: a table below maps Triton versions to torch versions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LEAST_CAPABILITY = (8, 0)
 
 
 def upgrades(facts: dict[str, Any]) -> dict[str, str]:
-    """A line each for "torch", "Triton" and "kernels"; one that begins with "nothing" where there is no gain.
+    """One line each for "torch", "Triton" and "kernels"; it begins with "nothing" where there is no gain.
 
     facts: as `info.collect` returns them.
     """
@@ -71,7 +71,7 @@ def _kernels(facts: dict[str, Any]) -> str:
 
 
 def _least_triton(facts: dict[str, Any]) -> tuple[int, ...] | None:
-    """The first Triton with kernels for all GPUs here; None where the installed one has them."""
+    """The first Triton with kernels for all GPUs of this machine; None where the installed version has them."""
     served, found = _served(facts), _version(facts["triton"])
     names = BACKENDS if served and served[-1][0] >= 10 else BACKENDS[:1]
     missing = [FEATURES[name].since for name in names if served and found < FEATURES[name].since]

@@ -1,3 +1,3 @@
-"""The package's version: pyproject.toml and `xlnet_kernels.__version__` both read it here."""
+"""The package's version, read by pyproject.toml and `xlnet_kernels.__version__`."""
 
 __version__ = "0.1.0"

@@ -28,10 +28,10 @@ NORMS = ("post", "pre", None)
 class TwoStreamAttention(nn.Module):
     """Two-stream relative attention with output projection, dropout, residual and LayerNorm (Yang et al. 2019, eq. 1).
 
-    The content stream h is what other models call hidden states; the query stream g knows a position but not the token
-    there, and is computed only at the positions that are predicted. Both attend to the same keys and values in one call
-    of the operator, so that the query stream costs N / L of the content stream. Parameters have the names and shapes of
-    XLNet checkpoints: q k v o r (d_model, n_head, d_head), r_w_bias r_r_bias r_s_bias (n_head, d_head), seg_embed
+    The content stream h is the hidden states of other models. The query stream g knows a position but not its token,
+    and is computed at the predicted positions only. Both attend to the same keys and values in one call of the
+    operator, so the query stream costs N / L of the content stream. Parameters have the names and shapes of XLNet
+    checkpoints: q k v o r (d_model, n_head, d_head), r_w_bias r_r_bias r_s_bias (n_head, d_head), seg_embed
     (2, n_head, d_head), layer_norm.
 
     Args:
@@ -41,13 +41,13 @@ class TwoStreamAttention(nn.Module):
         dropout: probability of dropping an attention probability and an element of the output, in [0, 1).
         layer_norm_eps: epsilon of the LayerNorm.
         backend: None for the best available, or "reference", "torch", "cpu", "triton", "cuda".
-        norm: "post", XLNet's: LayerNorm(x + attention(x)); "pre": x + attention(LayerNorm(x)), where memory is the
-            layer's inputs before their norm; None: attention(x) alone, with dropout, but without residual and
-            LayerNorm (and its parameters), for models that have their own.
+        norm: "post" (XLNet): LayerNorm(x + attention(x)). "pre": x + attention(LayerNorm(x)); memory is then the
+            layer's inputs before the norm. None: attention(x) with dropout but without residual and LayerNorm, for
+            models that have their own.
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: an argument does not fit; the text names it.
+        ValueError: an argument is invalid; the text names it.
 
     >>> attn = TwoStreamAttention(32, 4)
     >>> h, g = attn(torch.randn(2, 6, 32))
@@ -157,26 +157,25 @@ class TwoStreamAttention(nn.Module):
         Args:
             h: (B, L, d_model), the content stream; keys and values of both streams come from it.
             g: (B, N, d_model), the query stream, or None.
-            mask: what the query stream sees, RankMask with L rows and M + L keys (its `sees_self` does not matter), or
-                bool (B, L, M + L), broadcastable, with one more dimension (B, H, L, M + L) where heads differ, True =
-                may attend. The content stream sees that and itself. None: everyone sees everything but the tokens at
-                target_positions, which only their own content rows see; or, where rel_pos ends at distance 0, all that
-                came before. Without target_positions the first would leave nothing: then g needs a mask. A mask of one
-                stream (`RankMask.padding`, `full`, `local`, `chunked`, `packed`, or dense with one row for all) hides
-                the tokens at target_positions in the same way, from content rows too.
+            mask: mask of the query stream: RankMask with L rows and M + L keys (its `sees_self` is ignored), or bool
+                (B, L, M + L), broadcastable, True = may attend; (B, H, L, M + L) where heads differ. The content stream
+                also sees itself. None: all keys are visible but the tokens at target_positions, which only their own
+                content rows see; where rel_pos ends at distance 0, all earlier keys. Without target_positions g then
+                needs a mask, because it would see its own token. A mask of one stream (`RankMask.padding`, `full`,
+                `local`, `chunked`, `packed`, or dense with one row for all) hides the tokens at target_positions in the
+                same way, from content rows too.
             rel_pos: (P, d_model) or (B, P, d_model), row p encodes distance M + L - p; P = M + 2 L, or M + L + 1 where
                 keys ahead are invisible. Default: sinusoidal, both directions.
             segment_ids: (B, L) integers, or None for no segment term. Memory is segment 0.
             mems: (B, M, d_model), earlier inputs of this layer, or None.
             target_positions: (B, N) integers, the position of each row of g; default: N = L and row n is at n.
-            prepared: for models, which stack both streams and prepare masks, segments and positions once for all
-                layers: `Prepared`. h is then (B, L + N, d_model), mems may be given, and nothing else.
-            projected: with `prepared`, memory that an earlier call has projected, instead of mems.
+            prepared: `Prepared`, for models that stack both streams and prepare masks, segments and positions once for
+                all layers. h is then (B, L + N, d_model); besides it only mems may be given.
+            projected: with `prepared`, memory projected by an earlier call, instead of mems.
 
         Returns:
-            h (B, L, d_model) and g (B, N, d_model), or h and None. With `prepared`: the rows, the attention map or
-            None, and what was projected, keys, values and positions, where `projected` or cached decoding need it, or
-            None.
+            h (B, L, d_model) and g (B, N, d_model), or h and None. With `prepared`: the rows; the attention map or
+            None; the projected keys, values and positions where `projected` or cached decoding need them, or None.
 
         Raises:
             ValueError: an argument has the wrong shape, dtype, device or value; the text names it.
@@ -220,14 +219,15 @@ class TwoStreamAttention(nn.Module):
         )
         if g is None:
             return out, None
-        # "unsafe" only says that both halves may be changed in place: nobody else holds `out`.
+        # "unsafe" allows changing both halves in place, which is right because nothing else refers to `out`.
         content, predicted = torch.unsafe_split_with_sizes(out, [length, g.shape[1]], 1)
         return content, predicted
 
     def project(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, each (B, H, L, D), of hidden states (B, L, d_model)."""
         weight = self.k
-        h = alike(self._before(h), weight)  # once: its gradient is then summed over processes once
+        # Called once for both, because its gradient is then summed over processes once.
+        h = alike(self._before(h), weight)
         return self._heads(h, weight), self._heads(h, self.v)
 
     def project_positions(self, rel_pos: Tensor) -> Tensor:
@@ -247,19 +247,19 @@ class TwoStreamAttention(nn.Module):
         mapping: Tensor | None = None,
         need_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer on what a model prepares once for all layers: stacked rows, projected keys, masks for every row.
+        """Apply the layer to inputs prepared once for all layers: stacked rows, projected keys, masks for every row.
 
-        `forward` calls it, as it calls `project` and `project_positions`. Called from outside, all three are without
-        the module's hooks, which pruning, offloading and sharding rely on: models give `forward` a `Prepared`.
+        `forward` calls it, as it calls `project` and `project_positions`. Direct calls of these three skip the module's
+        hooks, on which pruning, offloading and sharding rely. Models therefore give `forward` a `Prepared`.
 
         Args:
             rows: (B, L + N, d_model), content rows, then query rows.
-            key_value: of the segment, from `project`; `memory` likewise, of what came before it, or None.
+            key_value: keys and values of the segment, from `project`; `memory` likewise, of the memory, or None.
             rel_key: from `project_positions`, (H, P, D) or (B, H, P, D).
             mask: of all rows, from `stack_mask`; segment_rows likewise from `stack_segments`.
-            positions: (B, L + N) integers, where each row is, or RowPositions of them; default arange.
+            positions: (B, L + N) integers, the position of each row, or RowPositions of them; default arange.
             mapping: (B, N, L), for targets that are mixtures of positions: heads of the query rows are mixed into L
-                rows, which attend and are mixed back. mask, segment_rows and positions are those of 2 L rows then.
+                rows, attend, and are mixed back. mask, segment_rows and positions then have 2 L rows.
             need_weights: also return the attention map (after dropout). The reference computes it; fused kernels never
                 materialise the map.
 
@@ -296,7 +296,7 @@ class TwoStreamAttention(nn.Module):
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, rel_key: Tensor, *, need_weights: bool, **options
     ) -> tuple[Tensor, Tensor | None]:
-        """The operator, or where the map is wanted too, the reference."""
+        """The operator, or the reference where the map is wanted too."""
         if need_weights:
             return attention_and_map(query, key, value, rel_key, **options)
         return rel_attention(query, key, value, rel_key, backend=self.backend, **options), None
@@ -304,7 +304,7 @@ class TwoStreamAttention(nn.Module):
     def _compute_prepared(
         self, rows: Tensor, mems: Tensor | None, prepared: Prepared, projected: Projected | None
     ) -> tuple[Tensor, Tensor | None, Projected | None]:
-        """`forward` of what a model has prepared."""
+        """`forward` of prepared inputs."""
         key, value = self.project(rows[:, : prepared.length])
         if not prepared.attends:
             return rows[:, :0], None, (key, value, None)
@@ -346,11 +346,11 @@ class TwoStreamAttention(nn.Module):
         return f"{sizes}, backend={self.backend!r}, norm={self.norm!r}"
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Called by torch.jit.script, for modules inside other modules too."""
+        """Refuse torch.jit.script, which calls this for nested modules too."""
         raise RuntimeError(f"{type(self).__name__} cannot be scripted: use torch.compile or torch.export")
 
     def _before(self, x: Tensor) -> Tensor:
-        """What is projected, of inputs of the layer."""
+        """The projections' input, from the layer's input."""
         return self.layer_norm(x) if self.norm == "pre" else x
 
     def _after(self, out: Tensor, rows: Tensor) -> Tensor:

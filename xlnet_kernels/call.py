@@ -1,8 +1,8 @@
-"""The operator's arguments, declared once.
+"""Declaration of the operator's arguments.
 
 `Call` has a field for each, in the order of the schema. The schema (ops.py), checks (call_checks.py), autocast,
-sharding and ring attention are loops over its fields and axes; a layer raises where it does not serve an argument.
-csrc/inputs.h has the list in C++, and tests/operator/test_call.py compares the two.
+sharding and ring attention are loops over its fields and axes. A layer raises an error for an argument that it does not
+support. csrc/inputs.h has the list in C++, and tests/operator/test_call.py compares the two.
 """
 
 import re
@@ -21,9 +21,9 @@ class Argument(NamedTuple):
 
     axes: a letter for each dimension: B sequences, H heads, L query rows, K keys of the segment, M of the memory,
         T = M + K, P rows of rel_key, D = head_dim, S = 2 kinds of segments. A lower-case letter stands for its size or
-        1; "[B]" for a dimension that may be left out. Empty: no axis of the problem.
-    is_floating: of query's dtype; autocast casts it.
-    has_gradient: the first fields of `Call` have one.
+        1; "[B]" for a dimension that may be left out. Empty: not an axis of the problem.
+    is_floating: whether it has query's dtype; autocast casts it.
+    has_gradient: whether it is differentiable; true for the first fields of `Call`.
     label: its name in `rel_attention`, for errors.
     """
 
@@ -45,8 +45,8 @@ def _rows(axes: str, label: str = "") -> Argument:
 class Call(NamedTuple):
     """One call of the operator: the arguments of `rel_attention` as kernels take them.
 
-    query_positions (B, L): the position of row n, or with query_order the positions in ascending order, the n-th that
-    of row query_order[b, n]. dropout_state: see dropout.py; there is one where dropout_p > 0.
+    query_positions (B, L): the position of row n. With query_order: the positions in ascending order, the n-th being
+    that of row query_order[b, n]. dropout_state: see dropout.py; set where dropout_p > 0.
     """
 
     query: Annotated[Tensor, _rows("BHLD")]
@@ -69,7 +69,7 @@ class Call(NamedTuple):
     query_positions: Annotated[Tensor | None, Argument("BL")] = None
     query_order: Annotated[Tensor | None, Argument("BL", label="query_positions")] = None
     dropout_state: Annotated[Tensor | None, Argument("")] = None
-    # `rel_attention` takes None for defaults, which call_checks.py fills in
+    # `rel_attention` takes None for defaults, and call_checks.py fills them in
     max_distance: int = None  # type: ignore[assignment]
     dropout_p: float = 0.0
     scale: float = None  # type: ignore[assignment]
@@ -88,7 +88,7 @@ def _table() -> dict[str, Argument]:
 TENSORS = _table()  # by name, in the schema's order
 INPUT_NAMES = tuple(TENSORS)
 NUMBERS = Call._fields[len(TENSORS) :]
-DIFFERENTIABLE = sum(argument.has_gradient for argument in TENSORS.values())  # so many, the first ones
+DIFFERENTIABLE = sum(argument.has_gradient for argument in TENSORS.values())  # leading fields only
 ROWS = tuple(name for name, argument in TENSORS.items() if re.fullmatch("BH[LKM]D", argument.axes))
 
 PLACE = {name: index for index, name in enumerate(Call._fields)}
@@ -120,9 +120,9 @@ def collect(
     others: fields of `Call` under their own names.
 
     Raises:
-        ValueError: segments or memory are of another type.
+        ValueError: segments or memory have another type.
     """
-    # a list, because keywords of a named tuple cost a small call a tenth of its time
+    # A list, because keywords of a named tuple cost a small call a tenth of its time.
     values = [query, key, value, rel_key, *_BLANK]
     for name, given in others.items():
         if name not in PLACE:
@@ -145,7 +145,8 @@ def collect(
             index = int(isinstance(memory[0], Tensor))
             raise ValueError(f"memory[{index}] must be a tensor, got {type(memory[index]).__name__}")
         values[_MEMORY] = memory
-    return Call(*values)  # not `_make`, because torch 2.6 does not compile it
+    # Not `_make`, because torch 2.6 does not compile it.
+    return Call(*values)
 
 
 def rank_vectors(mask: RankMask) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -157,7 +158,7 @@ def rank_vectors(mask: RankMask) -> tuple[Tensor, Tensor, Tensor | None, Tensor 
 
 
 def replace(call: Call, **changes: Any) -> Call:
-    """The call with other values. A compiler of torch need not know `_replace`."""
+    """The call with other values, without `_replace`, to avoid relying on a compiler's support of it."""
     values: list[Any] = list(call)
     for name, value in changes.items():
         values[PLACE[name]] = value
@@ -172,10 +173,10 @@ def positions_by_row(positions: Tensor | None, order: Tensor | None) -> Tensor |
 
 
 def mem_len(call: Call) -> int:
-    """M."""
+    """M, the number of memory keys."""
     return 0 if call.memory_key is None else call.memory_key.shape[2]
 
 
 def with_memory(memory: Tensor | None, current: Tensor) -> Tensor:
-    """Keys or values (B, H, M + K, D)."""
+    """Keys or values (B, H, M + K, D), memory first."""
     return current if memory is None else torch.cat([memory, current], 2)

@@ -1,4 +1,4 @@
-"""Checks of a call's arguments, in loops over the table of call.py, and their defaults."""
+"""Checks and defaults of a call's arguments, in loops over the table of call.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _QUICK = {
 
 
 def cast(call: Call) -> Call:
-    """The call as autocast has it: floating tensors in its dtype, float64 aside."""
+    """The call under autocast: floating tensors in its dtype, except float64."""
     if not isinstance(call.query, Tensor) or not autocasts(call.query.device.type):
         return call
     dtype = torch.get_autocast_dtype(call.query.device.type)
@@ -45,7 +45,7 @@ def cast(call: Call) -> Call:
 
 
 def check(call: Call) -> Call:
-    """The call with its defaults filled in, its masks expanded to every sequence.
+    """The checked call, with defaults filled in and masks expanded to every sequence.
 
     Raises:
         ValueError: an argument has the wrong shape, dtype, device or value; the text names it.
@@ -68,10 +68,11 @@ def check(call: Call) -> Call:
     if call.mask is not None:
         shape = tuple(sizes[axis] for axis in "BHLT")
         mask = check_dense_mask(call.mask, query, sizes["T"])
-        # A file of ONNX would hold the whole L x (M + K) mask of each head.
+        # Not expanded for ONNX, because the file would hold the whole L x (M + K) mask of each head.
         values[PLACE["mask"]] = mask[(None,) * (4 - mask.dim())] if exports_to_onnx() else mask.expand(shape)
     values[len(TENSORS) :] = max_distance, *_numbers(call, sizes["D"])
-    if torch.jit.is_tracing():  # max_distance is a constant there: with other lengths it would make a window
+    # Because max_distance is a constant in a trace: with other lengths it would make a window.
+    if torch.jit.is_tracing():
         for name in ("key", "rel_key", "memory_key"):
             x = values[PLACE[name]]
             if x is not None:
@@ -80,7 +81,7 @@ def check(call: Call) -> Call:
 
 
 def _check_all(values: list[Any], names: tuple[str, ...], sizes: dict[str, int]) -> None:
-    """Checks the tensors of these names, and expands them to their sizes, in place."""
+    """Check the tensors of these names, and expand them to their sizes, in place."""
     query = values[0]
     device, dtype = query.device, query.dtype
     shapes: dict[str, tuple[int, ...]] = {}
@@ -93,12 +94,14 @@ def _check_all(values: list[Any], names: tuple[str, ...], sizes: dict[str, int])
             shapes[axes] = tuple([sizes[axis] for axis in axes])
         is_right = isinstance(tensor, Tensor) and tensor.shape == shapes[axes] and tensor.device == device
         is_right = is_right and tensor.layout == torch.strided and (not is_floating or tensor.dtype == dtype)
-        if not is_right:  # small calls have no time for more questions
+        # One flag for all checks, because small calls have no time for more.
+        if not is_right:
             values[index] = _check(tensor, name, query, sizes)
 
 
 def _check(tensor: Tensor, name: str, query: Tensor, sizes: dict[str, int]) -> Tensor:
-    """The tensor of that name, of its axes' sizes, query's device and, if floating, query's dtype; expanded to them."""
+    """Check a tensor's sizes, device and, if floating, dtype against query's; returns it expanded to its axes'
+    sizes."""
     argument = TENSORS[name]
     axes = argument.axes_of(tensor) if isinstance(tensor, Tensor) else argument.axes.removeprefix("[B]")
     shape = tuple([sizes[axis] for axis in axes.upper()])
@@ -113,14 +116,14 @@ def _check(tensor: Tensor, name: str, query: Tensor, sizes: dict[str, int]) -> T
 
 
 def fits(axes: str, found: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether sizes are those wanted, or 1 where the axis allows it."""
+    """Whether sizes equal the wanted ones, or are 1 where the axis allows it."""
     return len(found) == len(wanted) and all(
         size == want or (axis.islower() and size == 1) for axis, size, want in zip(axes, found, wanted, strict=True)
     )
 
 
 def _text(axes: str, shape: tuple[int, ...]) -> str:
-    """A shape as errors name it."""
+    """The text of a shape in errors."""
     sizes = (
         f"M + K = {n}" if x in "tT" else f"{n} or 1" if x.islower() else f"{n}"
         for x, n in zip(axes, shape, strict=True)
@@ -148,7 +151,7 @@ def _check_positions(call: Call, sizes: dict[str, int]) -> None:
 
 
 def _check_rel_key(call: Call, sizes: dict[str, int]) -> int:
-    """Checks rel_key and max_distance; returns max_distance."""
+    """Check rel_key and max_distance; returns max_distance."""
     rel_key, query = call.rel_key, call.query
     max_distance = as_python(call.max_distance)
     if torch.jit.is_tracing() and isinstance(max_distance, Tensor):  # sizes are tensors there
@@ -168,7 +171,8 @@ def _check_rel_key(call: Call, sizes: dict[str, int]) -> int:
             f"rel_key has {found} heads and query, of shape {tuple(query.shape)}, {heads}: rel_key must be (H, P, D); "
             f"of (P, H, D) give rel_key.transpose(-3, -2)"
         )
-    if found != heads and found == length:  # in this order: exported lengths stay free
+    # In this order, because exported lengths then stay free.
+    if found != heads and found == length:
         raise ValueError(
             f"rel_key has {length} heads and query, of shape {tuple(query.shape)}, {heads}: query, key and value must "
             f"be (B, H, L, D); of (B, L, H, D) give query.transpose(1, 2), and so on"
@@ -179,10 +183,11 @@ def _check_rel_key(call: Call, sizes: dict[str, int]) -> int:
 
 
 def _numbers(call: Call, width: int) -> tuple[float, float, bool, int]:
-    """dropout_p, scale, deterministic and float32_precision, checked, or their defaults."""
+    """Checked values or defaults of dropout_p, scale, deterministic and float32_precision."""
     dropout_p, scale, deterministic = map(as_python, (call.dropout_p, call.scale, call.deterministic))
     if scale is None:
-        scale = (int(width) if torch.jit.is_tracing() else width) ** -0.5  # a traced size has a root in 32 bits
+        # int, because the root of a traced size has 32 bits.
+        scale = (int(width) if torch.jit.is_tracing() else width) ** -0.5
     elif not isinstance(scale, (int, float)) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number, got {shortened(scale)}")
     if not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p < 1:
@@ -198,11 +203,11 @@ def _numbers(call: Call, width: int) -> tuple[float, float, bool, int]:
 
 
 def _check_distances(rel_key: Tensor, key_len: int, mem_len: int, max_distance: int | None) -> int:
-    """Checks the number of rel_key's rows; returns max_distance."""
+    """Check the number of rel_key's rows; returns max_distance."""
     rows, farthest = rel_key.shape[-2], mem_len + key_len
     is_window = max_distance is not None
     if isinstance(rows, int) and isinstance(max_distance, int) and is_free_in_onnx(key_len):
-        return max_distance  # a window, in a file for all lengths: some may be shorter than it is
+        return max_distance  # a window in a file for all lengths, some of them shorter than the window
     if max_distance is None:
         max_distance = farthest
     is_whole = rows in (max_distance + key_len, max_distance + 1) and (rows > 0 or key_len == 0)

@@ -1,4 +1,4 @@
-"""Parameters that a step leaves out, for DistributedDataParallel."""
+"""Zero gradients for unused parameters, for DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 
 def with_unused(x: Tensor, *parameters: nn.Parameter) -> Tensor:
-    """x, on which the parameters depend with a gradient of zeros, where a process group exists.
+    """x, made to depend on the parameters with zero gradients where a process group exists.
 
-    DistributedDataParallel waits for the gradient of every parameter, unless it has to look for those that are missing
-    (find_unused_parameters=True, a walk through the graph in every step), also in a group of one process. Without a
-    group nothing is added, and such a parameter has no gradient.
+    DistributedDataParallel waits for the gradient of every parameter, also in a group of one process. The alternative
+    is find_unused_parameters=True, which walks through the graph in every step. Without a group nothing is added, and
+    an unused parameter has no gradient.
 
-    An optimizer passes over parameters without gradients, but not over zeros: weight decay shrinks unused ones in a
-    group, unless they are among the parameters without it. Sharded parameters (DTensor) are left out.
+    An optimizer skips parameters without gradients, but not those with zero gradients: in a group, weight decay shrinks
+    unused parameters, unless they are exempt from it. Sharded parameters (DTensor) are left out.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized() and torch.is_grad_enabled()):
         return x

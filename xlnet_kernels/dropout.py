@@ -1,15 +1,15 @@
-"""Counter-based attention dropout: the same mask from every backend, whatever its tiles.
+"""Counter-based attention dropout: the same mask from every backend and for all tile sizes.
 
-The state is two int64: a seed, and an offset whose upper half says which heads of a larger problem a call has. With
+The state is two int64: a seed, and an offset whose upper half selects the call's heads of a larger problem. With
 ``first = offset >> 32 & 0xFFFFF`` and ``others = offset >> 52 & 0xFFF``, both 0 in a call of all heads, element
 (b, h, i, j) has head ``b * (H + others) + h + first`` and takes a byte of Philox-4x32-10 (Salmon et al. 2011) with key
 ``(seed_low, seed_high)`` and counter ``(j // 64 * 4 + j % 8 // 2, i, head, offset_low)``: of word ``j % 64 // 16`` byte
-``j % 16 // 8 * 2 + j % 2``. So a lane of a tensor-core fragment, which has these sixteen of 64 columns, makes one call
-for them. The element is kept iff the byte is at least ``t``, which is ``256 p`` rounded down or up, so that on average
-p is exact: ``t = (floor(p 2**32) + phase // 2**8) // 2**24``, where ``phase`` is ``seed_low + head * 0xC2B2AE35 + i *
-0x85EBCA6B + j // 64 * 0x9E3779B9`` modulo 2**32, one for 64 columns of a row. What is dropped of these is correlated
-by ``f (1 - f) / (2**16 p (1 - p))``, f being the fraction of ``256 p``: 4e-5 at p 0.1, 0.003 at p 0.001. `drop_out` has
-the same of any tensor's elements: element n is (0, 0, n // 2**36, n % 2**36).
+``j % 16 // 8 * 2 + j % 2``. A lane of a tensor-core fragment holds these sixteen of 64 columns, so it makes one call
+for them. The element is kept iff the byte is at least ``t``, ``256 p`` rounded down or up so that p is exact on
+average: ``t = (floor(p 2**32) + phase // 2**8) // 2**24``, where ``phase`` is ``seed_low + head * 0xC2B2AE35 + i *
+0x85EBCA6B + j // 64 * 0x9E3779B9`` modulo 2**32, one for 64 columns of a row. Dropout of these is correlated by
+``f (1 - f) / (2**16 p (1 - p))``, f being the fraction of ``256 p``: 4e-5 at p 0.1, 0.003 at p 0.001. `drop_out` numbers the
+elements of a tensor likewise: element n is (0, 0, n // 2**36, n % 2**36).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STEPS = (
     0x9E3779B9,
     0x85EBCA6B,
     0xC2B2AE35,
-)  # of the phase: from 64 columns to the next, from row to row, head to head
+)  # steps of the phase: per 64 columns, per row, per head
 _LOW = 0xFFFFFFFF
 _shard = 0  # upper half of the offset
 
@@ -48,14 +48,14 @@ def new_state(device: torch.device) -> Tensor:
 
 @contextmanager
 def of_shard(first: int, others: int) -> Iterator[None]:
-    """Calls within are of some heads of a larger problem, and drop out what it drops there.
+    """Make the calls within use the dropout mask of their heads in a larger problem.
 
     Args:
         first: the number of the call's first head, b * H + h in the problem.
-        others: how many heads the problem has beside those of the call.
+        others: the number of heads of the problem that the call lacks.
 
     Raises:
-        ValueError: a number has no room in the state.
+        ValueError: a number does not fit into the state.
     """
     global _shard
     if first >= 2**20 or others >= 2**11:
@@ -67,7 +67,7 @@ def of_shard(first: int, others: int) -> Iterator[None]:
         _shard = before
 
 
-_SMALLEST = 2**13  # elements; below, what a call costs beside the numbers is more than they are
+_SMALLEST = 2**13  # elements; in smaller tensors the overhead of a call exceeds the time of its random numbers
 
 _NAME = add_op_namespace_prefix("drop_out")
 torch.library.define(_NAME, "(Tensor input, Tensor state, float p) -> Tensor")
@@ -79,11 +79,11 @@ def _fake(input: Tensor, state: Tensor, p: float) -> Tensor:
 
 
 class Dropout(nn.Dropout):
-    """torch.nn.Dropout, on CPUs at a fraction of its time and without its mask in memory: backward draws it again.
+    """torch.nn.Dropout, faster on CPUs and without its mask in memory, because backward draws it again.
 
-    float32 and bfloat16, results are contiguous; torch's own for everything else and where torch traces or compiles
-    (torch.jit.script takes torch.nn.Dropout alone). Numbers are drawn from torch's generator, so torch.manual_seed
-    repeats them; others than torch's. Modes and torch.func transforms do not change them.
+    For float32 and bfloat16; results are contiguous. Other dtypes, traces and compiled graphs use torch's own dropout
+    (torch.jit.script accepts torch.nn.Dropout only). The seed is drawn from torch's generator, so torch.manual_seed
+    repeats a mask, but masks differ from torch's. Modes and torch.func transforms do not change them.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -94,15 +94,15 @@ class Dropout(nn.Dropout):
         return super().forward(input)
 
     def _of_shards(self, x: DTensor) -> Tensor:
-        """Of a DTensor the elements that one process would drop, which torch itself knows on GPUs only."""
+        """Drop the elements of a DTensor that a single process would drop; torch supports this on GPUs only."""
         kept = self(torch.ones(x.shape, dtype=x.dtype, device=x.device))
         return x * replicated(kept, x).redistribute(placements=x.placements)
 
 
 def in_force(dropout: nn.Module) -> float:
-    """The probability with which a dropout module drops now: 0 in evaluation, and of others, such as nn.Identity.
+    """The current probability of a dropout module: 0 in evaluation, and for other modules such as nn.Identity.
 
-    The module's own mode counts, as in its call: dropout alone may be on in evaluation, or off in training.
+    The module's own mode counts, as in its call, because dropout alone may be on in evaluation or off in training.
     """
     return getattr(dropout, "p", 0.0) if dropout.training else 0.0
 
@@ -133,7 +133,7 @@ class _DropOut(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, input: Tensor, state: Tensor, p: float) -> tuple[Tensor, int]:
-        """Sample by sample, because each numbers its elements from 0."""
+        """Drop out sample by sample, because each numbers its elements from 0."""
         samples, states = (
             [x] * info.batch_size if dim is None else x.unbind(dim)
             for x, dim in zip((input, state), in_dims[:2], strict=True)
@@ -142,7 +142,7 @@ class _DropOut(torch.autograd.Function):
 
 
 def _serves(input: Tensor) -> bool:
-    """Whether the kernel takes the input: decided by the input alone, to avoid other numbers in a recomputation."""
+    """Whether the kernel serves the input: decided by the input alone, to avoid another mask in a recomputation."""
     if _extension.module is None or torch.jit.is_tracing() or torch.compiler.is_compiling():
         return False
     if type(input) not in (Tensor, nn.Parameter) or input.device.type != "cpu" or input.layout != torch.strided:
@@ -151,7 +151,7 @@ def _serves(input: Tensor) -> bool:
 
 
 def threshold(dropout_p: float) -> int:
-    """p in units of 2**-32, as kernels take it."""
+    """The kernels' integer form of p, in units of 2**-32."""
     return min(int(dropout_p * 2**32), _LOW)
 
 

@@ -1,7 +1,7 @@
-"""The fast path of plain calls: skips the Python checks.
+"""Fast path of plain calls, which skips the Python checks.
 
-A small call spends more time on checks in Python than in its kernel; csrc/fast_path makes them in C++, where it was
-built. Other calls go through `functional.attend`.
+A small call spends more time on checks in Python than in its kernel; csrc/fast_path, where built, makes them in C++.
+Other calls go through `functional.attend`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .backends import choose, cpu, cuda
 from .call import Call
 
 _fast_path = getattr(_extension.module, "fast_path", None)
-# By the type of device: its backend's name and module
+# Backend name and module, by device type
 _OF_DEVICE = {"cpu": ("cpu", cpu)}
 if getattr(_extension.module, "cuda_version", None):
     _OF_DEVICE["cuda"] = ("cuda", cuda)
@@ -23,10 +23,10 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def attend(call: Call, backend: str | None) -> tuple[Tensor, Tensor] | None:
-    """The output and the log-sum-exp of a call whose arguments are unchecked; None where `functional` must look at it.
+    """The output and the log-sum-exp of an unchecked call; None where `functional` must handle it.
 
-    That is whatever is not plainly right, dropout, a dense mask, backends other than "cpu" and "cuda", and where
-    compilers, transforms, modes, subclasses or autocast take part.
+    These are calls with a possible error, dropout or a dense mask, backends other than "cpu" and "cuda", and calls
+    under compilers, transforms, modes, subclasses or autocast.
     """
     query = call.query
     if _fast_path is None or type(query) not in _PLAIN or query.dim() != 4:
@@ -39,7 +39,7 @@ def attend(call: Call, backend: str | None) -> tuple[Tensor, Tensor] | None:
     name, module = _OF_DEVICE.get(device.type, (None, None))
     if name is None or (backend is not None and backend != name):
         return None
-    # no backend is fused where a transform of torch.func takes part
+    # Under a transform of torch.func no fused backend can serve.
     if choose(None, device.type, query.dtype, query.shape[3], device) is not module:
         return None
     return _fast_path(*call)

@@ -1,13 +1,13 @@
-"""Formulas of torch.utils.flop_counter for the operators.
+"""Formulas for torch.utils.flop_counter, for all operators.
 
 A pair of a query and a key costs three products of D multiplications and additions: content, position and value.
 Backward takes eight: content and position again, the probability's gradient, two for the query's (of keys and of
-rel_key), and one each for those of keys, values and rel_key. Products that belong to no pair are not counted, whatever
-tiles the kernels take: biases, the segment term, softmax.
+rel_key), and one each for those of keys, values and rel_key. Work outside of pairs is not counted: biases, the segment
+term, softmax. Tile sizes do not change the count.
 
-Pairs are those of whose distance rel_key has a row, since that is known without values. Masks and query_positions are
-values: all pairs that a mask hides count, and with query_positions each row counts as many keys as rel_key has rows, if
-there are so many.
+A pair counts if rel_key has a row for its distance, because that is known from shapes. Masks and query_positions are
+values: masked pairs count too, and with query_positions each row counts one key for each row of rel_key, at most all
+keys.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from types import ModuleType
 from typing import Any
 
 _COUNTER = "torch.utils.flop_counter"
-_formulas: dict[Any, Callable[..., int]] = {}  # of operators
+_formulas: dict[Any, Callable[..., int]] = {}  # by operator
 
 
 def add(operator: Any, formula: Callable[..., int]) -> None:
-    """`formula` takes the operator's arguments, shapes in place of tensors, and `out_shape`.
+    """Register `formula`, which takes the operator's arguments, shapes in place of tensors, and `out_shape`.
 
-    The counter imports Triton: it is given the formulas once somebody imports it.
+    The counter imports Triton, so the formulas are added when a program imports the counter.
     """
     _formulas[operator] = formula
     if _COUNTER in sys.modules:
-        from torch.utils import flop_counter  # waits for another thread that is importing it
+        # This import also waits for another thread that is importing the counter.
+        from torch.utils import flop_counter
 
         _register(flop_counter)
 
@@ -43,29 +44,30 @@ def _register(counter: ModuleType) -> None:
 
 
 class _WithFormulas(importlib.abc.Loader):
-    """The loader of the counter, which registers the formulas when the module has been executed."""
+    """Loader of the counter, which registers the formulas after executing the module."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["loader"], name)  # because runpy and debuggers ask it for the code
+        # Because runpy and debuggers ask the loader for the code.
+        return getattr(vars(self)["loader"], name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: Any) -> None:
-        # Its own loader, because that reads sources and resources, and may be asked for them.
+        # The original loader is restored, because it can be asked for sources and resources.
         module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
         _register(module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the counter as the other finders do, and adds the formulas to what its loader does.
+    """Finder of the counter: asks the other finders, and wraps the loader they return.
 
-    It stays for good: a finder that leaves the list hides the next one from another thread's import, and the counter
-    may be looked for without being imported, fail to import, or be reloaded.
+    It stays in the list, because a finder that leaves hides the next one from another thread's import. Also, the
+    counter may be looked for without being imported, fail to import, or be reloaded.
     """
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
@@ -85,7 +87,7 @@ sys.meta_path.insert(0, _Finder())
 
 
 def attention_formulas(names: Sequence[str]) -> tuple[Callable[..., int], Callable[..., int]]:
-    """Of an attention operator and its backward, whose tensors have these `names`, in the schema's order."""
+    """Formulas of an attention operator and its backward, whose tensors have these `names`, in the schema's order."""
     count = len(names)
 
     def forward(*inputs: Any, out_shape: Any = None) -> int:
@@ -102,7 +104,7 @@ def attention_formulas(names: Sequence[str]) -> tuple[Callable[..., int], Callab
 
 
 def _product(shapes: dict[str, Any], max_distance: int) -> int:
-    """Of one product of all pairs."""
+    """Operations of one product over all pairs."""
     batch, heads, length, width = shapes["query"]
     mem_len = shapes["memory_key"][2] if shapes["memory_key"] is not None else 0
     keys = mem_len + shapes["key"][2]
@@ -116,5 +118,5 @@ def _product(shapes: dict[str, Any], max_distance: int) -> int:
 
 
 def linear_formula(input: Any, weight: Any, bias: Any = None, *, out_shape: Any = None) -> int:
-    """Of input @ weight.mT."""
+    """Operations of input @ weight.mT."""
     return 2 * math.prod(input) * weight[0]

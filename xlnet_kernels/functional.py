@@ -1,4 +1,4 @@
-"""rel_attention: the public signature, and a call's way to its backend."""
+"""rel_attention: the public signature, and the dispatch to a backend."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ def rel_attention(
         rel_key: (H, P, D), shared by the batch, or (B, H, P, D); row p encodes distance ``max_distance - p``. A pair
             whose distance has no row is invisible. The rows reach down to -(K - 1), P = M + 2 K, or end at distance 0,
             P = M + K + 1: then keys ahead of the query are invisible. With max_distance, any 1 <= P <= max_distance
-            + K: a window. Each query sees from `max_distance` keys before it to P - 1 - max_distance after it; time
-            and memory are linear in L for a fixed P (NeMo's local attention: max_distance = left,
+            + K: a window. Each query sees `max_distance` keys before it and P - 1 - max_distance after it; time and
+            memory are linear in L for a fixed P (NeMo's local attention: max_distance = left,
             P = left + right + 1).
         content_bias: u, (H, D) (XLNet ``r_w_bias``).
         position_bias: v, (H, D) (XLNet ``r_r_bias``).
         segments: the relative segment term, or None.
         mask: RankMask, or bool tensor broadcastable to (B, H, L, M + K), True = may attend.
         query_positions: (B, L) integers in [0, K), the position of each query row in the segment; default arange(L).
-            Or RowPositions, where several calls share them: they are sorted once.
+            Or RowPositions, sorted once for several calls that share them.
         max_distance: the distance of rel_key's row 0; default M + K (XLNet's order). M + K - 1 is the Conformer order.
         memory: (mem_key, mem_value), each (B, H, M, D), placed before `key` and `value`.
         dropout_p: probability of dropping an attention probability, in [0, 1).
@@ -115,7 +115,7 @@ def rel_attention(
 
 
 def attend(call: Call, backend: str | None) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp of a call that nothing has checked yet."""
+    """The output and the log-sum-exp of an unchecked call."""
     if is_distributed(call.query):
         from .distributed.dtensor import attend_on_shards
 
@@ -128,5 +128,5 @@ def attend(call: Call, backend: str | None) -> tuple[Tensor, Tensor]:
 
 
 def with_dropout_state(call: Call) -> Call:
-    """The checked call with the random numbers of its dropout."""
+    """The checked call with its dropout state."""
     return replace(call, dropout_state=dropout.new_state(call.query.device)) if call.dropout_p > 0 else call

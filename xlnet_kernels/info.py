@@ -1,5 +1,7 @@
-"""`python -m xlnet_kernels.info [--json | --check | --models]`: versions, devices, what was compiled, which backends
-are ready, what newer versions would bring, whether backends compute right, and which models `accelerate` knows."""
+"""`python -m xlnet_kernels.info [--json | --check | --models]`: versions, devices, build, backends, upgrades.
+
+--check compares the backends with the reference; --models lists the models that `accelerate` knows.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from xlnet_kernels.backends.cpu import UNKNOWN_SET
 from xlnet_kernels.backends.triton import features
 from xlnet_kernels.integrations._libraries import LIBRARIES
 
-# Instruction sets that are for bfloat16 alone: what float32 takes beside them (csrc/cpu/dispatch.cpp)
+# Instruction sets for bfloat16 only, with the one that float32 uses (csrc/cpu/dispatch.cpp)
 FLOAT32_BESIDE = {
     "amx_bf16": "avx512",
     "avx512_bf16": "avx512",
@@ -64,12 +66,12 @@ def cuda_devices() -> list[str]:
 
 
 def linear_library() -> str:
-    """Which library multiplies in `xk.Linear`, and why."""
+    """The matrix-product library of `xk.Linear`, and the reason for it."""
     return "{} ({})".format(*linear.choice())
 
 
 def compiled() -> dict | None:
-    """What the loaded extension says of its own build; None without one."""
+    """Build facts of the loaded extension; None without one."""
     names = ["torch_version", "compiler", "cpp_standard", "cpu_instruction_set", "cpu_bfloat16_products"]
     names += ["cuda_version", "cuda_architectures"]
     module = _extension.module
@@ -147,9 +149,9 @@ def render(facts: dict) -> str:
 
 
 class Progress(logging.Handler):
-    """A line on a terminal that says what is being computed; what the package logs, as lines of their own.
+    """A terminal's progress line with the current step; log records of the package get lines of their own.
 
-    Elsewhere than on a terminal there are the lines alone.
+    Without a terminal only log records are written.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -161,7 +163,8 @@ class Progress(logging.Handler):
         self.before = logger.level, logger.propagate
         logger.addHandler(self)
         logger.setLevel(logging.INFO)
-        logger.propagate = False  # because the caller's handlers would write into the line
+        # Because the caller's handlers would write into the line.
+        logger.propagate = False
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -189,7 +192,7 @@ class Progress(logging.Handler):
 
 
 def check() -> bool:
-    """Compares every ready backend with the reference, prints a table, returns whether all is right."""
+    """Compare every ready backend with the reference and print a table; returns whether all are right."""
     with Progress(sys.stderr) as progress:
         return _check(progress)
 
@@ -203,7 +206,7 @@ def _check(progress: Progress) -> bool:
     print(f"{'':<30}" + "".join(f"{name:>15}" for name in ready))
     sets = {"cpu": (compiled() or {}).get("cpu_instruction_set") or ""}
     print((f"{'':<30}" + "".join(f"{sets.get(name, ''):>15}" for name in ready)).rstrip())
-    any_device = "cuda" if torch.cuda.is_available() else "cpu"  # of backends that serve every device
+    any_device = "cuda" if torch.cuda.is_available() else "cpu"  # for backends that serve every device
     ticks, crosses = ("\u2713", "\u2717") if _can_print("\u2713\u2717") else ("ok", "wrong")
     failures = []
     for number, problem in enumerate(problems := self_check.problems(), 1):
@@ -218,7 +221,8 @@ def _check(progress: Progress) -> bool:
             progress.show(f"{number} of {len(problems)}: {row}, {name}")
             try:
                 wrong = self_check.compare(backend, problem, backend.DEVICE or any_device)
-            except Exception as failure:  # whatever a compiler or a driver raises: the table goes on
+            # Every exception, because the table continues after a failure of a compiler or driver.
+            except Exception as failure:
                 wrong = [f"{type(failure).__name__}: {failure}"]
             marks.append(crosses if wrong else ticks)
             failures += [f"{name}, {row}: {line}" for line in wrong]
@@ -238,7 +242,7 @@ def _can_print(text: str) -> bool:
 
 
 def models() -> str:
-    """The libraries that `accelerate` knows, their classes, and those it refuses."""
+    """The libraries and classes that `accelerate` supports, and the classes it refuses."""
     lines = []
     for library in LIBRARIES:
         lines.append(f"{library.name}, from {library.least} on; here: {installed_version(library.package)}")
@@ -269,12 +273,13 @@ def main() -> int:
 def run() -> int:
     """`main` for a terminal or a pipe: exit status 1 without a traceback where `head` closes the pipe early."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # because paths and names may need more than the encoding has
+        # Because paths and names may need characters that the encoding lacks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        # because the interpreter flushes standard output once more at exit
+        # Because the interpreter flushes standard output once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status

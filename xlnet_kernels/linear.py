@@ -1,8 +1,8 @@
-"""`linear`: torch's linear by whichever of torch's two libraries of matrix products is faster on this processor.
+"""`linear`: torch's linear with the faster of torch's two matrix-product libraries on this processor.
 
 torch sends float32 products on the CPU to MKL. On AMD's processors oneDNN, which is in the same wheel, is faster for
 many shapes (docs/linear.md). The choice depends on the processor and the number of rows alone, so that two runs of a
-program round alike; XLNET_KERNELS_LINEAR=onednn or mkl insists on one.
+program round alike; XLNET_KERNELS_LINEAR=onednn or mkl fixes the choice.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ._torch import (
     transformed,
 )
 
-_SMALLEST = 2**21  # multiplications; below, what a call costs beside the product is more than what the product gains
+_SMALLEST = 2**21  # multiplications; in smaller products the overhead of a call exceeds the gain
 
-_FEW = "onednn for few rows"  # and gradients by MKL, whose rows are weights or features
+_FEW = "onednn for few rows"  # gradients use MKL, because their rows are weights or features
 _FEW_ROWS = 192
 
-# What was faster where (docs/linear.md): the processor, whose product, and what is said of it.
+# The faster library by processor (docs/linear.md), and the text that explains the choice.
 _FASTER = {
     "AMD with AVX-512": ("onednn", "MKL is slower on AMD processors with AVX-512"),
     "AMD": (_FEW, f"on AMD processors without AVX-512 MKL is as fast beyond {_FEW_ROWS} rows, and for gradients"),
@@ -45,11 +45,11 @@ torch.library.define(_NAME, "(Tensor input, Tensor weight, Tensor? bias) -> Tens
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """input @ weight.mT + bias, and its gradients. Equivalent to:
+    """input @ weight.mT + bias, with gradients. Equivalent to:
 
         torch.nn.functional.linear(input, weight, bias)
 
-    which it calls for everything but float32 on the CPU, for small products, where torch is told to round them
+    That function is called for everything but float32 on the CPU, for small products, where torch may round operands
     (torch.set_float32_matmul_precision), under autocast and inside torch.func transforms and torch.export.
 
     Args:
@@ -58,7 +58,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: (out_features) or None.
 
     Returns:
-        (..., out_features), the same within float32 rounding.
+        (..., out_features), equal to torch's within float32 rounding.
 
     >>> x, weight = torch.randn(4, 256, 128), torch.randn(96, 128)
     >>> torch.allclose(linear(x, weight), x @ weight.mT, atol=1e-4)
@@ -78,16 +78,16 @@ class Linear(nn.Linear):
 
 @constant_for_compilers
 def library() -> str:
-    """Which library serves float32 products on the CPU: "onednn", "mkl", or "onednn for few rows" and mkl for the rest.
+    """The library for float32 products on the CPU: "onednn", "mkl", or "onednn for few rows" and mkl for the rest.
 
-    mkl means whatever torch takes.
+    "mkl" means torch's own choice.
     """
     return choice()[0]
 
 
 @functools.cache
 def choice() -> tuple[str, str]:
-    """`library`, and why it is that one."""
+    """`library`, and the reason for it."""
     wish = _environment.read("XLNET_KERNELS_LINEAR", ("mkl", "onednn").__contains__)
     if wish == "onednn" and not has_onednn_linear():
         instead = "this torch has no oneDNN, its own products are taken"
@@ -110,7 +110,7 @@ def _cpuinfo() -> str:
 
 
 def _processor(cpuinfo: str) -> str:
-    """A name of `_FASTER`."""
+    """The processor's key in `_FASTER`."""
     if "AuthenticAMD" not in cpuinfo:
         return "other"
     return "AMD with AVX-512" if "avx512f" in cpuinfo.split() else "AMD"
@@ -118,7 +118,7 @@ def _processor(cpuinfo: str) -> str:
 
 def _serves(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if input.dim() < 2 or weight.dim() != 2 or input.shape[-1] != weight.shape[1] or weight.shape[1] == 0:
-        return False  # torch serves these, or says what is wrong
+        return False  # torch serves these, or raises the error
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != weight.shape[:1]):
         return False
     if input.device.type != "cpu" or input.dtype != torch.float32 or weight.dtype != torch.float32:
@@ -145,7 +145,8 @@ def _is_mkls(input: Tensor) -> bool:
 
 @torch.library.impl(_NAME, "CPU")
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if _is_mkls(input):  # compiled graphs ask here, where sizes are numbers
+    # Decided here for compiled graphs, because sizes are numbers here.
+    if _is_mkls(input):
         rows = F.linear(input.reshape(-1, input.shape[-1]), weight, bias)
         return rows.view(*input.shape[:-1], weight.shape[0])
     return onednn_linear(input, weight, bias)

@@ -35,7 +35,7 @@ __all__ = ["HIGHEST", "LOWEST", "RankMask"]
 @register
 @dataclass(frozen=True, eq=False)
 class RankMask:
-    """Query i sees key j iff ``query_floor[i] <= key_rank[j] < query_rank[i]``, or j is its own key and it sees itself.
+    """Mask where query i sees key j iff ``query_floor[i] <= key_rank[j] < query_rank[i]``, or sees itself.
 
     This is XLNet's ``perm_mask`` rule (Yang et al. 2019, section 2.2; ``key_rank = rev``, ``query_rank = self_rev`` in
     the original code) with two vectors of length L and M + K in place of the L x (M + K) matrix.
@@ -44,12 +44,12 @@ class RankMask:
         query_rank: (B, L) integers.
         key_rank: (B, M + K) integers; memory first, then the current segment.
         query_floor: (B, L) integers or None for no lower bound.
-        sees_self: whether a query row sees the key at its own position whatever the ranks say; a bool, or (B, L) bool
+        sees_self: whether a query row sees the key at its own position regardless of ranks; a bool, or (B, L) bool
             where rows of both streams are stacked.
         one_stream: whether the ranks show rows the key at their own position, as those of `padding`, `full`, `local`,
-            `chunked` and `packed` do. A query stream must not see its token: layers and models that compute one hide
-            the keys at its target positions from every other row (`hide_targets`), so that no layer brings them back.
-            False for ranks that are to be taken as they are, in both streams.
+            `chunked` and `packed` do. A query stream must not see its token: layers and models with a query stream hide
+            the keys at its target positions from every other row (`hide_targets`), because a later layer would leak
+            them. False: ranks apply unchanged, in both streams.
 
     Ranks are kept as int32; values beyond its range are clamped to it. A first dimension of 1 serves every batch.
 
@@ -100,10 +100,10 @@ class RankMask:
         *,
         sequence: Tensor | None = None,
     ) -> RankMask:
-        """The permutation-LM mask of one factorisation order per sequence (what the query stream sees).
+        """The permutation-LM mask (of the query stream) for one factorisation order per sequence.
 
-        Context positions (not in `targets`) are seen by everyone; a target is seen by the targets that come later in
-        the order. Memory is seen by everyone.
+        Context positions (not in `targets`) and memory are visible to all rows; a target is visible to later targets in
+        the order.
 
         Args:
             steps: (B, L) integers, the step at which the factorisation reaches each position (0 first). Equal steps do
@@ -111,7 +111,7 @@ class RankMask:
             sequence: instead of steps, (B, L) integers, the positions in the order in which they are visited:
                 ``steps = sequence.argsort(1)``.
             targets: (B, L) bool, True where a token is predicted; None: all of them.
-            padding: (B, L) bool, True where there is no token; no one sees it.
+            padding: (B, L) bool, True where there is no token; hidden from all rows.
             mem_len: M, number of memory positions before the segment.
         """
         if (steps is None) == (sequence is None):
@@ -140,9 +140,9 @@ class RankMask:
         padding: Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> RankMask:
-        """Each position sees itself and what comes before it, memory included; at most `window` keys if given.
+        """Causal mask: each position sees itself and earlier keys, memory included; at most `window` keys if given.
 
-        The query stream of the same mask sees only what comes before.
+        The query stream of this mask sees earlier keys only.
         """
         check_sizes(batch, length, mem_len)
         if window is not None:
@@ -164,15 +164,16 @@ class RankMask:
         global_positions: Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> RankMask:
-        """Each position sees `left` keys before it, memory included, itself and `right` keys after it; None: all.
+        """Window mask: each position sees `left` keys before it, itself and `right` keys after it; None: all.
 
-        With ``right=0`` this is `causal` with a window. With more, it is a mask of `one_stream`.
+        Memory is before the segment. With ``right=0`` this is `causal` with a window. With more, it is a mask of
+        `one_stream`.
 
         Args:
-            padding: (B, L) bool, True where there is no token; no one sees it.
-            global_positions: (B, G) integers, positions that see everything and that everyone sees. Ranks can say this
-                where `left` is None; a key cannot be inside every window that moves on. docs/how-to/masks.md has what
-                to do there: two calls whose outputs are added by their log-sum-exps.
+            padding: (B, L) bool, True where there is no token; hidden from all rows.
+            global_positions: (B, G) integers, positions that see all keys and that all rows see. They need
+                ``left=None``, because ranks cannot show one key through every window. Otherwise make two calls and
+                add them by their log-sum-exps (docs/how-to/masks.md).
 
         Raises:
             ValueError: a count is negative, or global positions are given with `left`.
@@ -212,14 +213,14 @@ class RankMask:
         padding: Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> RankMask:
-        """Each position sees its own chunk, to the end, and `left_chunks` chunks before it; None: all.
+        """Chunk mask: each position sees its whole chunk and `left_chunks` chunks before it; None: all.
 
         NeMo's chunked-limited look-ahead with att_context_size [left, right] has ``chunk = right + 1`` and
-        ``left_chunks = left // chunk``. Chunks are counted from the segment's first position; memory is in the chunks
-        before. It is a mask of `one_stream`.
+        ``left_chunks = left // chunk``. Chunks are counted from the segment's first position; memory is in earlier
+        chunks. It is a mask of `one_stream`.
 
         Args:
-            padding: (B, L) bool, True where there is no token; no one sees it.
+            padding: (B, L) bool, True where there is no token; hidden from all rows.
 
         >>> RankMask.chunked(1, 5, chunk=2, left_chunks=1).to_bool().int().tolist()[0]
         [[1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [0, 0, 1, 1, 1]]
@@ -235,21 +236,20 @@ class RankMask:
 
     @classmethod
     def packed(cls, document_ids: Tensor, causal: bool = False, padding: Tensor | None = None) -> RankMask:
-        """Several documents in one row: each position sees its own document alone, if `causal` up to itself.
+        """Mask for several documents in one row: each position sees its own document only, if `causal` up to itself.
 
-        Nothing else is to be done: positions count as distances, which are right inside a document wherever it stands.
+        No other change is needed, because distances inside a document do not depend on its place in the row.
 
         Args:
             document_ids: (B, L) integers, equal within a document. A document need not be in one piece.
-            causal: the query stream of the mask then sees only what comes before. Otherwise it is a mask of
-                `one_stream`.
-            padding: (B, L) bool, True where there is no token; no one sees it.
+            causal: the query stream of the mask then sees earlier keys only. Otherwise it is a mask of `one_stream`.
+            padding: (B, L) bool, True where there is no token; hidden from all rows.
 
         >>> RankMask.packed(torch.tensor([[7, 7, 7, 2, 2]]), causal=True).to_bool().int().tolist()[0]
         [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
         """
         ids = check_integers("document_ids", document_ids)
-        # A key's rank is its place among all, document by document.
+        # A key's rank is its index in the order of documents.
         in_documents, order = ids.sort(dim=1, stable=True)
         place = positions_of(ids.shape[0], 0, ids.shape[1], ids.device)
         place = torch.empty_like(place).scatter(1, order, place)
@@ -262,11 +262,11 @@ class RankMask:
     def padding(
         cls, padding: Tensor | None = None, mem_len: int = 0, *, attention_mask: Tensor | None = None
     ) -> RankMask:
-        """Everyone sees every key that is not padding; a mask of `one_stream`.
+        """Padding mask: all rows see all keys but padding; a mask of `one_stream`.
 
         Args:
             padding: (B, L) bool, True where there is no token. On a CPU there is a warning where all of a sequence is
-                padding: then it may be an attention_mask.
+                padding, because it may be an attention_mask.
             attention_mask: instead of padding, (B, L) bool or integers as tokenizers give it, 1 or True = token.
         """
         if (padding is None) == (attention_mask is None):
@@ -281,12 +281,12 @@ class RankMask:
 
     @classmethod
     def full(cls, batch: int, length: int, mem_len: int = 0, device: torch.device | str | None = None) -> RankMask:
-        """Everyone sees everything; a mask of `one_stream`."""
+        """Full mask: all rows see all keys; a mask of `one_stream`."""
         seen = torch.ones(batch, length, dtype=torch.bool, device=device)
         return cls.padding(attention_mask=seen, mem_len=mem_len)
 
     def expand(self, batch: int) -> RankMask:
-        """The same mask for `batch` sequences, from one or as many."""
+        """The same mask for `batch` sequences, from a mask of one or `batch` sequences."""
         if self.query_rank.shape[0] == batch:
             return self
         if self.query_rank.shape[0] != 1:
@@ -312,7 +312,7 @@ class RankMask:
         return self.rows(torch.arange(first, rows, device=self.query_rank.device).expand(batch, -1))
 
     def contiguous(self) -> RankMask:
-        """The same mask, each vector in memory as kernels read it: they copy others, in every call."""
+        """The same mask with contiguous vectors, because kernels copy others in every call."""
         return self._map(lambda values: values.contiguous())
 
     def to(self, device: torch.device | str) -> RankMask:
@@ -330,7 +330,7 @@ class RankMask:
         )
 
     def hide_targets(self, targets: Tensor) -> RankMask:
-        """The mask of two streams: no row sees the keys where `targets` is True but, in the content stream, their own.
+        """The mask for two streams: keys where `targets` is True are hidden, except from their own content rows.
 
         Args:
             targets: (B, L) bool, True where a token is predicted, of the last L keys.
@@ -344,7 +344,7 @@ class RankMask:
         return RankMask(mask.query_rank, key_rank, mask.query_floor, mask.sees_self)
 
     def for_stream(self, stream: str) -> RankMask:
-        """The same ranks as the "content" stream (which sees itself too) or the "query" stream (which does not).
+        """The same ranks for the "content" stream (sees itself) or the "query" stream (does not).
 
         Raises:
             ValueError: the mask is of `one_stream`, whose ranks show a query row its own token.
@@ -363,11 +363,11 @@ class RankMask:
     def to_bool(
         self, stream: str | None = None, query_positions: Tensor | None = None, mem_len: int | None = None
     ) -> Tensor:
-        """The dense (B, L, M + K) bool mask this stands for, True = may attend.
+        """The equivalent dense (B, L, M + K) bool mask, True = may attend.
 
         Args:
-            stream: "content" (sees itself), "query" (does not), or None for what `sees_self` says. Of a mask of
-                `one_stream`, "query" hides each row's own key; other targets are hidden by `hide_targets`.
+            stream: "content" (sees itself), "query" (does not), or None for `sees_self`. For a mask of `one_stream`,
+                "query" hides each row's own key; `hide_targets` hides other targets.
             query_positions: (B, L) position of each row in the current segment; default 0 .. L-1.
             mem_len: M; default (M + K) - L, right where the rows are the whole segment.
         """

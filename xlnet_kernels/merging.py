@@ -1,4 +1,4 @@
-"""`merge`: attention over several sets of keys from the attention over each, exactly."""
+"""`merge`: exact attention over several sets of keys from the attention over each."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The attention over all keys, from calls of `rel_attention` that see disjoint parts of them.
+    """Attention over all keys, from calls of `rel_attention` that see disjoint parts of them.
 
     Outputs are weighted by the softmax of their log-sum-exps and added: exact, and differentiable in both. A row that
-    sees nothing in any part gives zeros, a log-sum-exp of -inf and zero gradients.
+    is fully masked in every part gives zeros, a log-sum-exp of -inf and zero gradients.
 
     Args:
         outs: (B, H, L, D) each, of one floating dtype.
@@ -22,7 +22,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
         (B, H, L, D) in the dtype of `outs`, and the log-sum-exp (B, H, L).
 
     Raises:
-        ValueError: there is no part, or the parts do not fit each other; the text says which.
+        ValueError: there is no part, or the parts do not fit each other; the text names the part.
 
     >>> (q, k, v), rel_key = torch.randn(3, 1, 2, 5, 8), torch.randn(2, 10, 8)
     >>> is_first = torch.arange(5)[None] < 2
@@ -34,9 +34,10 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     """
     _check(outs, lses)
     stacked = torch.stack(list(lses))
-    fully_masked = (stacked == -torch.inf).all(0)  # filled, to avoid gradients of -inf minus -inf
+    # Filled, to avoid gradients of -inf minus -inf.
+    fully_masked = (stacked == -torch.inf).all(0)
     stacked = stacked.masked_fill(fully_masked, 0.0)
-    # Not by exp(lse - total): their sum is off by the rounding error of a total far from 0, in gradients as well.
+    # Not exp(lse - total), to avoid the rounding error of a total far from 0, in gradients as well.
     largest = stacked.detach().amax(0)
     exponentials = (stacked - largest).exp()
     total_weight = exponentials.sum(0)

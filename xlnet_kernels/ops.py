@@ -1,19 +1,19 @@
-"""The operator as torch sees it: schema, shapes without data (fake), gradients.
+"""The operator's registration in torch: schema, shapes without data (fake), gradients.
 
-Every compiled backend has a pair of operators, forward and backward, with the same schema; `define` makes them. Beside
-the output and the log-sum-exp, forward leaves what backward needs to be exact (docs/math.md, *Gradients*):
+Every compiled backend has a pair of operators, forward and backward, with the same schema; `define` makes them. Besides
+the output and the log-sum-exp, forward returns tensors for an exact backward (docs/math.md, *Gradients*):
 
-    row_max, row_sum  (B, H, L), float32 (float64): what exponentials were taken relative to, in units of log 2 and
+    row_max, row_sum  (B, H, L), float32 (float64): the maximum subtracted before exponentials, in units of log 2 and
                       without the segment term of the same segment, and their sum; 0 in fully masked rows
-    out_residual      like out: what rounding to 16 bits took from it; empty in other dtypes and where no gradient is
-                      wanted (`needs_backward`)
+    out_residual      like out: its rounding error in 16 bits; empty in other dtypes and where no gradient is wanted
+                      (`needs_backward`)
 
-query_positions[b, n] is the position of row query_order[b, n], ascending in n; without query_order that of row n, and
-each pass sorts them.
+query_positions[b, n] is the position of row query_order[b, n], ascending in n; without query_order it is that of row n,
+and each pass sorts them.
 
-torch's own way of wiring up gradients serves compilers and direct calls of the operators. It reads the schema once for
-every argument of every call, in 100 microseconds, so calls of `rel_attention` outside of compilers go past it: through
-csrc/fast_path/autograd.cpp where that is there, else through an autograd.Function (`_eager`).
+torch.library.register_autograd serves compilers and direct calls of the operators. It reads the schema for every
+argument of every call, which takes 100 microseconds. Calls of `rel_attention` outside of compilers therefore use
+csrc/fast_path/autograd.cpp where built, else an autograd.Function (`_eager`).
 
 "rel_attention" is implemented in csrc/cpu/register.cpp for the CPU and csrc/cuda/register.cpp for CUDA,
 "rel_attention_triton" in backends/triton.
@@ -51,9 +51,9 @@ _INPUTS = _schema()
 
 
 def define(name: str, has_residual: bool = True) -> Callable[[Call], tuple[Tensor, Tensor]]:
-    """Defines operator `name` and its backward; returns a backend's `rel_attention`, which calls it.
+    """Define operator `name` and its backward; returns a backend's `rel_attention`, which calls it.
 
-    has_residual: whether forward in 16 bits leaves an out_residual for backward.
+    has_residual: whether forward in 16 bits returns an out_residual for backward.
     """
     forward, backward = add_op_namespace_prefix(name), add_op_namespace_prefix(f"{name}_backward")
     torch.library.define(
@@ -70,7 +70,7 @@ def define(name: str, has_residual: bool = True) -> Callable[[Call], tuple[Tenso
     backward_op = getattr(ops, f"{name}_backward")
 
     def differentiate(ctx, grad_out, grad_lse, *_grads):
-        """The gradients of forward's arguments; theirs are asked for with create_graph alone."""
+        """The gradients of forward's arguments; second derivatives are needed with create_graph only."""
         if any(is_batch_of_gradients(x) for x in (grad_out, grad_lse) if x is not None):
             raise RuntimeError(
                 "rel_attention: its kernels take no batch of gradients (is_grads_batched, vectorize), "
@@ -135,12 +135,13 @@ def _eager(rel_attention, forward_op, differentiate) -> Callable[[Call], tuple[T
 
 
 def _needs_backward(inputs: Call) -> bool:
-    leaves = list(inputs)[:DIFFERENTIABLE]  # because torch 2.6 does not compile slices of named tuples
+    # A list, because torch 2.6 does not compile slices of named tuples.
+    leaves = list(inputs)[:DIFFERENTIABLE]
     return torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def check_segments_are_whole(tensors: dict[str, Tensor | None]) -> None:
-    """Raises ValueError where an operator is given a part of the segment term."""
+    """Raise ValueError where an operator gets only a part of the segment term."""
     for name in ("key_ids", "segment_embed"):
         if (tensors["query_ids"] is None) != (tensors[name] is None):
             raise ValueError(f"query_ids and {name} must come together")
@@ -149,7 +150,7 @@ def check_segments_are_whole(tensors: dict[str, Tensor | None]) -> None:
 
 
 def rows_first(tensor: Tensor) -> Tensor:
-    """An empty (B, H, L, D) tensor like `tensor` whose memory is laid out (B, L, H, D), as projections want it."""
+    """An empty (B, H, L, D) tensor like `tensor` with memory layout (B, L, H, D), the layout of projections."""
     batch, heads, length, width = tensor.shape
     return tensor.new_empty_strided(tensor.shape, (length * heads * width, width, heads * width, 1))
 

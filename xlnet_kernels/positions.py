@@ -22,7 +22,7 @@ def relative_positions(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Row p encodes distance ``key_len - p`` as ``[sin(distance * f) | cos(distance * f)]``.
+    """Table whose row p encodes distance ``key_len - p`` as ``[sin(distance * f) | cos(distance * f)]``.
 
     Args:
         key_len: M + K, memory and current segment together: the largest distance, row 0.
@@ -37,7 +37,7 @@ def relative_positions(
         "bi" and key_len + 1 for "uni".
 
     Raises:
-        ValueError: unknown attn_type, lengths that are negative or no integers, odd d_model, or odd bi_data_batch.
+        ValueError: unknown attn_type, lengths that are negative or not integers, odd d_model, or odd bi_data_batch.
 
     >>> relative_positions(2, 2, 4)[:, 0].tolist() == torch.sin(torch.tensor([2.0, 1.0, 0.0, -1.0])).tolist()
     True
@@ -71,18 +71,20 @@ def relative_positions(
 
 
 def kept_positions(h: Tensor, key_len: int, query_len: int, d_model: int, **options) -> Tensor:
-    """`relative_positions` of h's dtype and device, computed once for the layers and steps that ask for the same."""
-    # Under a compiler, a fake mode or a transform, or while a CUDA graph is captured, which computes nothing yet, the
-    # result is no tensor that later calls could use.
+    """`relative_positions` in h's dtype and device, cached for layers and steps with the same arguments."""
+    # Not cached under a compiler, a fake mode or a transform, or while a CUDA graph is captured, because later calls
+    # could not use such a result.
     plain = readable(h) and not transformed() and not in_dispatch_mode()
     plain = plain and not (h.is_cuda and torch.cuda.is_current_stream_capturing())
     compute = _kept if plain else relative_positions
     positions = compute(key_len, query_len, d_model, dtype=h.dtype, device=h.device, **options)
-    return positions.clone() if plain else positions  # because hooks may write into theirs
+    # A copy, because hooks may write into it.
+    return positions.clone() if plain else positions
 
 
-# Sines in float64 are dear. Two entries: a model's full and its last, shorter batch.
+# Cached because sines in float64 are slow. Two entries: a model's full and its last, shorter batch.
 @lru_cache(maxsize=2)
 def _kept(*lengths: int, **options) -> Tensor:
-    with torch.inference_mode(False):  # a tensor made in inference mode could not be used in training later
+    # Because a tensor made in inference mode could not be used in training later.
+    with torch.inference_mode(False):
         return relative_positions(*lengths, **options)

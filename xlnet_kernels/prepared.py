@@ -1,4 +1,4 @@
-"""What a model prepares once for the attention of all its layers."""
+"""Attention inputs that a model prepares once for all its layers."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from ._torch import register, with_tensors_on
 from .masks import RankMask
 from .two_streams import RowPositions
 
-# Keys and values (B, H, M, D), and the rel_key table (H, P, D) or (2, H, P, D), or None where there is none yet.
+# Keys and values (B, H, M, D), and the rel_key table (H, P, D) or (2, H, P, D), or None where it is not projected yet.
 Projected = tuple[Tensor, Tensor, Tensor | None]
 
 
 @register
 @dataclass(eq=False)
 class Prepared:
-    """For `TwoStreamAttention`: L content rows and N query rows stacked, and what every layer needs of them.
+    """Inputs of `TwoStreamAttention` shared by all layers, for L content rows and N query rows stacked.
 
-    torch and others look into it for tensors: hooks that move or cast a module's arguments find them.
+    It is registered with torch's pytrees, so hooks that move or cast a module's arguments find its tensors.
 
     Args:
-        length: L, the content rows, which come first: keys and values are theirs.
+        length: L, the number of content rows, which come first and give keys and values.
         rel_pos: positions to project, (P, d_model), or (2, P, d_model) for forward and reversed halves of a batch;
             None where `projected` has them.
-        rel_rows: which of the projected positions the call needs, first and number.
+        rel_rows: the range of the projected positions that the call needs, first and number.
         mask, segment_rows, positions, mapping, need_weights: as `TwoStreamAttention.attend` takes them.
-        wanted: (B, n), the rows that attend; None for all. The others are keys and values alone.
-        attends: False for keys and values alone: no row is computed, and the rest does not matter.
-        entries: of cached decoding, (sequence, row, place) of n content rows each: keys and values of these rows go
-            to these places of `projected`, and all rows attend to what is there.
-        places: of cached decoding, how many there are: where `projected` is None, it is made, with zeros.
+        wanted: (B, n), the rows that attend; None for all. The others only give keys and values.
+        attends: False to compute keys and values only; the other fields are then ignored.
+        entries: for cached decoding, (sequence, row, place) of n content rows each: keys and values of these rows go
+            to these places of `projected`, and all rows attend to all places.
+        places: for cached decoding, the number of places: where `projected` is None, it is made of zeros.
     """
 
     length: int
@@ -49,20 +49,20 @@ class Prepared:
     places: int = 0
 
     def to(self, device: torch.device | str | None) -> Prepared:
-        """The same on `device`."""
+        """The same inputs on `device`."""
         return with_tensors_on(device, self)
 
     def of_rows(self, wanted: Tensor) -> Prepared:
-        """For a last layer of which only these rows are wanted: attention and feed-forward of n rows, not L + N."""
+        """The inputs of a last layer that needs these rows only: attention and feed-forward of n rows, not L + N."""
         mask, segment_rows, positions = of_rows(wanted, self.mask, self.segment_rows, self.positions)
         return replace(self, mask=mask, segment_rows=segment_rows, positions=positions, wanted=wanted)
 
     def enter(self, key: Tensor, value: Tensor, cached: Projected | None) -> tuple[Tensor, Tensor]:
-        """Keys and values of all places, after those of `entries` are written there, in place."""
+        """Write the keys and values of `entries` in place; returns those of all places."""
         assert self.entries is not None, "called in cached decoding"
         sequence, row, place = self.entries
         if cached is None:
-            # Zeros: what is not yet known has the weight 0, which must not meet a NaN.
+            # Zeros, because unwritten places have the weight 0, and 0 times NaN would be NaN.
             shape = (*key.shape[:2], self.places, key.shape[3])
             cached = key.new_zeros(shape), value.new_zeros(shape), None
         for kept, new in zip(cached[:2], (key, value), strict=True):
@@ -71,7 +71,7 @@ class Prepared:
 
 
 def pick_rows(rows: Tensor, wanted: Tensor) -> Tensor:
-    """Of rows (B, R, d_model) those that are wanted (B, n)."""
+    """The rows at `wanted` (B, n) of rows (B, R, d_model)."""
     return rows.gather(1, wanted[:, :, None].expand(-1, -1, rows.shape[2]))
 
 
@@ -81,7 +81,7 @@ def of_rows(
     segment_rows: tuple[Tensor, Tensor] | None,
     positions: RowPositions | None,
 ) -> tuple[RankMask | Tensor | None, tuple[Tensor, Tensor] | None, RowPositions]:
-    """What `stack_rows` returns of all rows, mask, segment_rows and positions, for the rows `wanted` (B, n) alone."""
+    """The mask, segment_rows and positions of `stack_rows`, for the rows `wanted` (B, n) only."""
     if isinstance(mask, RankMask):
         mask = mask.rows(wanted).contiguous()
     elif mask is not None:

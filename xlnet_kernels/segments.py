@@ -1,4 +1,4 @@
-"""Segments: XLNet's relative segment encodings as the operator takes them."""
+"""Segments: XLNet's relative segment encodings, as an argument of the operator."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from ._torch import register
 @register
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Adds ``(query_i + bias) . embed[query_ids[i] != key_ids[j]]`` to the score (Yang et al. 2019, section 2.5).
+    """Segment term ``(query_i + bias) . embed[query_ids[i] != key_ids[j]]`` of the score (Yang et al. 2019, section
+    2.5).
 
     Args:
-        query_ids: (B, L) integers, the segment of each query row; any that fit int32, only equality counts.
+        query_ids: (B, L) integers, the segment of each query row; any int32 values, because only equality counts.
         key_ids: (B, M + K) integers, memory first (segment 0 in XLNet).
         embed: (2, H, D), row 0 for the same segment, row 1 for a different one (XLNet ``seg_embed``).
         bias: (H, D) or None for zeros (XLNet ``r_s_bias``).
@@ -43,7 +44,8 @@ class Segments:
             check_matrix(f"Segments: {name}", ids)
             if ids.dtype not in INTEGERS:
                 raise ValueError(f"Segments: {name} must hold integers, got {ids.dtype}")
-            if ids.dtype == torch.int64:  # the kernels compare int32
+            # Because the kernels compare int32.
+            if ids.dtype == torch.int64:
                 check_range(f"Segments: {name}", ids, -(2**31), 2**31)
         if self.query_ids.shape[0] != self.key_ids.shape[0]:
             raise ValueError(

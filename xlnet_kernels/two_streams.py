@@ -1,4 +1,4 @@
-"""Content and query rows stacked for one call of the operator: their positions, masks and segments."""
+"""Positions, masks and segments of content and query rows stacked for one call of the operator."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from .masks import HIGHEST, LOWEST, RankMask
 @register
 @dataclass(frozen=True, eq=False)
 class RowPositions:
-    """The positions of query rows, sorted once for all calls that share them: layers, and their backward passes.
+    """Positions of query rows, sorted once for all layers and backward passes that share them.
 
-    `rel_attention` takes it wherever it takes `query_positions`; given a tensor, each pass sorts it again. Made anew
-    when positions change: it has copies.
+    `rel_attention` accepts it as `query_positions`; a tensor would be sorted again in each pass. Make a new one when
+    positions change, because it holds copies.
 
     Args:
         position: (B, L) int32 or int64, the position of each query row in the segment.
 
     Attributes:
         ascending: (B, L) int32, the same positions in ascending order.
-        row: (B, L) int32, the rows that have them; of one position the first row first.
+        row: (B, L) int32, the rows with these positions; equal positions keep the order of their rows.
 
     Raises:
         ValueError: `position` has the wrong shape or dtype.
@@ -36,7 +36,7 @@ class RowPositions:
     """
 
     position: Tensor
-    # Found from `position`, whatever is given: arguments because FSDP rebuilds dataclasses by dataclasses.replace.
+    # Always computed from `position`; arguments only because FSDP rebuilds dataclasses by dataclasses.replace.
     ascending: Tensor = field(default=None, kw_only=True)  # type: ignore[assignment]
     row: Tensor = field(default=None, kw_only=True)  # type: ignore[assignment]
 
@@ -44,7 +44,8 @@ class RowPositions:
         position = check_matrix("RowPositions: position", self.position)
         if position.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"RowPositions: position must hold int32 or int64, got {position.dtype}")
-        if exports_to_onnx():  # ONNX has no stable sort, and the operator there needs no order
+        # Because ONNX has no stable sort, and the operator needs no order there.
+        if exports_to_onnx():
             ascending, row = position, torch.arange(position.shape[1], device=position.device).expand_as(position)
         else:
             ascending, row = position.sort(dim=1, stable=True)
@@ -57,14 +58,14 @@ class RowPositions:
 
 
 def split_positions(positions: Tensor | RowPositions | None) -> tuple[Tensor | None, Tensor | None]:
-    """query_positions and query_order as the operator takes them: see ops.py."""
+    """query_positions and query_order for the operator: see ops.py."""
     if isinstance(positions, RowPositions):
         return positions.ascending, positions.row
     return positions, None
 
 
 def stack_segments(segment_ids: Tensor, positions: Tensor | None, mem_len: int) -> tuple[Tensor, Tensor]:
-    """Segments of all rows and of all keys, int32, from those of the current segment (B, L); memory is segment 0."""
+    """Segment ids of all rows and all keys, int32, from those of the current segment (B, L); memory is segment 0."""
     if segment_ids.dtype == torch.int64:
         check_range("segment_ids", segment_ids, -(2**31), 2**31)
     ids = segment_ids.int()
@@ -79,13 +80,13 @@ def is_one_stream(mask: RankMask | Tensor, length: int) -> bool:
 def mask_of_targets(
     targets: Tensor, length: int, mem_len: int, ahead: bool, mask: RankMask | Tensor | None = None
 ) -> RankMask | Tensor:
-    """What the query stream sees where no mask says it: never the token of its own position.
+    """The query stream's default mask, which always hides the token at its own position.
 
     Args:
         targets: (B, N), the positions of the query rows.
-        ahead: whether rows see keys ahead of them: then the targets' tokens are hidden from every other row, so that
-            no layer brings them back. If not, the mask is causal.
-        mask: of one stream, from `check_mask`: the targets' tokens are hidden there too.
+        ahead: whether rows see keys ahead of them. Then the targets' tokens are hidden from every other row, because a
+            later layer would leak them. If not, the mask is causal.
+        mask: a mask of one stream, from `check_mask`: the targets' tokens are hidden there too.
     """
     if mask is None and not ahead:
         return RankMask.causal(1, length, mem_len, device=targets.device)
@@ -101,7 +102,7 @@ def mask_of_targets(
 def stack_mask(
     mask: RankMask | Tensor | None, positions: Tensor | None, h: Tensor, n_head: int, mem_len: int
 ) -> RankMask | Tensor | None:
-    """The mask of all rows: content rows see what the query stream sees there and themselves, then query rows.
+    """The mask of all rows, content rows first: they see the query stream's keys and themselves.
 
     Args:
         mask: as in `TwoStreamAttention.forward`.
@@ -109,7 +110,7 @@ def stack_mask(
         h: (B, L, d_model), for its shape and device.
 
     Raises:
-        ValueError: the mask does not fit; the text says how.
+        ValueError: the mask does not fit; the text says why.
     """
     if mask is None:
         return None
@@ -135,7 +136,7 @@ def stack_mask(
 
 
 def check_mask(mask: RankMask | Tensor, h: Tensor, n_head: int, mem_len: int) -> RankMask | Tensor:
-    """A RankMask that fits, or a bool tensor with its four dimensions, which broadcasts to (B, H, L, M + L)."""
+    """The checked mask: a RankMask, or a 4-dimensional bool tensor that broadcasts to (B, H, L, M + L)."""
     batch, length = h.shape[:2]
     keys = mem_len + length
     if isinstance(mask, RankMask):
@@ -153,7 +154,7 @@ def check_mask(mask: RankMask | Tensor, h: Tensor, n_head: int, mem_len: int) ->
 
 
 def check_rank_mask(mask: RankMask, batch: int, length: int, keys: int) -> None:
-    """A row for each position and `keys` columns, for one sequence or all."""
+    """Require one row for each position and `keys` columns, for one sequence or all."""
     rows, columns = tuple(mask.query_rank.shape), mask.key_rank.shape[1]
     if rows not in ((batch, length), (1, length)) or columns != keys:
         raise ValueError(

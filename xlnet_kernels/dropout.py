@@ -8,8 +8,8 @@ The state is two int64: a seed, and an offset whose upper half selects the call'
 for them. The element is kept iff the byte is at least ``t``, ``256 p`` rounded down or up so that p is exact on
 average: ``t = (floor(p 2**32) + phase // 2**8) // 2**24``, where ``phase`` is ``seed_low + head * 0xC2B2AE35 + i *
 0x85EBCA6B + j // 64 * 0x9E3779B9`` modulo 2**32, one for 64 columns of a row. Dropout of these is correlated by
-``f (1 - f) / (2**16 p (1 - p))``, f being the fraction of ``256 p``: 4e-5 at p 0.1, 0.003 at p 0.001. `drop_out` numbers the
-elements of a tensor likewise: element n is (0, 0, n // 2**36, n % 2**36).
+``f (1 - f) / (2**16 p (1 - p))``, f being the fraction of ``256 p``: 4e-5 at p 0.1, 0.003 at p 0.001. `drop_out`
+numbers the elements of a tensor likewise: element n is (0, 0, n // 2**36, n % 2**36).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The implementations of the operator.
+"""Implementations of the operator.
 
-Each is a module with `DEVICE` and `DTYPES` (the device type and the dtypes it serves, None for all),
-`max_head_dim(dtype)` (the largest head_dim, None for all), `unavailable()` (why it cannot be used on this machine, or
-None) and `rel_attention(call)` as in reference.py. To add one: write that module and name it here.
+Each is a module with `DEVICE` and `DTYPES` (the supported device type and dtypes, None for all), `max_head_dim(dtype)`
+(the largest head_dim, None for all), `unavailable()` (why it cannot be used on this machine, or None) and
+`rel_attention(call)` as in reference.py. To add a backend, write such a module and name it here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BACKENDS = {"cpu": cpu, "cuda": cuda, "triton": triton, "torch": torch_blocks, 
 
 @dataclass(frozen=True)
 class Available:
-    """The backend can be used."""
+    """Marker of a usable backend."""
 
     reason: str = "ready"
     available = True
@@ -33,7 +33,7 @@ class Available:
 
 @dataclass(frozen=True)
 class Unavailable:
-    """The backend cannot be used; `reason` says why."""
+    """Marker of an unusable backend, with the `reason`."""
 
     reason: str
     available = False
@@ -43,7 +43,7 @@ class Unavailable:
 
 
 def backends() -> dict[str, Available | Unavailable]:
-    """Which backends can be used on this machine, and why the others cannot.
+    """The backends by name, each `Available` or `Unavailable` with the reason, on this machine.
 
     >>> backends()["reference"].available
     True
@@ -56,7 +56,7 @@ def backends() -> dict[str, Available | Unavailable]:
 
 
 def check_name(name: str | None) -> None:
-    """Raises ValueError where there is no backend of that name; None, the best available, is one."""
+    """Raise ValueError where there is no backend of that name; None, for the best available, is valid."""
     if name is not None and (not isinstance(name, str) or name not in _BACKENDS):
         raise ValueError(f"backend must be None or one of {[*_BACKENDS]}, got {name!r}")
 
@@ -65,14 +65,15 @@ def choose(name: str | None, device_type: str, dtype: torch.dtype, head_dim: int
     """The backend module called `name`, or the best one for tensors of `dtype` and `head_dim` on
     `device_type`.
 
-    `check_on`: where a backend that nothing vouches for may be compared with the reference now (self_check.py).
+    `check_on`: device for the comparison of an unverified backend with the reference (self_check.py), or None.
 
     Raises:
         ValueError: there is no backend of that name.
         RuntimeError: the backend asked for by name cannot serve the call.
     """
     call = device_type, dtype, head_dim, check_on
-    if exports_to_onnx():  # which knows torch's operators alone
+    # Because ONNX export supports torch's own operators only.
+    if exports_to_onnx():
         check_name(name)
         if name not in (None, "reference"):
             raise RuntimeError(f'backend="{name}" is unavailable: torch.onnx.export needs None or "reference"')
@@ -95,7 +96,7 @@ def choose(name: str | None, device_type: str, dtype: torch.dtype, head_dim: int
 
 
 def _explain(found, device_type: str, *call) -> None:
-    """Logs why an automatic choice is a backend of plain torch: "torch" is slower, "reference" quadratic in memory."""
+    """Log why the automatic choice is a plain-torch backend: "torch" is slower, "reference" quadratic in memory."""
     served = {name: backend for name, backend in _BACKENDS.items() if backend.DEVICE == device_type}
     reasons = "; ".join(f"{name}: {_refusal(name, backend, device_type, *call)}" for name, backend in served.items())
     name = next(name for name, backend in _BACKENDS.items() if backend is found)

@@ -1,9 +1,9 @@
-"""Blocks of query rows: how a call is cut into them, and their scores in plain torch operators.
+"""Blocks of query rows: the split of a call into blocks, and their scores in plain torch operators.
 
-Each block holds its rows' scores against the keys that they can see, and nothing else of the L x (M + K) map exists.
-The relative shift is a view (docs/math.md, *The shift is an address*): the band of m rows and n keys has rows of
-m + n - 1 numbers, and the same memory from element m - 1 on, with rows of one number less, holds the shifted scores.
-Rows with `query_positions` gather their scores from the band instead.
+Each block holds its rows' scores against the keys that they can see; no other part of the L x (M + K) map is stored.
+The relative shift is a view (docs/math.md, *The shift is an address*). The band of m rows and n keys has rows of m + n
+- 1 numbers. The same memory from element m - 1 on, with rows shorter by 1, holds the shifted scores. Rows with
+`query_positions` gather their scores from the band instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..dropout import keep_block
 from ..ops import check_segments_are_whole
 
 BUDGET = 128 * 2**20
-LARGEST = 2.0**50  # sums over head_dim of products of two such numbers are finite
+LARGEST = 2.0**50  # bound of inputs for which sums over head_dim of products are finite
 MOST_ROWS = 128  # a band of m rows and n keys is m - 1 columns wider than its scores
 
 
@@ -34,7 +34,7 @@ def budget() -> int:
 
 
 class BlockedCall:
-    """The operator's tensors by name, and what follows from their shapes."""
+    """The operator's tensors by name, with sizes derived from their shapes."""
 
     def __init__(self, inputs) -> None:
         self.tensors = dict(zip(INPUT_NAMES, inputs, strict=False))
@@ -47,14 +47,14 @@ class BlockedCall:
         self.mem_len = 0 if memory_key is None else memory_key.shape[2]
         self.keys = self.mem_len + self.tensors["key"].shape[2]
         self.rel_len = self.tensors["rel_key"].shape[-2]
-        # Values are read on the CPU alone: elsewhere the host would wait for the device.
+        # Values are read on the CPU only, because elsewhere the host would wait for the device.
         self.reads = self.query.device.type == "cpu" and readable(self.query)
         self._scratch: dict[str, Tensor] = {}
 
     def scratch(self, name: str, *shape: int) -> Tensor:
-        """Uninitialised numbers in the dtype of the scores: the same memory for every block.
+        """Uninitialised memory in the dtype of the scores, shared by all blocks.
 
-        New memory for each block would cost more than its products, because a system clears the pages that it gives.
+        Shared because new memory for each block would cost more than its products: the system clears new pages.
         """
         count = math.prod(shape)
         found = self._scratch.get(name)
@@ -74,7 +74,7 @@ class BlockedCall:
         return None if position is None else position.long()
 
     def blocks(self, backward: bool = False) -> Iterator[Block]:
-        """The call in blocks that keep within the budget, part by part; all parts of some heads follow each other."""
+        """The call's blocks within the budget, part by part; parts with equal heads are consecutive."""
         if not self.query.numel():
             return
         rows, heads, batch = self.block_shape(budget(), backward)
@@ -84,10 +84,11 @@ class BlockedCall:
                 yield from part.blocks()
 
     def block_shape(self, limit: int, backward: bool) -> tuple[int, int, int]:
-        """Rows of a block, heads and sequences of a part, whose temporaries take at most `limit` bytes together."""
+        """Number of rows of a block, and of heads and sequences of a part, for temporaries of at most `limit` bytes."""
         rows = min(self.length, MOST_ROWS)
         a_head, a_row = self._bytes_of_a_head(backward), self._bytes_of_a_row(rows, backward)
-        # bytes of a row that all heads share: masks, or indices, of which the last block's exist when the next begins
+        # bytes of a row shared by all heads: masks, or indices, which still exist for the last block when the next
+        # begins
         shared = (8 if self.positions is None else 40) * self.keys
         heads = max(1, min(self.heads, (limit - rows * shared) // (a_head + rows * a_row)))
         a_sequence = heads * (a_head + rows * a_row) + rows * shared
@@ -95,7 +96,7 @@ class BlockedCall:
         return max(1, min(rows, (limit - a_head) // (a_row + shared))) if heads == 1 else rows, heads, batch
 
     def _bytes_of_a_row(self, rows: int, backward: bool) -> int:
-        """Bytes that a block's maps take for one row of one head."""
+        """Bytes of a block's maps for one row of one head."""
         keys = min(self.keys, self.rel_len + rows)
         band = keys + rows
         if self.positions is not None:
@@ -109,7 +110,7 @@ class BlockedCall:
         return found
 
     def _bytes_of_a_head(self, backward: bool) -> int:
-        """Bytes of one head's keys, values and rows of rel_key where a part copies them, and of sums in its dtype."""
+        """Bytes of one head's copied keys, values and rows of rel_key, and of sums in the scores' dtype."""
         is_cast = self.query.dtype != self.dtype
         keys = self.keys - self.mem_len
         current = [self.tensors[name] for name in ("key", "value")]
@@ -120,7 +121,7 @@ class BlockedCall:
 
 
 class Part:
-    """Some sequences and heads of a call: their keys, in one piece and in the dtype of the scores."""
+    """Part of a call: some sequences and heads, with contiguous keys in the dtype of the scores."""
 
     def __init__(self, call: BlockedCall, batch: slice, heads: slice, rows: int) -> None:
         self.call, self.batch, self.heads, self.rows = call, batch, heads, rows
@@ -153,7 +154,7 @@ class Part:
             yield Block(self, rows, *self._seen(rows))
 
     def _seen(self, rows: slice) -> tuple[slice, Tensor | None]:
-        """The keys that the rows can see, as far as that is known without waiting for the device, and positions."""
+        """Bounds of the keys that the rows can see, found without waiting for the device, and positions."""
         call = self.call
         position = None if call.positions is None else call.positions[self.batch, rows]
         low, high = rows.start, rows.stop - 1
@@ -178,7 +179,7 @@ class Part:
 
 
 class Block:
-    """Some rows of a part, and the keys that they can see."""
+    """Block of some rows of a part and the keys that they can see."""
 
     def __init__(self, part: Part, rows: slice, keys: slice, position: Tensor | None) -> None:
         self.part, self.call, self.rows, self.span, self.position = part, part.call, rows, keys, position
@@ -190,7 +191,7 @@ class Block:
             for bias in (part.content_bias, part.position_bias, part.segment_bias)
         )
         self.key, self.value = part.key[:, :, keys], part.value[:, :, keys]
-        # Rows of rel_key from the one that the first key and the last row meet at; some may lie outside of the table.
+        # Rows of rel_key, beginning with that of the first key and the last row; some may lie outside of the table.
         last = rows.stop - 1
         first_row = self.call.max_distance - self.call.mem_len + keys.start - last
         self.window = slice(first_row, first_row + self.keys + self.length - 1)
@@ -202,7 +203,7 @@ class Block:
                 self.window = slice(at - high, at - low + self.keys)
         self.table = slice(max(0, self.window.start), max(0, min(self.call.rel_len, self.window.stop)))
         self.table = slice(min(self.table.start, self.table.stop), self.table.stop)
-        self.rel_key = part.rel_key[..., self.table, :]  # (h, rows, D) or (b, h, rows, D): those that the table has
+        self.rel_key = part.rel_key[..., self.table, :]  # (h, rows, D) or (b, h, rows, D), without missing rows
         if self.keys and not part.is_bounded and self.hidden is not None:
             self._leave_out_unread(self.hidden)
 
@@ -230,7 +231,8 @@ class Block:
                 score += torch.where(self.different, step, 0)
         if self.hidden is None:
             return score
-        if self.part.is_bounded:  # no NaN for the upper bound to keep, and a CPU takes vectors of it
+        # clamp_max is allowed, because there is no NaN to keep, and a CPU vectorises it.
+        if self.part.is_bounded:
             return score.clamp_max_(torch.where(self.hidden, -torch.inf, torch.inf))
         return score.masked_fill_(self.hidden, -torch.inf)
 
@@ -240,7 +242,7 @@ class Block:
         if self.rel_key.dim() == 4:
             band = self.call.scratch("band", *self.positional.shape[:3], width)
             torch.matmul(self.positional, self.rel_key.mT, out=band)
-        else:  # one table for all sequences: their rows are those of one matrix
+        else:  # one table for all sequences, whose rows form one matrix
             rows = self.positional.transpose(0, 1).flatten(1, 2)
             band = self.call.scratch("band", *rows.shape[:2], width)
             torch.matmul(rows, self.rel_key.mT, out=band)
@@ -255,13 +257,14 @@ class Block:
         if self.position is not None:
             if not band.shape[-1]:
                 return band.new_zeros(*band.shape[:3], self.keys)
-            row = self.row_of_pair.clamp_max(band.shape[-1] - 1)  # any row for pairs without one, which are hidden
+            # Pairs without a row get an arbitrary one, because they are hidden.
+            row = self.row_of_pair.clamp_max(band.shape[-1] - 1)
             return band.gather(-1, row.expand(-1, band.shape[1], -1, -1))
         return by_key(band, self.keys)
 
     @functools.cached_property
     def different(self) -> Tensor:
-        """(b, 1, m, n), whether query and key are of different segments."""
+        """(b, 1, m, n), True where query and key are in different segments."""
         tensors, batch = self.call.tensors, self.part.batch
         query_ids = tensors["query_ids"][batch, None, self.rows, None]
         return query_ids != tensors["key_ids"][batch, None, None, self.span]
@@ -275,30 +278,30 @@ class Block:
 
     @functools.cached_property
     def hidden(self) -> Tensor | None:
-        """Where a pair is invisible, broadcastable to (b, h, m, n); None: nowhere."""
+        """Mask of invisible pairs, broadcastable to (b, h, m, n); None: none."""
         found = [hidden for hidden in (self._outside_of_table(), self._hidden_by_mask()) if hidden is not None]
         return functools.reduce(torch.logical_or, found) if found else None
 
     @functools.cached_property
     def masked_rows(self) -> Tensor | None:
-        """Which rows see no key, broadcastable to (b, h, m); None: none."""
+        """Mask of fully masked rows, broadcastable to (b, h, m); None: none."""
         if self.hidden is None:
             return None
         found = self.hidden.all(-1)
         return None if self.call.reads and not found.any() else found
 
     def zero_masked_rows(self, rows: Tensor) -> Tensor:
-        """Rows (b, h, m, D), in place 0 where they see no key: a key that others see may have made them NaN."""
+        """Zero fully masked rows (b, h, m, D) in place, because a key that other rows see may have made them NaN."""
         return rows if self.masked_rows is None else rows.masked_fill_(self.masked_rows[..., None], 0)
 
     def leave_out_rows(self, rows: Tensor) -> None:
-        """Makes rows (b, h, m) 0, because a NaN in a fully masked query reaches no gradient."""
+        """Zero fully masked rows (b, h, m), because a NaN in a fully masked query must reach no gradient."""
         self.content, self.positional, self.segmental = (
             x.masked_fill(rows[..., None], 0) for x in (self.content, self.positional, self.segmental)
         )
 
     def _leave_out_unread(self, hidden: Tensor) -> None:
-        """Makes keys, values and rows of rel_key that no pair reads 0, because zero times NaN is NaN."""
+        """Zero unread keys, values and rows of rel_key, because zero times NaN is NaN."""
         unseen = hidden.all(-2)[..., None]
         self.key, self.value = self.key.masked_fill(unseen, 0), self.value.masked_fill(unseen, 0)
         pairs = (*self.content.shape[:3], self.keys)
@@ -307,7 +310,7 @@ class Block:
         self.rel_key = self.rel_key.masked_fill(unread[..., None], 0)
 
     def _outside_of_table(self) -> Tensor | None:
-        """Pairs whose distance has no row of rel_key."""
+        """Mask of pairs whose distance has no row in rel_key."""
         size = self.table.stop - self.table.start
         if self.position is not None:
             return self.row_of_pair == size
@@ -348,7 +351,7 @@ class Block:
         return kept.to(call.dtype).div_(1 - call.dropout_p)
 
     def to_band(self, grad_score: Tensor) -> Tensor:
-        """(b, h, m, rows of `table`): gradients of scores, each at the row of rel_key that its pair reads."""
+        """Gradients of scores (b, h, m, rows of `table`), each at the row of rel_key that its pair reads."""
         sequences, heads = grad_score.shape[:2]
         size = self.table.stop - self.table.start
         if self.position is not None:

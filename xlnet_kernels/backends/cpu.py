@@ -1,4 +1,4 @@
-"""The fused C++ kernels for the CPU (csrc/cpu), reached through the registered operator."""
+"""Fused C++ kernels for the CPU (csrc/cpu), called through the registered operator."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..ops import rel_attention
 
 __all__ = ["DEVICE", "DTYPES", "max_head_dim", "rel_attention", "unavailable"]
 
-UNKNOWN_SET = "XLNET_KERNELS_CPU names no instruction set that this processor has"  # the operator's error as well
+UNKNOWN_SET = "XLNET_KERNELS_CPU names no instruction set that this processor has"  # also the operator's error
 DEVICE = "cpu"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def max_head_dim(dtype: torch.dtype) -> None:
-    """Any."""
+    """No limit."""
 
 
 def unavailable() -> str | None:
-    """Why the kernels cannot be used, or None."""
+    """The reason why the kernels cannot be used, or None."""
     module: Any = _extension.module
     if module is None:
         return f"the C++ extension is not loaded: {_extension.reason}"

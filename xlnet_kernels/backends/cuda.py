@@ -1,4 +1,4 @@
-"""The fused CUDA C++ kernels for NVIDIA GPUs (csrc/cuda), reached through the registered operator."""
+"""Fused CUDA C++ kernels for NVIDIA GPUs (csrc/cuda), called through the registered operator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @constant_for_compilers
 def max_head_dim(dtype: torch.dtype) -> int:
-    """The largest head_dim on the current device: blocks of wide heads need much shared memory."""
+    """The largest head_dim on the current device, limited because blocks of wide heads need much shared memory."""
     return _max_head_dim(dtype, torch.cuda.current_device())
 
 
@@ -46,11 +46,12 @@ def _say_where_the_driver_compiles(device: int) -> None:
 
 @constant_for_compilers
 def unavailable() -> str | None:
-    """Why the kernels cannot be used, or None."""
+    """The reason why the kernels cannot be used, or None."""
     return _unavailable()
 
 
-@functools.cache  # asked by every call
+# Cached, because every call asks.
+@functools.cache
 def _unavailable() -> str | None:
     module = _extension.module
     if module is None:
@@ -67,21 +68,22 @@ def _unavailable() -> str | None:
 
 
 def _names(architectures: str) -> str:
-    """ "8.0;9.0a;10.0+PTX" -> "sm_80, sm_90a, sm_100 and PTX"; words without a number stay as they are."""
+    """ "8.0;9.0a;10.0+PTX" -> "sm_80, sm_90a, sm_100 and PTX"; words without a number are unchanged."""
     words = [name.removesuffix("+PTX") for name in architectures.split(";")]
     names = ", ".join("sm_" + word.replace(".", "") if word[:1].isdigit() else word for word in words)
     return f"{names} and PTX" if "+PTX" in architectures else names
 
 
 def _code_for(architectures: str, device: tuple[int, int]) -> str | None:
-    """What of code for `architectures` runs on `device`: "code" of the same major version, or "PTX" of an older one.
+    """The kind of code for `architectures` that runs on `device`: "code" of its major version, "PTX" of an older one,
+    or None.
 
-    A word that is no number ("Hopper") counts as none: setup.py writes numbers, other build systems may not.
+    A word without a number ("Hopper") is ignored, because other build systems than setup.py may write such words.
     """
     has_ptx = False
     for found in re.finditer(r"(?:^|;)(\d+)\.(\d)([af]?)(\+PTX)?(?=;|$)", architectures):
         built, suffix = (int(found[1]), int(found[2])), found[3]
-        if suffix == "a":  # for this very architecture
+        if suffix == "a":  # for this architecture only
             runs = built == device
         else:  # "f": for its family
             runs = built[0] == device[0] and built <= device

@@ -1,13 +1,13 @@
-"""The operator in operators that ONNX has, for torch.onnx.export: outputs alone, no gradients.
+"""The operator in terms of ONNX operators, for torch.onnx.export: outputs only, no gradients.
 
 The relative shift is a reshape: rows of n + 1 numbers, read as rows of n, begin one number earlier each (docs/math.md,
 *The shift is an address*). There are two forms:
 
 - every pair, quadratic in length;
-- a window around each query, where the number of rel_key's rows and max_distance are known and the length is not, or is
-  larger. Queries are in blocks, each with the keys of a few blocks of keys: linear in length, without a loop.
+- a window around each query, where rel_key's rows and max_distance are known and the length is unknown or larger.
+  Queries are in blocks, each with a few blocks of keys: linear in length, without a loop.
 
-Calls with query_positions (two streams, caches), with fewer queries than keys or with dropout are the reference's.
+The reference serves calls with query_positions (two streams, caches), with fewer queries than keys, or with dropout.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .._ranks import HIGHEST
 from ..call import Call, mem_len, with_memory
 from . import reference
 
-LEAST_ROWS = 64  # of a block, to keep narrow windows from many small products
+LEAST_ROWS = 64  # of a block, to avoid many small products in narrow windows
 
 
 def rel_attention(call: Call) -> tuple[Tensor, Tensor]:
-    """Output (B, H, L, D) and log-sum-exp (B, H, L) of a call that `call_checks` has checked.
+    """Output (B, H, L, D) and log-sum-exp (B, H, L) of a call checked by `call_checks`.
 
     Raises:
         ValueError: a window with a mask that has a row for each query.
@@ -37,7 +37,7 @@ def rel_attention(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _is_window(call: Call) -> bool:
-    """Whether each query sees a fixed number of keys around its own, fewer than there are or may be."""
+    """Whether each query sees a fixed number of keys around its own, fewer than all keys may be."""
     rows, keys = call.rel_key.shape[-2], call.key.shape[2] + mem_len(call)
     if not (isinstance(rows, int) and isinstance(call.max_distance, int) and 0 <= call.max_distance < rows):
         return False
@@ -45,17 +45,17 @@ def _is_window(call: Call) -> bool:
 
 
 def _rows_of_block(rows: int) -> int:
-    """Query rows of a block for a window of `rows` keys; its scores are half as many again as are read, or fewer."""
+    """Query rows of a block for a window of `rows` keys; at most a third of its scores are unread."""
     return max(LEAST_ROWS, (rows + 1) // 2)
 
 
 class _EveryPair:
-    """One block of all queries and keys."""
+    """Form with one block of all queries and keys."""
 
     def __init__(self, call: Call) -> None:
         self.call, self.length, self.memory = call, call.query.shape[2], mem_len(call)
         self.keys = self.memory + self.length
-        # Row of rel_key that the first key and the last query meet at; pairs read so many from there on.
+        # First row of rel_key, read by the first key and the last query, and the number of rows from there on.
         self.first, self.distances = call.max_distance - (self.keys - 1), self.length + self.keys - 1
         self.before = 0 if self.first > 0 else -self.first
         self.after = self.first + self.distances - call.rel_key.shape[-2]
@@ -85,14 +85,14 @@ class _EveryPair:
     def positional(self) -> Tensor:
         """(B, H, 1, L, M + K) scores of queries and rel_key."""
         rel_key = self.call.rel_key[..., self.first :, :] if self.first > 0 else self.call.rel_key
-        # One row more than there are distances, because the shift takes one number of each query.
+        # One more row than distances, because the shift drops one number of each query.
         band = _positional(self.call, F.pad(rel_key, (0, 0, self.before, self.after + 1)))
         band = band.flatten(-2).narrow(-1, self.length - 1, self.length * self.distances)
         return band.unflatten(-1, (self.length, self.distances))[:, :, None, :, : self.keys]
 
 
 class _Window:
-    """Blocks of `size` queries, each with the `width` keys that its queries see."""
+    """Form with blocks of `size` queries, each with the `width` keys that its queries see."""
 
     is_whole = False
 
@@ -106,9 +106,9 @@ class _Window:
         self.call, self.length = call, call.query.shape[2]
         self.size = _rows_of_block(call.rel_key.shape[-2])
         self.width = self.size + call.rel_key.shape[-2] - 1
-        # At least two, of which the last may be empty, because tracing takes a dimension of 1 for one that is always 1.
+        # At least two, the last possibly empty, because tracing takes a dimension of 1 for one that is always 1.
         self.blocks = (self.length - 1) // self.size + 2
-        self.of_one = (self.width + self.size - 1) // self.size  # blocks of keys that a block of queries reads
+        self.of_one = (self.width + self.size - 1) // self.size  # blocks of keys read by a block of queries
 
     def of_queries(self, x: Tensor) -> Tensor:
         """(b, h, L, n) -> (b, h, blocks, size, n)."""
@@ -151,7 +151,7 @@ def _attend(call: Call, form: _EveryPair | _Window) -> tuple[Tensor, Tensor]:
     if call.segment_embed is not None and call.query_ids is not None and call.key_ids is not None:
         by_kind = _with_bias(call, call.segment_bias) @ call.segment_embed.permute(1, 2, 0)  # (B, H, L, 2)
         different = form.of_queries(_column(call.query_ids)) != form.of_keys(_column(call.key_ids)).mT
-        # What all keys of a query have in common leaves its softmax as it is.
+        # A term common to all keys of a query is left out, because it does not change the softmax.
         score = score + torch.where(different, form.of_queries(by_kind[..., 1:] - by_kind[..., :1]), 0.0)
         same = by_kind[..., 0]
 
@@ -174,7 +174,7 @@ def _attend(call: Call, form: _EveryPair | _Window) -> tuple[Tensor, Tensor]:
 
 
 def _visible(call: Call, form: _EveryPair | _Window) -> Tensor | None:
-    """Which pairs are visible, broadcastable to the scores; None for all."""
+    """Mask of visible pairs, broadcastable to the scores; None for all."""
     found = []
     if call.query_rank is not None and call.key_rank is not None:
         rank, own = form.of_keys(_column(call.key_rank), HIGHEST).mT, form.of_queries(_column(call.query_rank))
@@ -187,7 +187,8 @@ def _visible(call: Call, form: _EveryPair | _Window) -> Tensor | None:
         found.append(sees)
     elif call.mask is not None:
         found.append(form.of_mask(call.mask))
-    elif isinstance(form, _Window):  # which has places for keys before the first and after the last
+    # Because a window has places for keys before the first and after the last.
+    elif isinstance(form, _Window):
         keys = torch.ones(1, 1, call.key.shape[2] + mem_len(call), 1, dtype=torch.bool, device=call.key.device)
         found.append(form.of_keys(keys).mT)
     if not form.is_whole:

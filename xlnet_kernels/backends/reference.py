@@ -1,4 +1,4 @@
-"""The definition of the maths: plain torch, any dtype and device, gradients by autograd, every map materialised.
+"""Reference implementation: plain torch, any dtype and device, gradients by autograd, every map materialised.
 
     score[i,j] = scale * ((q_i + u).k_j + (q_i + v).r[p] + (q_i + b).s[different?(i,j)]),  p = max_distance - distance
     out_i      = sum_j dropout(softmax_j(score where visible))[i,j] v_j,                   distance = pos_i + M - j
@@ -20,22 +20,21 @@ DTYPES = None  # any
 
 
 def max_head_dim(dtype: torch.dtype) -> None:
-    """Any."""
+    """No limit."""
 
 
 def unavailable() -> None:
-    """Always there."""
+    """None: always available."""
 
 
 def rel_attention(call: Call) -> tuple[Tensor, Tensor]:
-    """Output (B, H, L, D) and log-sum-exp of the visible scores (B, H, L) of a call that `call_checks` has checked."""
+    """Output (B, H, L, D) and log-sum-exp of the visible scores (B, H, L) of a call checked by `call_checks`."""
     probability, lse, visible = attention_map(call)
     return weighted_sum(probability, call, visible), lse
 
 
 def attention_map(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities after dropout (B, H, L, M + K), log-sum-exp (B, H, L), and which pairs are visible, shaped as the
-    first."""
+    """Probabilities after dropout (B, H, L, M + K), log-sum-exp (B, H, L), and the mask of visible pairs."""
     query, rel_key, max_distance = call.query, call.rel_key, call.max_distance
     key, memory = with_memory(call.memory_key, call.key), mem_len(call)
     batch, heads, length, _ = query.shape
@@ -60,7 +59,7 @@ def attention_map(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         visible = visible & call.mask
     visible = visible.expand(batch, heads, length, keys)
 
-    # what no pair reads counts as zero: zero times NaN would be NaN, in gradients as well
+    # unread rows count as zero, because zero times NaN would be NaN, in gradients as well
     sees_any = visible.any(-1, keepdim=True)
     query, key = torch.where(sees_any, query, 0.0), _zero_unless(visible.any(2), key)
     rel_key = _zero_unless(_rows_read(rel_key, row, visible), rel_key)
@@ -91,13 +90,13 @@ def attention_map(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def weighted_sum(probability: Tensor, call: Call, visible: Tensor) -> Tensor:
-    """The output of `attention_map`'s probabilities and visible pairs."""
+    """The output, from `attention_map`'s probabilities and visible pairs."""
     out = probability @ _zero_unless(visible.any(2), with_memory(call.memory_value, call.value))
     return torch.where(visible.any(-1, keepdim=True), out, 0.0)
 
 
 def _plus(query: Tensor, bias: Tensor | None) -> Tensor:
-    """Query rows and a bias (H, D)."""
+    """Query rows plus a bias (H, D)."""
     return query if bias is None else query + bias[:, None]
 
 
@@ -107,7 +106,8 @@ def _zero_unless(read: Tensor, rows: Tensor) -> Tensor:
 
 
 def _rows_read(rel_key: Tensor, row: Tensor, visible: Tensor) -> Tensor:
-    """Which rows of rel_key a visible pair reads, (B, H, P) or (H, P); `row` (B, H, L, M + K): that of each pair."""
+    """Mask of the rows of rel_key read by visible pairs, (B, H, P) or (H, P); `row` (B, H, L, M + K): the row of each
+    pair."""
     rows = rel_key.shape[-2]
     read = torch.zeros(*row.shape[:2], rows + 1, dtype=torch.bool, device=row.device)
     read = read.scatter(-1, torch.where(visible, row, rows).flatten(2), True)[..., :rows]

@@ -1,4 +1,4 @@
-"""Comparing a backend with the reference on this machine, and the rule by which a result counts as right.
+"""Comparison of a backend with the reference on this machine, and the tolerance rule.
 
 `python -m xlnet_kernels.info --check` compares every backend that is ready. On a GPU of a kind that no committed result
 vouches for, the first call of a backend is preceded by one such comparison. XLNET_KERNELS_SELF_CHECK=0 leaves it out,
@@ -28,13 +28,13 @@ from . import reference
 # Compute capabilities on which a result under benchmarks/results/ shows the GPU tests to have passed, by backend.
 VOUCHED: dict[str, frozenset[tuple[int, int]]] = {"cuda": frozenset(), "triton": frozenset()}
 
-# What a result may be off by where TF32 is allowed: ten bits of fraction, over products that follow each other
+# Relative tolerance where TF32 is allowed: ten bits of fraction, over successive products
 TF32 = 1e-2
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One call with random inputs."""
+    """Description of one call with random inputs."""
 
     name: str
     dtype: torch.dtype
@@ -46,14 +46,14 @@ class Problem:
     mask: str | None = "order"  # "order", "causal", "padding", "dense" or None
     segments: bool = True
     biases: bool = True
-    stacked: bool = False  # query rows of both streams: positions that repeat
+    stacked: bool = False  # query rows of both streams, with repeated positions
     is_causal: bool = False  # rel_key ends at distance 0
     window: tuple[int, int] | None = None  # rel_key has the distances from the first down to minus the second
     dropout_p: float = 0.0
     options: dict = field(default_factory=dict)
 
     def leaves(self) -> dict[str, Tensor]:
-        """What has a gradient, by name, on the CPU, rounded to `dtype`."""
+        """The differentiable inputs by name, on the CPU, rounded to `dtype`."""
         generator = torch.Generator("cpu").manual_seed(0)
         H, D, M, K = self.heads, self.head_dim, self.mem_len, self.length
         shapes: dict[str, tuple[int, ...]] = {name: (self.batch, H, K, D) for name in ("key", "value")}
@@ -128,7 +128,7 @@ class Problem:
 
 
 def problems() -> tuple[Problem, ...]:
-    """Calls that between them use every argument of the operator."""
+    """Calls that together use every argument of the operator."""
     bfloat16, float16, float32 = torch.bfloat16, torch.float16, torch.float32
     return (
         Problem("plain", float32, mask=None, mem_len=0, segments=False, biases=False),
@@ -156,8 +156,8 @@ def allowances(
     """The largest error that each result may have: a share of its largest element in float32 and float64; in 16 bits
     twice (gradients: three times) that of `baseline`, the reference in that dtype.
 
-    Two roundings of what the whole problem's results are made of are always allowed, since some gradients cancel to
-    zero: that of the results, and that of the log-sum-exp, whose absolute error is the probabilities' relative one.
+    Two rounding errors of the problem's largest quantities are always allowed, because some gradients cancel to zero.
+    They are that of the results and that of the log-sum-exp, whose absolute error is the probabilities' relative error.
     """
     if relative is None:
         relative = {torch.float32: 1e-5, torch.float64: 1e-12}.get(dtype, 0.0)
@@ -173,7 +173,7 @@ def allowances(
 
 
 def largest(values: Tensor) -> float:
-    """Of the finite elements."""
+    """The largest magnitude of the finite elements."""
     finite = values[values.isfinite()]
     return finite.abs().max().item() if finite.numel() else 0.0
 
@@ -184,10 +184,9 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 def compare(backend: ModuleType, problem: Problem, device: str) -> list[str]:
-    """What of a problem the backend computes wrongly, a line each.
+    """Wrong results of a backend for a problem, one line each.
 
-    Runs in a thread of its own: gradient modes, autocast, hooks, default devices and modes that catch operators are
-    the caller's, and so is what they see.
+    Runs in a separate thread, to avoid the caller's gradient modes, autocast, hooks, default device and operator modes.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_compare, backend, problem, device).result()
@@ -214,7 +213,7 @@ _refusals: dict[tuple, str] = {}  # (name, device type, dtype) -> what was wrong
 
 
 def check_once(name: str, backend: ModuleType, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Compares the backend with the reference if this is its first call of the kind and nothing vouches for it."""
+    """Compare an unverified backend with the reference at its first call of the kind."""
     if not _is_asked_for(name, device):
         return
     key = (name, device.type, dtype, head_dim)
@@ -227,7 +226,7 @@ def check_once(name: str, backend: ModuleType, device: torch.device, dtype: torc
             try:
                 reason = _look(name, backend, device, dtype, head_dim)
             except torch.OutOfMemoryError:
-                return  # says nothing of the backend; the next call asks again
+                return  # not a verdict on the backend; the next call repeats the check
             _checked.add(key)
             if reason is not None:
                 _refusals[key[:3]] = reason
@@ -235,7 +234,7 @@ def check_once(name: str, backend: ModuleType, device: torch.device, dtype: torc
 
 @constant_for_compilers
 def refusal(name: str, device_type: str, dtype: torch.dtype) -> str | None:
-    """What `check_once` found wrong, or None."""
+    """The failure found by `check_once`, or None."""
     if not _refusals or _wish() == "0":
         return None
     return _refusals.get((name, device_type, dtype))
@@ -247,7 +246,8 @@ def _look(name: str, backend: ModuleType, device: torch.device, dtype: torch.dty
         if not wrong:
             return None
         reason = f"its results are wrong on this device: {'; '.join(wrong)}"
-    except Exception as failure:  # whatever a compiler or a driver raises: the next backend may do better
+    # Every exception of a compiler or driver, because the next backend may work.
+    except Exception as failure:
         if isinstance(failure, torch.OutOfMemoryError) or "is out of memory" in str(failure):
             raise torch.OutOfMemoryError(str(failure)) from failure
         reason = f"it could not be compared with the reference on this device: {type(failure).__name__}: {failure}"
@@ -263,7 +263,8 @@ def _is_asked_for(name: str, device: torch.device) -> bool:
     return wish == "1" or (device.type == "cuda" and not _is_vouched_for(name, device))
 
 
-@functools.cache  # reading the environment takes a tenth of a small call
+# Cached, because reading the environment takes a tenth of a small call's time.
+@functools.cache
 def _wish() -> str:
     return _environment.read("XLNET_KERNELS_SELF_CHECK", ("0", "1").__contains__)
 

@@ -1,4 +1,4 @@
-"""The operator in blocks of query rows, in plain torch operators: any device, memory linear in length.
+"""Backend "torch": blocks of query rows in plain torch operators, on any device, with memory linear in length.
 
 blocks.py makes the blocks. Their size follows from a budget in bytes, XLNET_KERNELS_BLOCK_BYTES, by default 128 MB.
 Scores and sums are float32 (float64 for float64), products are those of torch.matmul in that dtype. row_max is in
@@ -20,18 +20,18 @@ __all__ = ["DEVICE", "DTYPES", "max_head_dim", "rel_attention", "unavailable"]
 DEVICE = None  # any
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Gradients that are sums over rows, as long as the sequence
+# Gradients as long as the sequence that are sums over rows
 _SUMMED = {"key", "value", "memory_key", "memory_value", "rel_key"}
 
 rel_attention = define("rel_attention_torch", has_residual=False)
 
 
 def max_head_dim(dtype: torch.dtype) -> None:
-    """Any."""
+    """No limit."""
 
 
 def unavailable() -> None:
-    """Always there."""
+    """None: always available."""
 
 
 @torch.no_grad()
@@ -60,7 +60,7 @@ def _backward(grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *i
         for block in call.blocks(backward=True):
             here = block.index
             block.leave_out_rows(row_sum[here] == 0)
-            # Not by forward's row_max, because products in blocks of another size round very large scores elsewhere.
+            # Not by forward's row_max, because products in blocks of another size round very large scores differently.
             probability, _, total = _probabilities(block)
             grad = grad_out[here].to(call.dtype)
             grad_of_lse = torch.zeros_like(total) if grad_lse is None else grad_lse[here].to(call.dtype)
@@ -83,7 +83,7 @@ def _backward(grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *i
 def _probabilities(block: Block) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities of the block's pairs, the largest score of each row, and the sum of exp(score - largest).
 
-    All are 0 in fully masked rows. torch.softmax takes minus infinity as fast as any score, torch.exp does not.
+    All are 0 in fully masked rows. torch.softmax is used because torch.exp is slow for minus infinity.
     """
     score = block.scores()
     if not block.keys:
@@ -100,8 +100,8 @@ def _probabilities(block: Block) -> tuple[Tensor, Tensor, Tensor]:
 class _Sums:
     """Gradients of the inputs that need them, summed block by block in the dtype of the scores.
 
-    Where that is wider than the inputs', sums over rows exist for the heads at hand alone, because those of all heads
-    would take as much memory as the gradients themselves twice over.
+    Where that dtype is wider than the inputs', only the current heads have sums over rows, because those of all heads
+    would take twice the memory of the gradients.
     """
 
     def __init__(self, call: BlockedCall, needs: list[bool]) -> None:
@@ -114,11 +114,11 @@ class _Sums:
             tensor = call.tensors[name]
             if need and tensor is not None:
                 whole = rows_first(tensor) if name in ROWS else tensor.new_empty(tensor.shape)
-                # Small ones are summed as a whole, and each block writes its own rows of the query's.
+                # Small gradients are summed as a whole, and each block writes its own rows of the query's gradient.
                 self.found[name] = (whole if name in _SUMMED or name == "query" else whole.to(call.dtype)).zero_()
 
     def add(self, block: Block, dropped: Tensor, grad: Tensor, grad_score: Tensor, grad_lse: Tensor) -> None:
-        """Adds what a block gives; `dropped`: its probabilities after dropout."""
+        """Add a block's gradients; `dropped`: its probabilities after dropout."""
         self._go_to(block.part)
         if not block.keys:
             return
@@ -153,7 +153,7 @@ class _Sums:
             found["query"][block.index] = grad_query.to(found["query"].dtype)
 
     def _add_to_keys(self, block: Block, name: str, pairs: Tensor, rows: Tensor) -> None:
-        """Adds each key's sum over the rows to the memory's gradients for the first keys, to the segment's after."""
+        """Add each key's sum over the rows to the gradients of memory (first keys) and segment."""
         memory, current = self.sums.get(f"memory_{name}"), self.sums.get(name)
         if memory is None and current is None:
             return
@@ -166,12 +166,12 @@ class _Sums:
             current[:, :, first : max(first, span.stop - mem_len)] += grad[:, :, of_memory:]
 
     def _go_to(self, part: Part | None) -> None:
-        """Begins the sums of a part, and rounds those of the last one into the gradients."""
+        """Begin the sums of a part, and round those of the last part into the gradients."""
         last = self.part
         if part is last:
             return
         for name in _SUMMED & self.found.keys():
-            # A table that sequences share goes on through all parts of its heads.
+            # Sums of a table shared by sequences continue through all parts of its heads.
             if last and part and part.heads == last.heads and not self._has_sequences(name):
                 continue
             if last is not None and self.sums[name].dtype != self.found[name].dtype:
@@ -186,11 +186,11 @@ class _Sums:
         return self.found[name].dim() == 4
 
     def _gradient(self, name: str, part: Part) -> Tensor:
-        """A view of the gradient's share of a part."""
+        """View of a part's share of the gradient."""
         return self.found[name][part.batch, part.heads] if self._has_sequences(name) else self.found[name][part.heads]
 
     def gradients(self) -> list[Tensor]:
-        """As the operator returns them: in the inputs' dtypes, empty where not needed."""
+        """The operator's results: gradients in the inputs' dtypes, empty where not needed."""
         self._go_to(None)
         empty = self.call.query.new_empty(0)
         found = [self.found.get(name) for name in self.names]

@@ -1,4 +1,4 @@
-"""The Triton kernels for NVIDIA GPUs. Triton is imported by the first call, not by importing this package.
+"""Triton kernels for NVIDIA GPUs. Triton is imported by the first call, not by importing this package.
 
 With TRITON_INTERPRET=1 in the environment the same kernels run on the CPU in Triton's interpreter: slow, for tests.
 """
@@ -19,7 +19,7 @@ from . import features
 __all__ = ["DEVICE", "DTYPES", "max_head_dim", "rel_attention", "unavailable"]
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-# numpy, which the interpreter computes with, has no bfloat16
+# The interpreter lacks bfloat16, because it computes with numpy
 DTYPES = (torch.float16, torch.float32) if INTERPRETED else (torch.float16, torch.bfloat16, torch.float32)
 
 rel_attention = define("rel_attention_triton")
@@ -32,11 +32,12 @@ def max_head_dim(dtype: torch.dtype) -> int:
 
 @constant_for_compilers
 def unavailable() -> str | None:
-    """Why the kernels cannot be used, or None."""
+    """The reason why the kernels cannot be used, or None."""
     return _unavailable()
 
 
-@functools.cache  # asked by every call
+# Cached, because every call asks.
+@functools.cache
 def _unavailable() -> str | None:
     try:
         reason = features.refusal()

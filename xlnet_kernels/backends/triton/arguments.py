@@ -1,10 +1,10 @@
-"""The arguments of the kernels: named tuples, grouped as the terms of the score are.
+"""Arguments of the kernels: named tuples, grouped by the terms of the score.
 
-A term that a call does not have is its tuple of Nones: a member is asked, never the tuple. Triton 3.6 takes None inside
-of tuples, but can neither compare such a tuple with None nor return one from a function; so tuples that may hold None
-are built where they are used, and pointers are moved to a batch and head where they are loaded from.
-`do_not_specialize` does not reach into tuples (3.6 to 3.9): sizes, which change from call to call, stay arguments of
-their own, as does dropout's threshold. Kernels gather them in `Sizes` first of all.
+A term that a call lacks is a tuple of Nones: kernels test a member, never the tuple. Triton 3.6 accepts None inside of
+tuples, but can neither compare such a tuple with None nor return it from a function. So tuples that may hold None are
+built where they are used, and pointers move to a batch and head at the load. `do_not_specialize` does not reach into
+tuples (3.6 to 3.9): sizes, which change from call to call, stay separate arguments, as does dropout's threshold.
+Kernels first gather them in `Sizes`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import triton.language as tl
 
 # Vectors over rows or keys are padded to multiples of this, at least the largest BLOCK_M and BLOCK_N of the table.
 PADDING = tl.constexpr(128)
-# Blocks reach beyond the first and the last row of rel_key; with room in its gradient, before and after it, for ROOM
-# tiles' larger sides nothing is tested.
+# Blocks reach beyond the first and the last row of rel_key. Its gradient has room for the larger sides of ROOM tiles at
+# both ends, to avoid tests.
 ROOM = tl.constexpr(4)
-# Arguments that change from call to call: no variants of a kernel for multiples of 16 and ones among them.
+# Arguments that change from call to call, excluded from specialisation to avoid variants for multiples of 16 and for 1.
 SIZES = ["heads", "length", "mem_len", "key_len", "rel_len", "max_distance", "threshold"]
 
 Pointer = Any  # a tensor for the launch, a pointer in the kernel, or None
@@ -27,7 +27,7 @@ Number = Any  # a number for the launch, a scalar in the kernel
 
 
 class Matrix(NamedTuple):
-    """A (B, H, rows, D) tensor whose last dimension is dense."""
+    """Tensor (B, H, rows, D) whose last dimension is dense."""
 
     data: Pointer = None
     stride_b: Number = 0
@@ -36,7 +36,7 @@ class Matrix(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The query rows; from `content` on as preprocess.py leaves them: in the order of their positions, and padded."""
+    """Query rows; from `content` on results of preprocess.py, in the order of their positions, and padded."""
 
     query: Matrix  # (B, H, L, D)
     content_bias: Pointer  # (H, D) or None
@@ -67,7 +67,8 @@ class Segments(NamedTuple):
 
 
 class RankMask(NamedTuple):
-    """Row i sees key j where query_floor[i] <= key_rank[j] < query_rank[i], or where j is its own and sees_self[i]."""
+    """Mask where row i sees key j if query_floor[i] <= key_rank[j] < query_rank[i], or j is its own key and
+    sees_self[i]."""
 
     query_rank: Pointer = None  # (B, L) int32
     key_rank: Pointer = None  # (B, padded M + K) int32, the highest rank beyond M + K
@@ -78,7 +79,7 @@ class RankMask(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A matrix and the copy that unread.py makes of it; Nones: none is made."""
+    """Matrix and its copy, made by unread.py; Nones: no copy."""
 
     given: Matrix = Matrix()
     copy: Matrix = Matrix()  # of the same shape
@@ -100,7 +101,7 @@ class KeyVectors(NamedTuple):
 
 
 class DenseMask(NamedTuple):
-    """Row i sees key j where data[i, j] is not zero."""
+    """Mask where row i sees key j if data[i, j] is not zero."""
 
     data: Pointer = None  # (B, H, L, M + K) uint8, any strides
     stride_b: Number = 0
@@ -110,7 +111,7 @@ class DenseMask(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """One of the two, or none. Pairs without a row in rel_key are hidden too."""
+    """Either kind of mask, or none. Pairs without a row in rel_key are hidden too."""
 
     rank: RankMask
     dense: DenseMask
@@ -124,15 +125,15 @@ class Positions(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """See xlnet_kernels/dropout.py."""
+    """Dropout state: see xlnet_kernels/dropout.py."""
 
     state: Pointer  # (2,) int64: seed, offset; or None
     kept_scale: Number  # 1 / (1 - p)
-    threshold: Number = None  # put in by the kernel: an argument of its own
+    threshold: Number = None  # filled in by the kernel from a separate argument
 
 
 class Output(NamedTuple):
-    """The results of forward."""
+    """Results of forward."""
 
     out: Pointer  # (B, L, H, D)
     lse: Pointer  # (B, H, L) float32
@@ -142,7 +143,7 @@ class Output(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The inputs of backward beside those of forward."""
+    """Inputs of backward besides those of forward."""
 
     out: Pointer = None  # (B, L, H, D)
     out_residual: Pointer = None  # as out, or None
@@ -153,7 +154,7 @@ class Given(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """Rows of backward as preprocess.py leaves them: in the order of their positions, and padded."""
+    """Rows of backward made by preprocess.py: in the order of their positions, and padded."""
 
     grad_out: Pointer = None  # (B, H, padded L, D), zeros in fully masked rows
     row_max: Pointer = None  # (B, H, padded L) float32, infinity in rows that do not exist
@@ -166,7 +167,7 @@ class Backward(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """The results of the kernel of rows."""
+    """Results of the rows kernel."""
 
     query: Pointer  # (B, L, H, D)
     rel_key: Pointer  # (copies, H or B * H, room for blocks that reach beyond, rel_len, room, D) float32, and an
@@ -176,7 +177,7 @@ class RowGradients(NamedTuple):
 
 
 class KeySums(NamedTuple):
-    """Sums that the kernel of rows adds to where it serves keys too, zeros before it. Memory first, without scale."""
+    """Sums of the rows kernel in one-pass backward, initially zeros. Memory first, without scale."""
 
     key: Pointer = None  # (B, H, padded M + K, D) float32: dK
     value: Pointer = None  # as key: dV
@@ -184,7 +185,7 @@ class KeySums(NamedTuple):
 
 
 class KeyGradients(NamedTuple):
-    """The results of the kernel of keys."""
+    """Results of the keys kernel."""
 
     key: Pointer  # (B, K, H, D)
     value: Pointer  # (B, K, H, D)
@@ -194,7 +195,7 @@ class KeyGradients(NamedTuple):
 
 
 class ParameterGradients(NamedTuple):
-    """The results of postprocess.py; None: not asked for."""
+    """Results of postprocess.py; None: not needed."""
 
     rel_key: Pointer  # (H or B * H, P, D)
     content_bias: Pointer  # (H, D)
@@ -204,7 +205,7 @@ class ParameterGradients(NamedTuple):
 
 
 class Meta(NamedTuple):
-    """The constants that a kernel is compiled for. For BLOCK_D and KEEP see operands.py."""
+    """Compile-time constants of a kernel. For BLOCK_D and KEEP see operands.py."""
 
     BLOCK_M: Any
     BLOCK_N: Any
@@ -219,13 +220,13 @@ class Meta(NamedTuple):
     FOLDED: Any  # see operands.py's `rows_of_tile`
     LAZY: Any  # see softmax.py's LARGEST_SUM
     IN_REGISTERS: Any  # see tuning.py's `in_registers`
-    NEEDS_REL: Any = None  # the gradient of rel_key is asked for
-    ORDERED: Any = None  # and added to in a fixed order: see ordered_accumulation.py
-    ONE_PASS: Any = None  # the kernel of rows makes the sums over rows, too, and that of keys only rounds them
+    NEEDS_REL: Any = None  # the gradient of rel_key is needed
+    ORDERED: Any = None  # and accumulated in a fixed order: see ordered_accumulation.py
+    ONE_PASS: Any = None  # the rows kernel makes the sums over rows too, and the keys kernel only rounds them
 
 
 class Sizes(NamedTuple):
-    """The lengths of a call."""
+    """Lengths of a call."""
 
     heads: Any
     length: Any  # L
@@ -236,7 +237,7 @@ class Sizes(NamedTuple):
 
 
 class Head(NamedTuple):
-    """One head of one batch."""
+    """Index of one head of one batch."""
 
     index: Any  # b * heads + h, int32
     b: Any  # int64
@@ -245,7 +246,7 @@ class Head(NamedTuple):
 
 @triton.jit
 def program(tiles):
-    """(tile, group) of this program: of a grid's dimensions only the first has room for any number of groups."""
+    """(tile, group) of this program, from the first grid dimension, because the others are limited in size."""
     return tl.program_id(0) % tiles, tl.program_id(0) // tiles
 
 
@@ -256,19 +257,19 @@ def head_at(index, size):
 
 @triton.jit
 def matrix_at(matrix, head):
-    """A matrix's first element of one head."""
+    """Pointer to a matrix's first element of one head."""
     return matrix.data + (head.b * matrix.stride_b + head.h * matrix.stride_h)
 
 
 @triton.jit
 def of_rows(head, size):
-    """Where a batch's elements begin in a vector over rows."""
+    """Offset of a batch's elements in a vector over rows."""
     return head.b * size.length
 
 
 @triton.jit
 def of_head_rows(head, size):
-    """Where a head's elements begin in a matrix over heads and rows."""
+    """Offset of a head's elements in a matrix over heads and rows."""
     return head.index.to(tl.int64) * size.length
 
 
@@ -279,34 +280,36 @@ def padded(count):
 
 @triton.jit
 def of_key_sums(head, size):
-    """Where a head's keys begin in KeySums."""
+    """Offset of a head's keys in KeySums."""
     return head.index.to(tl.int64) * padded(size.keys)
 
 
 @triton.jit
 def of_padded_rows(head, size):
-    """Where a head's rows begin in the padded rows of preprocess.py."""
+    """Offset of a head's rows in the padded rows of preprocess.py."""
     return head.index.to(tl.int64) * padded(size.length)
 
 
 @triton.jit
 def load_or(pointer, start, index, inside, other):
-    """Elements start + index where `inside`, `other` elsewhere and where there is no pointer."""
+    """Load elements start + index where `inside`; `other` elsewhere and where there is no pointer."""
     if pointer is None:
         return tl.full(index.shape, other, tl.int32)
-    else:  # code after a return would be compiled
+    else:  # not after a return, because Triton would compile the code anyway
         return tl.load((pointer + start) + index, mask=inside, other=other)
 
 
 @triton.jit
 def load_row(positions, at, inside, length):
-    """Rows number `at`, clamped to the rows of the call, because values are not checked on a GPU."""
+    """Load rows number `at`, clamped to the rows of the call, because values are not checked on a GPU."""
     return tl.maximum(tl.minimum(tl.load(positions.row + at, mask=inside, other=0), length - 1), 0)
 
 
 @triton.jit
 def load_position(positions, at, exists, size):
-    """Positions number `at`, clamped to the segment, because values are not checked on a GPU and additions to rel_key's
-    gradient are not tested."""
+    """Load positions number `at`, clamped to the segment.
+
+    Clamped because values are not checked on a GPU and additions to rel_key's gradient have no bounds check.
+    """
     position = tl.load(positions.position + at, mask=exists, other=0)
     return tl.maximum(tl.minimum(position, size.keys - size.mem_len - 1), 0)

@@ -11,23 +11,23 @@ from .shift_ptx import halves
 
 @triton.constexpr_function
 def _place(number, count):
-    """Which of `count` slices `halves` leaves at a place, after as many steps as it takes."""
+    """Index of the slice, of `count`, at a place after all steps of `halves`."""
     bits = count.bit_length() - 1
     return sum((number >> k & 1) << bits - 1 - k for k in range(bits))
 
 
 @triton.jit
 def add_atomically(sums, chunk, c, META):
-    """Adds chunk c (BLOCK_N, BLOCK_D) of a product to a matrix (rows, D).
+    """Add chunk c (BLOCK_N, BLOCK_D) of a product to a matrix (rows, D).
 
-    Where chunks lie as wgmma leaves them, an addition is of the eight columns of a group, in every second eight rows,
-    and of as many groups at once as warps lie side by side: a thread has two neighbours of these, four threads fill a
-    sector, and nothing goes through shared memory before it.
+    In the register layout of wgmma, an addition covers the eight columns of a group, in every second eight rows. It
+    covers as many groups at once as there are warps side by side. A thread has two neighbouring elements, four threads
+    fill a sector, and no data passes through shared memory.
     """
     D: tl.constexpr = META.HEAD_DIM
     if META.SHIFT_PTX:
         ROWS: tl.constexpr = META.BLOCK_N // 2
-        WARPS: tl.constexpr = META.BLOCK_M // META.BLOCK_N  # side by side: a warp has 16 rows, here and in a tile
+        WARPS: tl.constexpr = META.BLOCK_M // META.BLOCK_N  # side by side; a warp has 16 rows, here and in a tile
         COUNT: tl.constexpr = META.BLOCK_D // (4 * WARPS)
         parts = tl.permute(tl.reshape(chunk, (ROWS // 8, 2, 8, WARPS, COUNT // 2, 8)), (3, 0, 2, 5, 4, 1))
         parts = (tl.reshape(parts, (WARPS * ROWS, 8, COUNT)),)

@@ -1,7 +1,9 @@
-"""The backward kernel that visits the rows of each tile of keys: gradients of key and value, the memory's too. With
-ONE_PASS the kernel of rows has made the sums, and this one rounds them.
+"""Keys kernel of backward: gradients of key and value, memory included, by a loop over rows for each tile of keys.
 
-Rows and their statistics are as preprocess.py leaves them.
+With ONE_PASS the rows kernel makes the sums, and this kernel rounds them.
+
+
+Rows and their statistics are results of preprocess.py.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def _main_loop(
     acc_k = zeros(META.BLOCK_N, META)
     acc_v = zeros(META.BLOCK_N, META)
     if KEEP:
-        column_sum = tl.zeros((META.BLOCK_N, 16), tl.float32)  # all columns are the same: 16 is the least of a product
+        column_sum = tl.zeros((META.BLOCK_N, 16), tl.float32)  # equal columns; 16 is the least width of a product
     else:
         column_sum = tl.zeros((META.BLOCK_M // 16, 8, META.BLOCK_N), tl.float32)  # in parts, each of them in one thread
     id_least, id_largest = id_range(segments, head, j0, size, META)
@@ -90,7 +92,7 @@ def _main_loop(
             sums_k = sums_k + (tl.dot(narrowed, chunk, acc=acc_k[c], input_precision=META.PRECISION),)
         acc_k = sums_k
         acc_v = sums_v
-        # Rounded as dQ's dS: position_bias's gradient is the difference of sums of both.
+        # Rounded like dQ's dS, because position_bias's gradient is the difference of sums of both.
         if KEEP:
             ones = tl.full((META.BLOCK_M, 16), 1.0, narrowed.dtype)
             column_sum = tl.dot(narrowed, ones, acc=column_sum, input_precision=META.PRECISION)
@@ -125,8 +127,10 @@ def keys_kernel(
     rows, keys, memory, rel_key, segments, rank_mask, dense_mask, positions, dropout, backward, result, key_sums,
     heads, length, mem_len, key_len, rel_len, max_distance, threshold, META,
 ):  # fmt: skip
-    """dK and dV, the memory's too, and the sums for content_bias's gradient. Program (tile, b * heads + h);
-    arguments.py has the tuples."""
+    """dK and dV, memory included, and the sums for content_bias's gradient.
+
+    Program (tile, b * heads + h); arguments.py has the tuples.
+    """
     size = Sizes(heads, length, mem_len, mem_len + key_len, rel_len, max_distance)
     mask = Mask(rank_mask, dense_mask)
     dropout = Dropout(dropout.state, dropout.kept_scale, threshold)
@@ -147,7 +151,8 @@ def keys_kernel(
             acc_k, acc_v, column_sum = _main_loop(*arguments, META, True)
         else:
             acc_k, acc_v, column_sum = _main_loop(*arguments, META, False)
-        j0 = opaque(j0, span.end)  # to load keys again below, because the main loop has no registers to spare
+        # Opaque, to load keys again below, because the main loop has no registers to spare.
+        j0 = opaque(j0, span.end)
 
     # epilogue
     store_keys(result.memory_key, result.key, head, j0, acc_k, rows.scale, size, META)

@@ -1,13 +1,15 @@
-"""The backward kernel that visits the keys of each tile of rows: gradients of query, rel_key and the small parameters;
-with ONE_PASS also the sums over rows that the gradients of key and value are.
+"""Rows kernel of backward: gradients of query, rel_key and parameters, by a loop over keys for each tile of rows.
+
+With ONE_PASS it also makes the sums over rows for the gradients of key and value.
+
 
 The probabilities are recomputed from row_max and row_sum. With dP = dO V^T and delta = rowsum(dO * O) - dlse,
-dS = P * (dP - delta) * scale; gradients are products of dS with the factors of the scores. O is the output before it
-was rounded, because a rounding error would be common to a row of dS, and would add up in sums over rows.
+dS = P * (dP - delta) * scale; gradients are products of dS with the factors of the scores. O is the unrounded output,
+because a rounding error would be common to a row of dS and add up in sums over rows.
 
 The sum over rows of dQ, less its segment term, is the sum of both biases' gradients. postprocess.py subtracts that of
-content_bias, so that the gradient of position_bias has a share of the other's rounding error. Products of TF32 have far
-larger errors, so that there the position term has sums of its own.
+content_bias, so the gradient of position_bias includes a share of the other's rounding error. TF32 products have far
+larger errors, so with them the position term has separate sums.
 """
 
 from __future__ import annotations
@@ -52,8 +54,10 @@ from .softmax import LOG2_E, load_statistics, softmax_backward
 
 @triton.jit
 def _add_rel_chunk(grad_rel, start, end, band, position_query, c, step, META, MASKED: tl.constexpr):
-    """Adds band^T (q + position_bias) to chunk c of rows start .. start + BLOCK_N - 1 of grad_rel; MASKED: to those
-    from 0 to `end`."""
+    """Add band^T (q + position_bias) to chunk c of rows start .. start + BLOCK_N - 1 of grad_rel.
+
+    MASKED: only to rows from 0 to `end`.
+    """
     tile_q = row_chunk(position_query, c, step, META, META.KEEP)  # (BLOCK_M, BLOCK_D)
     chunk = tl.dot(tl.trans(band), tile_q, input_precision=META.PRECISION)  # (BLOCK_N, BLOCK_D)
     sums = grad_rel.data + start * META.HEAD_DIM
@@ -70,8 +74,10 @@ def _add_rel_chunk(grad_rel, start, end, band, position_query, c, step, META, MA
 
 @triton.jit
 def _add_band(grad_rel, grad_query, rel_key, start, end, band, position_query, step, size, META, MASKED: tl.constexpr):
-    """Takes one complete block of the band of dS (BLOCK_M, BLOCK_N) into grad_rel and, returned, grad_query: see
-    _main_loop."""
+    """Add one complete block of the band of dS (BLOCK_M, BLOCK_N) to grad_rel and to grad_query, which is returned.
+
+    See _main_loop.
+    """
     band = band.to(rel_key.data.dtype.element_ty)
     wait(grad_rel, start + META.BLOCK_N, META)
     if META.NEEDS_REL:
@@ -96,10 +102,11 @@ def _add_band(grad_rel, grad_query, rel_key, start, end, band, position_query, s
 
 @triton.jit
 def _add_far_blocks(grad_rel, acc, rel_key, start, dS, tile, position_query, size, META, MASKED: tl.constexpr):
-    """Takes dS of a tile whose positions are too far apart for the ring, block by block of its band: see _add_band."""
+    """Add dS of a tile with positions too far apart for the ring, block by block of its band: see _add_band."""
     dS = rotate(dS, -tile.shift, META.QUADS)
     block = block_of(tile.shift, META)
-    blocks = tl.cdiv(size.rel_len - start, META.BLOCK_N)  # beyond them dS is 0, and grad_rel may have ended
+    # Beyond these blocks dS is 0, and grad_rel may have ended.
+    blocks = tl.cdiv(size.rel_len - start, META.BLOCK_N)
     before = 0
     if META.BOUNDED_BEHIND:
         before = tl.maximum(-start, 0) // META.BLOCK_N
@@ -114,9 +121,10 @@ def _add_far_blocks(grad_rel, acc, rel_key, start, dS, tile, position_query, siz
 def _add_open_blocks(
     grad_rel, acc, rel_key, first_dS, middle_dS, tile, span, position_query, size, META, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Takes the blocks that the ring leaves open behind the last tile of keys: see _add_band."""
+    """Add the blocks that the ring leaves open after the last tile of keys: see _add_band."""
     start = tile.origin + span.begin + tl.cdiv(span.end - span.begin, META.BLOCK_N) * META.BLOCK_N
-    if META.BOUNDED_BEHIND or META.BOUNDED_AHEAD:  # where there was no tile they may be anywhere, and are zero
+    # Bounded, because without any tile the open blocks are zero, at arbitrary rows.
+    if META.BOUNDED_BEHIND or META.BOUNDED_AHEAD:
         start = tl.where(span.begin < span.end, start, 0)
     if META.FOLDED:
         nothing = tl.zeros((META.BLOCK_M, META.BLOCK_N), tl.float32)
@@ -132,8 +140,10 @@ def _add_open_blocks(
 
 @triton.jit
 def _add_to_keys(key_sums, head, j0, dropped, dS, content_query, grad_rows, size, META):
-    """Adds dK / scale, dV and colsum(dS) / scale of one tile (BLOCK_M, BLOCK_N) atomically: P after dropout, and dS as
-    dQ takes it. Padding adds zeros."""
+    """Add dK / scale, dV and colsum(dS) / scale of one tile (BLOCK_M, BLOCK_N) atomically.
+
+    From P after dropout, and dS rounded as for dQ. Padding adds zeros.
+    """
     at = of_key_sums(head, size) + j0
     dropped = tl.trans(dropped.to(dS.dtype))  # (BLOCK_N, BLOCK_M)
     dS = tl.trans(dS)
@@ -152,14 +162,14 @@ def _main_loop(
     tile, content_query, position_query, grad_rows, terms, row_mask, span, statistics, grad_rel, key_sums, keys, memory,
     rel_key, segments, mask, dropout, scale, size, META, RING: tl.constexpr,
 ):  # fmt: skip
-    """(acc, rowsum(dS) / scale (BLOCK_M,) over the keys of other segments) of a tile of rows.
+    """The loop over keys of a tile of rows: acc, and rowsum(dS) / scale (BLOCK_M,) over keys of other segments.
 
     acc: dQ / scale less the segment term, in chunks (BLOCK_M, BLOCK_D). With META.PRECISION "tf32" as many chunks
     (BLOCK_D,) follow: the sums over rows of its position term.
     """
     KEEP: tl.constexpr = META.KEEP
     CHUNKS: tl.constexpr = (META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D
-    # grad_rel has room for whole blocks; but without a mask the compiler unrolls a loop over chunks
+    # Masked although grad_rel has room for whole blocks, because otherwise the compiler unrolls a loop over chunks
     MASKED: tl.constexpr = not META.KEEP
     acc = zeros(META.BLOCK_M, META)
     if META.PRECISION == "tf32":
@@ -197,7 +207,8 @@ def _main_loop(
         # mask, softmax, dropout
         every = False
         near = True
-        if KEEP:  # without, scores that go through branches cost hundreds of spills
+        # Only with KEEP, because otherwise scores that pass through branches cost hundreds of spills.
+        if KEEP:
             rank_least, rank_largest = rank_range(mask, tile.head, j0, size, META)
             every, near = visibility(tile, row_mask, mask, rank_least, rank_largest, j0, size, META)
         dropped, dS = softmax_backward(
@@ -221,7 +232,7 @@ def _main_loop(
             _add_to_keys(key_sums, tile.head, j0, dropped, narrowed, content_query, grad_rows, size, META)
         start = tile.origin + j0
         if RING:
-            # another name for the shift: conditions that the compiler kept from above would cost more than new ones
+            # Opaque, because keeping the conditions from above would cost more than computing them again
             shift = opaque(tile.shift, span.end - j0)
             band, first_dS, middle_dS = shift_out(dS, first_dS, middle_dS, shift, META)
             acc = _add_band(grad_rel, acc, rel_key, start, size.rel_len, band, position_query, j0, size, META, MASKED)
@@ -239,14 +250,15 @@ def _main_loop(
 
 @triton.jit
 def _store_gradients(result, rows, segments, tile, alive, sums_row, out_row, acc, dS_same, dS_different, size, META):
-    """dQ, its segment term added, of rows that exist, and the sums over a tile's rows; acc and dS are without scale."""
+    """Store dQ with its segment term for existing rows, and the sums over a tile's rows; acc and dS are without
+    scale."""
     D: tl.constexpr = META.HEAD_DIM
     CHUNKS: tl.constexpr = (D + META.BLOCK_D - 1) // META.BLOCK_D
     dS_same *= rows.scale
     dS_different *= rows.scale
     for c in tl.static_range(CHUNKS):
         d = columns(c, META)
-        total = tl.where(alive.inside[:, None], acc[c] * rows.scale, 0.0)  # (BLOCK_M, BLOCK_D); others may be NaN
+        total = tl.where(alive.inside[:, None], acc[c] * rows.scale, 0.0)  # (BLOCK_M, BLOCK_D); other rows may be NaN
         sums = result.sums + sums_row * 4 * D + d
         if META.PRECISION == "tf32":
             tl.store(sums, acc[CHUNKS + c] * rows.scale, mask=d < D)
@@ -269,10 +281,9 @@ def rows_kernel(
     rows, keys, memory, rel_key, segments, rank_mask, dense_mask, positions, dropout, given, backward, result, key_sums,
     heads, length, mem_len, key_len, rel_len, max_distance, threshold, groups, run, copies, META,
 ):  # fmt: skip
-    """dQ, drel_key and the sums that the biases' gradients are made of. Program (tile, b * heads + h); arguments.py
-    has the tuples.
+    """dQ, drel_key and the sums for the biases' gradients. Program (tile, b * heads + h); arguments.py has the tuples.
 
-    The gradient of rel_key is added to as it comes, or with ORDERED in a fixed order.
+    The gradient of rel_key is accumulated in any order, or with ORDERED in a fixed order.
     """
     size = Sizes(heads, length, mem_len, mem_len + key_len, rel_len, max_distance)
     mask = Mask(rank_mask, dense_mask)
@@ -280,9 +291,10 @@ def rows_kernel(
     tiles = tl.cdiv(length, META.BLOCK_M)
     first, index = program(tiles)
     if not META.ORDERED:
-        first = tiles - 1 - first  # with a causal mask the longest are the last
+        # Last tiles first, because with a causal mask they are the longest.
+        first = tiles - 1 - first
     head = head_at(index, size)
-    # A loop of one: see compiler.py. Without it ptxas spills thousands of words.
+    # A loop of one step (see compiler.py), because without it ptxas spills thousands of words.
     for number in range(first, first + 1):
         order = OrderedAccumulation(groups, run, copies)
         grad_rel = rel_sums(result.rel_key, order, index, number, tiles, rel_len, META)
@@ -310,7 +322,8 @@ def rows_kernel(
         # epilogue
         sums_row = head.index.to(tl.int64) * tiles + number
         out_row = (head.b * length + tile.row) * heads + head.h
-        alive = SomeRows(head, tile.start, tile.row, statistics.inverse != 0)  # others' rows may hold NaN
+        # Because other rows may hold NaN.
+        alive = SomeRows(head, tile.start, tile.row, statistics.inverse != 0)
         dS_same = -dS_different
         if given.grad_lse is not None:  # the sum of a row of dS
             row = of_head_rows(head, size) + tile.row

@@ -1,4 +1,4 @@
-"""Dropout of probabilities: the mask that xlnet_kernels/dropout.py defines, by pair and not by tile."""
+"""Dropout of probabilities: the mask of xlnet_kernels/dropout.py, which depends on pairs, not on tiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def kept(dropout, tile, j0, META):
-    """Which probabilities of a tile (BLOCK_M, BLOCK_N) at keys j0 .. j0 + BLOCK_N - 1 are kept."""
+    """Mask of kept probabilities of a tile (BLOCK_M, BLOCK_N) at keys j0 .. j0 + BLOCK_N - 1."""
     BLOCK_N: tl.constexpr = META.BLOCK_N
     seed = tl.load(dropout.state)
     offset = tl.load(dropout.state + 1)
@@ -24,12 +24,12 @@ def kept(dropout, tile, j0, META):
         seed, first, zeros + tile.row[:, None], zeros + head,
         (zeros.to(tl.uint32) + low).to(tl.int32, bitcast=True),
     )  # fmt: skip
-    # the bound below which a byte drops: 256 p, rounded up where the phase is late enough
+    # the threshold below which a byte drops: 256 p, rounded up where the phase is large enough
     phase = seed.to(tl.uint32) + head.to(tl.uint32) * 0xC2B2AE35 + tile.row.to(tl.uint32)[:, None] * 0x85EBCA6B
     phase += group.to(tl.uint32) * 0x9E3779B9
     p = dropout.threshold.to(tl.uint32, bitcast=True)
     least = (p >> 24) + (((p & 0xFFFFFF) + (phase >> 8)) >> 24)  # (BLOCK_M, CALLS)
-    carry = (256 - least) * 0x10001  # added to a byte, two at a time: bit 8 says whether it is not less
+    carry = (256 - least) * 0x10001  # added to two bytes at a time: bit 8 is set where the byte is not less
     kept = tl.zeros_like(w0)
     for word in tl.static_range(4):
         drawn = w0 if word == 0 else w1 if word == 1 else w2 if word == 2 else w3

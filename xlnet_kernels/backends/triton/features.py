@@ -1,6 +1,6 @@
-"""The features of the kernels that depend on Triton's version and on the GPU: one table, with the reason of each line.
+"""Table of the kernels' features by Triton version and GPU, with the reason for each line.
 
-Nothing here imports Triton. compiler.py has the tricks on Triton's compiler that every kernel needs.
+This module does not import Triton. compiler.py has the compiler workarounds needed by every kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PACKAGES = ("triton", "pytorch-triton", "triton-windows")  # distributions of th
 
 
 class Feature(NamedTuple):
-    """Where a feature is on."""
+    """Condition of a feature."""
 
     since: tuple[int, ...]  # the first version of Triton
     families: tuple[int | None, ...]  # of GPUs (see `family`); None is Triton's interpreter
@@ -75,7 +75,8 @@ def installed() -> str:
     return metadata.version(PACKAGES[-1])
 
 
-@cache  # because each launch asks, and reading metadata takes a millisecond
+# Cached, because each launch asks, and reading metadata takes a millisecond.
+@cache
 def version() -> tuple[int, ...]:
     """The numbers of Triton's version: major, minor and patch; PackageNotFoundError without Triton."""
     return tuple(int(number) for number in re.findall(r"\d+", installed())[:3])
@@ -90,7 +91,8 @@ def is_on(name: str, capability: tuple[int, int] | None = None) -> bool:
 
 
 def refusal(capability: tuple[int, int] | None = None) -> str | None:
-    """Why the backend is refused on GPUs of a compute capability, or None; with None in Triton's interpreter."""
+    """The reason to refuse the backend on GPUs of a compute capability, or None; capability None: Triton's
+    interpreter."""
     if capability is not None and capability[0] < 8:
         return f"it needs compute capability 8.0 or newer, this GPU has {capability[0]}.{capability[1]}"
     names = ["backend"] if capability is None or capability[0] < 10 else ["backend", "backend on sm_100"]

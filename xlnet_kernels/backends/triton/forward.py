@@ -1,4 +1,4 @@
-"""The forward kernel: one pass over the keys of each tile of rows, online softmax."""
+"""Forward kernel: one pass over the keys of each tile of rows, online softmax."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ def _main_loop(
     tile, content_query, position_query, terms, row_mask, span, keys, memory, rel_key, segments, mask, dropout,
     scale, size, META, RING: tl.constexpr,
 ):  # fmt: skip
-    """All keys that a tile of rows may see: (row_max, row_sum, the sum of P as its product takes it, the sum of values
-    in chunks (BLOCK_M, BLOCK_D))."""
+    """The loop over the keys of a tile of rows.
+
+    Returns row_max, row_sum, the sum of P rounded as in its product, and the sum of values in chunks (BLOCK_M,
+    BLOCK_D).
+    """
     KEEP: tl.constexpr = META.KEEP
-    # Two tiles a step, so that the ring's blocks need not change registers; where that is not too much for them.
+    # Two tiles a step, to avoid moving the ring's blocks between registers, where there are registers enough.
     simple: tl.constexpr = mask.rank.sees_self is None and mask.rank.query_floor is None and mask.dense.data is None
     ordinary: tl.constexpr = memory.key.data is None and dropout.state is None and RING
     UNROLL: tl.constexpr = 2 if META.SHIFT_PTX and KEEP and META.HEAD_DIM <= 64 and simple and ordinary else 1
@@ -31,7 +34,7 @@ def _main_loop(
     row_sum = tl.zeros((META.BLOCK_M,), tl.float32)
     acc = zeros(META.BLOCK_M, META)
     ROUNDED: tl.constexpr = keys.value.data.dtype.element_ty != tl.float32
-    rounded_sum = tl.zeros((META.BLOCK_M, 16), tl.float32)  # all columns are the same: 16 is the least of a product
+    rounded_sum = tl.zeros((META.BLOCK_M, 16), tl.float32)  # equal columns; 16 is the least width of a product
     if RING:
         first, middle = open_ring(position_query, tile, rel_key, tile.origin + span.begin, 0, size, META, KEEP)
     for j0 in tl.range(span.begin, span.end, META.BLOCK_N, loop_unroll_factor=UNROLL):
@@ -44,12 +47,14 @@ def _main_loop(
             score = shift_blocks(position_query, tile, rel_key, j0, j0, size, META, KEEP, False)
 
         # content, segments
-        if KEEP:  # before the product of content, because Triton 3.6 computes code right after a branch twice
+        # Before the product of content, because Triton 3.6 computes code right after a branch twice.
+        if KEEP:
             id_least, id_largest = id_range(segments, tile.head, j0, size, META)
             score, term = add_segments(score, terms, segments, tile.head, id_least, id_largest, j0, size, META)
         tile_k = KeyOperand((), keys.key, memory.key, tile.head, j0)
         score = add_product(score, content_query, tile_k, j0, 0, size, META, KEEP, False)
-        if not KEEP:  # without branches, here and below: scores that go through them would be spilled
+        # Without branches, here and below, because scores that pass through them would be spilled.
+        if not KEEP:
             score, term = add_segments(score, terms, segments, tile.head, 0, 1, j0, size, META)
 
         # mask
@@ -64,7 +69,7 @@ def _main_loop(
         if META.LAZY:
             probability, sums = exponentials(score, term, row_max, scale)
             operand = probability.to(keys.value.data.dtype.element_ty)
-            if tl.max(tl.where(sums <= LARGEST_SUM, 0, 1), 0) != 0:  # NaN is not
+            if tl.max(tl.where(sums <= LARGEST_SUM, 0, 1), 0) != 0:  # true for NaN
                 row_max, correction, probability, sums = raised(score, term, row_max, scale)
                 operand = probability.to(keys.value.data.dtype.element_ty)
                 row_sum *= correction
@@ -79,7 +84,8 @@ def _main_loop(
         if META.SHIFT_PTX and ROUNDED:
             operand = computed_once(operand)
         row_sum += sums
-        if ROUNDED:  # normalised by its own sum, P gives a constant value exactly, and delta depends on it
+        # Normalised by its own sum, because P then gives a constant value exactly, on which delta depends.
+        if ROUNDED:
             ones = tl.full((META.BLOCK_N, 16), 1.0, operand.dtype)
             rounded_sum = tl.dot(operand, ones, acc=rounded_sum)
         if dropout.state is not None:
@@ -104,7 +110,7 @@ def forward_kernel(
     size = Sizes(heads, length, mem_len, mem_len + key_len, rel_len, max_distance)
     mask = Mask(rank_mask, dense_mask)
     dropout = Dropout(dropout.state, dropout.kept_scale, threshold)
-    # Rows that see most come last in a causal mask: start with them.
+    # Last rows first, because they see most keys under a causal mask.
     tiles = tl.cdiv(length, META.BLOCK_M)
     turn, index = program(tiles)
     head = head_at(index, size)
@@ -115,7 +121,7 @@ def forward_kernel(
     row_mask = RowMask(rank, floor, own, tl.min(rank, 0), tl.max(floor, 0))
     span = span_of_keys(tile, row_mask, mask, size, META)
     terms = load_row_segments(rows, segments, tile, size, META)
-    # wgmma has registers for one of the two
+    # One of the two only, because wgmma has no registers for both
     content_query = row_operand(rows.content, tile, size, META, META.KEEP, META.IN_REGISTERS and not META.SHIFT_PTX)
     position_query = row_operand(rows.position, tile, size, META, META.KEEP, META.IN_REGISTERS)  # (BLOCK_M, D)
 
@@ -129,7 +135,8 @@ def forward_kernel(
         row_max, row_sum, rounded_sum, acc = _main_loop(*arguments, META, False)
 
     # epilogue
-    turn, index = program(opaque(tiles, span.end))  # again, as all below: the main loop has no registers to keep it in
+    # Computed again, as all values below, because the main loop has no registers to keep them.
+    turn, index = program(opaque(tiles, span.end))
     number = tiles - 1 - turn
     head = head_at(index, size)
     tile = load_tile(positions, head, number, size, META)

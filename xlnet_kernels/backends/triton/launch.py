@@ -1,4 +1,4 @@
-"""Tensors -> kernel arguments -> launches; the only file here that knows both torch and the kernels."""
+"""Launches of the kernels: converts tensors to kernel arguments. The only module with both torch and the kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .preprocess import preprocess_kernel
 
 
 def forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The operator `rel_attention_triton`."""
+    """Implementation of the operator `rel_attention_triton`."""
     *inputs, needs_backward = inputs
     query = inputs[0]
     call = Call(inputs, (needs_backward,))
@@ -60,7 +60,7 @@ def backward(
     needs: list[bool],
     *inputs,
 ) -> list[Tensor]:
-    """The operator `rel_attention_triton_backward`."""
+    """Implementation of the operator `rel_attention_triton_backward`."""
     call = Call(inputs, (grad_out, grad_lse, out, out_residual, row_max, row_sum, *needs))
     known, tensors, deterministic = call.plan, call.tensors, inputs[PLACE["deterministic"]]
     query, groups = tensors["query"], known.groups
@@ -123,10 +123,10 @@ def backward(
 
 
 class Call:
-    """One call of the operator: its `tensors` as given, its `arguments` as every kernel takes them."""
+    """One call of the operator: its `tensors` as given, and the `arguments` common to all kernels."""
 
     def __init__(self, inputs: Sequence, others: Sequence = ()) -> None:
-        """`others`: an operator's other arguments, behind its inputs."""
+        """Collect the inputs; `others`: the operator's other arguments."""
         self.given = (*inputs[: len(INPUT_NAMES)], *others)
         self.plan = known = launch_cache.find(inputs, others)
         self.tensors = t = dict(zip(INPUT_NAMES, inputs, strict=False))
@@ -153,11 +153,11 @@ class Call:
         return _matrix(tensor) if strides is None else args.Matrix(tensor, *strides)
 
     def _new_rows(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor over padded rows."""
+        """New tensor over padded rows."""
         return self.tensors["query"].new_empty(*self.plan.padded_rows, *size, dtype=dtype)
 
     def _room_for_rows(self) -> tuple[Tensor | None, ...]:
-        """Tensors for the query rows of preprocess.py."""
+        """New tensors for the query rows of preprocess.py."""
         content, position = (self._new_rows(self.plan.head_dim, dtype=self.tensors["query"].dtype) for _ in range(2))
         has_segments = self.tensors["key_ids"] is not None
         return content, position, *(self._new_rows() if has_segments else None for _ in range(2))
@@ -187,7 +187,7 @@ class Call:
         return args.DenseMask() if mask is None else args.DenseMask(mask.view(torch.uint8), *mask.stride())
 
     def _positions(self) -> args.Positions:
-        """Sorted, so that rows of one tile are near each other, a query row beside its content row."""
+        """Sorted positions, so that rows of one tile are close, a query row beside its content row."""
         positions, row = self.tensors["query_positions"], self.tensors["query_order"]
         if positions is None:
             return args.Positions()
@@ -196,13 +196,13 @@ class Call:
         return args.Positions(_int32(row), _int32(positions))
 
     def _room_for_keys(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For one number per key, padded, and the least and the largest of every BOUND of them."""
+        """New tensors for one number per key, padded, and the least and the largest of every BOUND of them."""
         new, batch, count = self.tensors["query"].new_empty, self.plan.batch, self.plan.padded_keys
         least, largest = (new(batch, count // BOUND.value, dtype=torch.int32) for _ in range(2))
         return new(batch, count, dtype=torch.int32), least, largest
 
     def copy_unread(self, field: str, rel_key: bool) -> args.Copies:
-        """Copies for preprocess.py to fill, of a `field` of Keys and of rel_key, which later kernels read."""
+        """Copies of a `field` of Keys and of rel_key, filled by preprocess.py for later kernels."""
         found = {}
         for name in ("keys", "memory") if self.plan.has_unread_keys else ():
             given = self.arguments[name]
@@ -214,7 +214,7 @@ class Call:
         return args.Copies(**found)
 
     def preprocess(self, given: args.Given, copies: args.Copies, bounds_rows: bool = False) -> args.Backward:
-        """Launches the kernel before the main kernels; `given` to backward, and returns the rows made from that."""
+        """Launch the preprocessing kernel; returns the rows made from `given`, the inputs of backward."""
         preprocessed = args.Backward()
         if given.row_sum is not None:
             grad_out = self._new_rows(self.plan.head_dim, dtype=given.grad_out.data.dtype)
@@ -240,7 +240,7 @@ class Call:
         self, gradients: Sequence[Tensor | None], sums: Tensor, key_sums: Tensor, grad_rel: Tensor, copies: int,
         room: int,
     ) -> None:  # fmt: skip
-        """Launches the kernel that sums `gradients` of parameters over tiles and copies."""
+        """Launch the kernel that sums `gradients` of parameters over tiles and copies."""
         result = args.ParameterGradients(*gradients)
         config = self.plan.config("preprocess")
         parts = 4 if result.segment_embed is not None or result.segment_bias is not None else 1
@@ -258,7 +258,8 @@ class Call:
         return args.KeySums(*sums.split([count * known.head_dim, count * known.head_dim, count]))
 
     def _room_for_row_bounds(self) -> tuple[Tensor | None, ...]:
-        """For the least and the largest rank and floor of every BOUND rows, in the order of their positions."""
+        """New tensors for the least and the largest rank and floor of every BOUND rows, in the order of their
+        positions."""
         query, rank, floor = (self.tensors[name] for name in ("query", "query_rank", "query_floor"))
         size = (self.plan.batch, self.plan.padded_rows[2] // BOUND.value)
         return tuple(
@@ -280,7 +281,7 @@ class Call:
         one_pass: bool = False,
         **arguments,
     ) -> None:
-        """`count` programs of a kernel."""
+        """Launch `count` programs of a kernel."""
         known, given = self.plan, self.arguments | arguments
 
         def describe() -> dict[str, Any]:
@@ -294,7 +295,7 @@ class Call:
                 "num_warps": config.num_warps,
                 "num_stages": config.num_stages,
                 "enable_fp_fusion": True,  # the default until Triton 3.10
-                "sanitize_overflow": False,  # with TRITON_DEBUG=1: shift.py and Philox count modulo 2^32
+                "sanitize_overflow": False,  # also with TRITON_DEBUG=1, because shift.py and Philox count modulo 2^32
             }
 
         elsewhere = known.device.type == "cuda" and known.device.index != torch.cuda.current_device()
@@ -324,7 +325,7 @@ def _dense(tensor: Tensor | None) -> Tensor | None:
 
 
 def _matrix(tensor: Tensor) -> args.Matrix:
-    """A matrix (B, H, rows, D), or (H, rows, D) for every batch, copied where kernels could not read it."""
+    """Matrix (B, H, rows, D), or (H, rows, D) for every batch, copied where kernels could not read it."""
     tensor = tensor if launch_cache.is_addressable(tensor) else tensor.contiguous()
     return args.Matrix(tensor, *launch_cache.matrix_strides(tensor))
 

@@ -1,8 +1,8 @@
-"""Plans of calls: all values that follow from a call's signature, made by the first such call and kept.
+"""Cache of launch plans: all values that follow from a call's signature, made once for each signature.
 
-A signature is the shapes, strides and dtypes of all tensors, which of them there are, and every number: all that
-kernels are compiled for, but for the alignment of pointers. No plan depends on the values of a tensor. To change the
-table of tiles or Triton's knobs of compiling (debug, instrumentation, stages) while Python runs, clear `plans`.
+A signature is the shapes, strides and dtypes of all given tensors, and every number. It determines the compiled
+kernels, except for the alignment of pointers. No plan depends on the values of a tensor. To change the table of tiles
+or Triton's compile knobs (debug, instrumentation, stages) at run time, clear `plans`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from . import tuning
 from .arguments import PADDING
 from .features import is_on
 
-_LINEAR = ("query", "content_bias", "position_bias", "segment_bias")  # every score is linear in all of these together
+_LINEAR = ("query", "content_bias", "position_bias", "segment_bias")  # every score is linear in these, taken together
 _MATRICES = ("query", "key", "value", "rel_key", "memory_key", "memory_value")
-_TINY = torch.finfo(torch.float32).tiny  # instead of a scale of 0, as 0 times minus infinity is NaN
-_MOST = 8192  # plans that are kept, a few KB each: lengths up to 4096 have one for forward and one for backward
+_TINY = torch.finfo(torch.float32).tiny  # replaces a scale of 0, because 0 times minus infinity is NaN
+_MOST = 8192  # plans kept, a few KB each: two (forward, backward) for each of 4096 lengths
 
 plans: dict[tuple, Plan] = {}
-_inserting = threading.Lock()  # backward runs in threads of autograd's
+_inserting = threading.Lock()  # because backward runs in autograd's threads
 
 
 class Plan:
-    """All values that calls with one signature share."""
+    """Values shared by all calls with one signature."""
 
     def __init__(self, tensors: dict[str, Tensor], max_distance: int, dropout_p: float, scale: float) -> None:
         query, key, rel_key, memory_key = (tensors[name] for name in ("query", "key", "rel_key", "memory_key"))
         self.device, self.dtype = query.device, query.dtype
-        self.negated = _LINEAR if scale < 0 else ()  # the kernels want a positive scale
+        self.negated = _LINEAR if scale < 0 else ()  # because the kernels need a positive scale
         self.scale = abs(scale) or _TINY
         self.batch, self.heads, self.length, self.head_dim = query.shape
         self.mem_len = 0 if memory_key is None else memory_key.shape[2]
@@ -60,12 +60,12 @@ class Plan:
         self.numbers = {
             "heads": self.heads, "length": self.length, "mem_len": self.mem_len, "key_len": key.shape[2],
             "rel_len": self.rel_len, "max_distance": max_distance,
-            "threshold": bits - 2**32 if bits >= 2**31 else bits,  # kernels take int32
+            "threshold": bits - 2**32 if bits >= 2**31 else bits,  # because kernels take int32
         }  # fmt: skip
         self.rows = (self.batch, self.heads, self.length)
         self.padded_keys, length = (-(-count // PADDING.value) * PADDING.value for count in (self.keys, self.length))
         self.padded_rows = (self.batch, self.heads, length)
-        self.strides = {  # of matrices that kernels read without a copy
+        self.strides = {  # of matrices read without a copy
             name: matrix_strides(tensors[name]) if name not in self.negated and is_addressable(tensors[name]) else None
             for name in _MATRICES
             if tensors[name] is not None
@@ -75,13 +75,13 @@ class Plan:
         self.kernels: dict[tuple[str, int], tuple[Any, Any]] = {}  # (name, alignment) -> compiled, META
 
     def _may_leave_unread(self, tensors: dict[str, Tensor], max_distance: int) -> tuple[bool, bool]:
-        """Whether no pair may read some key, and some row of rel_key."""
+        """Whether some key, and some row of rel_key, may be unread."""
         if tensors["mask"] is not None or tensors["key_rank"] is not None:
             return True, True
         if tensors["query_positions"] is not None:
             return any(self.bounded), True
-        first_key = self.mem_len - max_distance  # the first that row 0 of the call finds a row of rel_key for
-        last_key = first_key + self.length - 1 + self.rel_len - 1  # the last that the last row finds one for
+        first_key = self.mem_len - max_distance  # the first key for which row 0 has a row of rel_key
+        last_key = first_key + self.length - 1 + self.rel_len - 1  # the last key for which the last row has one
         first_rel_row = 1 - self.length - first_key  # for the last row's first key
         last_rel_row = self.keys - 1 - first_key  # for the first row's last key
         return first_key > 0 or last_key < self.keys - 1, first_rel_row > 0 or last_rel_row < self.rel_len - 1
@@ -91,7 +91,8 @@ class Plan:
         return None if INTERPRETED else torch.cuda.get_device_capability(self.device)
 
     def config(self, kernel: str) -> tuning.Config:
-        """`kernel`: one of tuning.KERNELS, or "preprocess" for preprocess.py and postprocess.py."""
+        """Tile configuration of `kernel`, one of tuning.KERNELS, or "preprocess" for preprocess.py and
+        postprocess.py."""
         if kernel not in self._configs:
             name = "forward" if kernel == "preprocess" else kernel
             config = tuning.choose(name, self.kind, self.head_dim, self.capability)
@@ -117,11 +118,11 @@ class Plan:
         return self._options[kernel]
 
     def rotates_quads(self, config: tuning.Config) -> bool:
-        """See shift.py's `rotate`."""
+        """Whether shift.py's `rotate` takes QUADS."""
         return is_on("rotation in quads", self.capability) and tuning.in_quads(config, self.kind, self.capability)
 
     def title(self, kernel: str) -> str:
-        """A kernel of this plan, for a reader."""
+        """Name of a kernel of this plan, for log lines."""
         number = "".join(map(str, self.capability or ()))
         dtype = str(self.dtype).removeprefix("torch.")
         return f"the Triton kernel {kernel} for sm_{number} ({dtype}, head_dim {self.head_dim})"
@@ -132,39 +133,39 @@ class Plan:
 
     @functools.cached_property
     def queues(self) -> tuple[int, int]:
-        """Tiles of a run and copies for each group, for ordered_accumulation.py.
+        """Number of tiles in a run and of copies for each group, for ordered_accumulation.py.
 
-        As many copies as give two programs to each processor, where a queue has as many tiles at work as one visits
-        blocks of rel_key. So all copies but the first have about a block for each of these programs.
+        There are enough copies for two programs on each processor. A queue keeps as many tiles busy as a tile visits
+        blocks of rel_key, so all copies but the first have about one block for each of these programs.
         """
         config = self.config("rows")
         tiles, blocks = -(-self.length // config.BLOCK_M), -(-min(self.keys, self.rel_len) // config.BLOCK_N)
         cuda = self.device.type == "cuda"
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
-        run = 1 if self.rel_len < self.keys else tiles  # in a window neighbours visit the same blocks
+        run = 1 if self.rel_len < self.keys else tiles  # 1 in a window, because neighbours visit the same blocks
         runs = tiles * self.batch * self.heads // (self.groups * run)
         return run, min(runs, -(-2 * processors // (self.groups * blocks)))
 
 
 def precision_of(dtype: torch.dtype, dropout_p: float) -> str:
-    """The precision of float32 products: one of TF32 where torch allows it, else three, as exact as float32's own."""
+    """Precision of float32 products: one TF32 product where torch allows it, else three, as exact as float32."""
     if dtype != torch.float32 or (dropout_p and not is_on("TF32 with dropout")):
         return "ieee"
     return "tf32" if allows_tf32() else "tf32x3"
 
 
 def is_addressable(tensor: Tensor) -> bool:
-    """Whether kernels can read rows (..., D) as they are: dense in D, offsets inside a head in int32."""
+    """Whether kernels can read rows (..., D) without a copy: dense in D, offsets inside a head in int32."""
     return tensor.stride(-1) == 1 and tensor.shape[-2] * abs(tensor.stride(-2)) < 2**31
 
 
 def matrix_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Strides of batches, heads and rows; (H, rows, D) is the same for every batch."""
+    """Strides of batches, heads and rows; the batch stride of (H, rows, D) is 0."""
     return tensor.stride()[:3] if tensor.dim() == 4 else (0, *tensor.stride()[:2])
 
 
 def find(inputs: Sequence, others: Sequence = ()) -> Plan:
-    """The plan of a call with the operator's `inputs`; `others`: whatever else an operator was given."""
+    """The plan of a call with the operator's `inputs`; `others`: the operator's further arguments."""
     signature = _signature(inputs, others)
     plan = plans.get(signature)
     if plan is None:
@@ -190,7 +191,7 @@ def _signature(inputs: Sequence, others: Sequence) -> tuple:
 
 
 def alignment(given: Sequence) -> int:
-    """Which of the tensors among `given` begin at a multiple of 16 bytes, as bits."""
+    """Bit mask of the tensors among `given` that begin at a multiple of 16 bytes."""
     bits = 1
     for value in given:
         if isinstance(value, Tensor):
@@ -199,10 +200,12 @@ def alignment(given: Sequence) -> int:
 
 
 def run(plan: Plan, kernel, aligned: int, count: int, given: dict[str, Any], describe: Callable[[], dict]) -> None:
-    """`count` programs of a kernel, `describe` making META and Triton's options; its second launch of one plan and
-    alignment goes past Triton's binder, which looks at every argument again.
+    """Launch `count` programs of a kernel; `describe` makes META and Triton's options.
 
-    Memory that a call allocates must be aligned to 16 bytes, as torch's allocators do it (to 64 or more).
+    The second launch of a plan and alignment skips Triton's binder, because the binder examines every argument again.
+
+
+    Memory allocated by a call must be aligned to 16 bytes; torch's allocators align to 64 or more.
     """
     key = kernel.__name__, aligned
     kept = plan.kernels.get(key)
@@ -218,7 +221,7 @@ def run(plan: Plan, kernel, aligned: int, count: int, given: dict[str, Any], des
 
 
 def _can_be_launched(compiled) -> bool:
-    """Whether this is Triton's CompiledKernel in a version that was tried; the interpreter has none."""
+    """Whether this is Triton's CompiledKernel in a tested version; the interpreter has none."""
     return (
         is_on("launch past the binder")
         and isinstance(compiled, triton.compiler.CompiledKernel)

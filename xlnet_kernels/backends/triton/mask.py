@@ -1,4 +1,4 @@
-"""Visible pairs: ranks, floors, own keys, dense masks and the reach of rel_key; and tiles that need no test at all."""
+"""Visibility of pairs: ranks, floors, own keys, dense masks and the range of rel_key; and tiles without tests."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .arguments import load_or, load_position, of_rows, padded
 
 LOWEST = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**31 - 1)
-BOUND = tl.constexpr(32)  # so many keys, or rows, have their least and largest rank and segment known
+BOUND = tl.constexpr(32)  # keys, or rows, that share a least and a largest rank and segment
 
 
 class RowMask(NamedTuple):
-    """The mask of a tile's rows."""
+    """Mask of a tile's rows."""
 
     rank: Any  # (BLOCK_M,)
     floor: Any  # (BLOCK_M,)
-    own: Any  # (BLOCK_M,) whether a row sees its own key whatever the ranks
+    own: Any  # (BLOCK_M,) whether a row sees its own key regardless of ranks
     lowest_rank: Any
     highest_floor: Any
 
 
 class Span(NamedTuple):
-    """A range [begin, end) of keys or rows."""
+    """Range [begin, end) of keys or rows."""
 
     begin: Any
     end: Any
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 @triton.jit
 def load_row_mask(mask, tile, size):
-    """(rank, floor, own) of a tile's rows; rows out of range see nothing."""
+    """(rank, floor, own) of a tile's rows; rows out of range are fully masked."""
     start = of_rows(tile.head, size)
     rank = load_or(mask.rank.query_rank, start, tile.row, tile.inside, LOWEST)
     floor = load_or(mask.rank.query_floor, start, tile.row, tile.inside, HIGHEST)
@@ -42,14 +42,14 @@ def load_row_mask(mask, tile, size):
 
 @triton.jit
 def reach_of(own, size):
-    """The first key for whose distance rel_key has a row, of a query whose own key is `own`; and where they end."""
+    """Range of the keys for whose distance rel_key has a row, for a query whose own key is `own`."""
     begin = own - size.max_distance
     return begin, begin + size.rel_len
 
 
 @triton.jit
 def _two_of(bounds, at, COUNT: tl.constexpr):
-    """Numbers `at` and at + 1 of int32 bounds by one load; of BOUND elements or less number `at` twice."""
+    """Load numbers `at` and at + 1 of int32 bounds at once; of BOUND elements or fewer, number `at` twice."""
     if COUNT <= BOUND:
         one = tl.load(bounds + at)
         return one, one
@@ -60,8 +60,10 @@ def _two_of(bounds, at, COUNT: tl.constexpr):
 
 @triton.jit
 def range_of(least, largest, start, first, COUNT: tl.constexpr):
-    """The least and the largest value among `first` .. first + COUNT - 1, from those of every BOUND of them, which
-    begin at `start`; zeros without them."""
+    """The least and the largest value among `first` .. first + COUNT - 1, from bounds that begin at `start`.
+
+    Zeros without bounds.
+    """
     if least is None:
         return 0, 0
     else:
@@ -102,14 +104,16 @@ def load_key_rank(mask, head, j0, size, META):
 
 @triton.jit
 def visibility(tile, row_mask, mask, rank_least, rank_largest, j0, size, META):
-    """(every, near): whether all rows of a tile see all of its keys, whose ranks are from rank_least to rank_largest;
-    and whether some may be rows' own keys or have no row in rel_key."""
+    """(every, near) of a tile whose keys have ranks from rank_least to rank_largest.
+
+    every: whether all rows see all keys. near: whether some keys may be rows' own keys or have no row in rel_key.
+    """
     if mask.dense.data is not None:
         every = False
     else:
         if mask.rank.key_rank is None:
             every = j0 + META.BLOCK_N <= size.keys
-        else:  # keys that do not exist have the highest rank, and rows that do not the lowest
+        else:  # nonexistent keys have the highest rank, nonexistent rows the lowest
             every = rank_largest < row_mask.lowest_rank
             if mask.rank.query_floor is not None:
                 every = every & (rank_least >= row_mask.highest_floor)
@@ -131,10 +135,10 @@ def visibility(tile, row_mask, mask, rank_least, rank_largest, j0, size, META):
 
 @triton.jit
 def visible(tile, row_mask, mask, j0, size, META, NEAR: tl.constexpr):
-    """Which of its keys each row of a tile (BLOCK_M, BLOCK_N) sees; NEAR: as `visibility` says."""
+    """Mask of visible pairs of a tile (BLOCK_M, BLOCK_N); NEAR: see `visibility`."""
     column = tl.arange(0, META.BLOCK_N)
     own_column = tile.position + (size.mem_len - j0)
-    if mask.rank.key_rank is not None:  # rows and keys that do not exist have ranks that hide them
+    if mask.rank.key_rank is not None:  # nonexistent rows and keys have ranks that hide them
         key_rank = load_key_rank(mask, tile.head, j0, size, META)[None, :]
         seen = key_rank < row_mask.rank[:, None]
         if mask.rank.query_floor is not None:
@@ -158,7 +162,7 @@ def visible(tile, row_mask, mask, j0, size, META, NEAR: tl.constexpr):
 
 @triton.jit
 def hide(score, tile, row_mask, mask, every, near, j0, size, META):
-    """Scores (BLOCK_M, BLOCK_N), minus infinity where a row does not see a key."""
+    """Scores (BLOCK_M, BLOCK_N), set to minus infinity where a row does not see a key."""
     if not every:
         if near:
             score = tl.where(visible(tile, row_mask, mask, j0, size, META, True), score, -float("inf"))
@@ -169,7 +173,7 @@ def hide(score, tile, row_mask, mask, every, near, j0, size, META):
 
 @triton.jit
 def sees_any_key(tile, row_mask, mask, span, size, META):
-    """(BLOCK_M,) whether each row of a tile sees a key."""
+    """Whether each row (BLOCK_M,) of a tile sees a key."""
     found = tl.zeros((META.BLOCK_M,), tl.int32)
     for j0 in range(span.begin, span.end, META.BLOCK_N):
         found |= tl.max(visible(tile, row_mask, mask, j0, size, META, True).to(tl.int32), 1)
@@ -178,7 +182,7 @@ def sees_any_key(tile, row_mask, mask, span, size, META):
 
 @triton.jit
 def span_of_keys(tile, row_mask, mask, size, META):
-    """Keys outside of which no row of the tile sees any; `begin` is a multiple of BLOCK_N."""
+    """Range of keys that contains all visible keys of the tile's rows; `begin` is a multiple of BLOCK_N."""
     low = 0
     high = size.keys
     if META.BOUNDED_BEHIND:
@@ -207,13 +211,14 @@ def span_of_keys(tile, row_mask, mask, size, META):
             end = tl.maximum(end, tile.last + size.mem_len + 1)
         begin = tl.maximum(begin, low)
         end = tl.minimum(end, high)
-    some = begin < end  # an empty span is that at 0, where the ring finds rows of rel_key
+    # An empty span lies at 0, because the ring finds rows of rel_key there.
+    some = begin < end
     return Span(tl.where(some, begin // META.BLOCK_N * META.BLOCK_N, 0), tl.where(some, end, 0))
 
 
 @triton.jit
 def span_of_rows(positions, mask, backward, head, j0, size, META):
-    """Rows, in the order of their positions, outside of which none sees a key of the tile at j0."""
+    """Range of rows, in the order of their positions, that contains all rows that see a key of the tile at j0."""
     begin = 0
     end = size.length
     if mask.rank.query_rank is not None or META.BOUNDED_BEHIND or META.BOUNDED_AHEAD:

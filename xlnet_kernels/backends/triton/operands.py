@@ -1,9 +1,9 @@
-"""Heads in chunks of BLOCK_D columns: the operands of a tile's products.
+"""Operands of a tile's products: heads in chunks of BLOCK_D columns.
 
-Widths are rounded up to whole chunks. An accumulator is a tuple of chunks, so that the compiler lays its warps over
-rows whatever the width. With KEEP the operands that a loop takes again in each step stay in registers or shared memory.
-Without, they are loaded again, chunk by chunk: those of wide heads do not fit in registers, and in float32 without
-tensor cores every thread would hold whole rows of them.
+Widths are rounded up to whole chunks. An accumulator is a tuple of chunks, so that the compiler distributes warps over
+rows for every width. With KEEP the operands reused in each step of a loop stay in registers or shared memory. Without,
+they are loaded again, chunk by chunk, because wide heads do not fit in registers. In float32 without tensor cores every
+thread would hold whole rows.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import triton.language as tl
 from .arguments import matrix_at, of_padded_rows
 from .compiler import materialise, opaque
 
-# Addresses are a scalar base plus offsets that stay the same from tile to tile: cheaper than a vector of addresses.
+# Addresses are a scalar base plus offsets that are constant over tiles: cheaper than a vector of addresses.
 
 
 class RowOperand(NamedTuple):
-    """A tile's rows, as preprocess.py leaves them."""
+    """Preprocessed rows of a tile."""
 
-    kept: Any  # its chunks (BLOCK_M, BLOCK_D), or none of them: loaded again in each step
+    kept: Any  # its chunks (BLOCK_M, BLOCK_D), or empty: loaded again in each step
     data: Any  # the first of the tile's rows
     head: Any
 
 
 class KeyOperand(NamedTuple):
-    """A tile's keys or values, memory and then segment."""
+    """Keys or values of a tile, memory and then segment."""
 
-    kept: Any  # its chunks (BLOCK_N, BLOCK_D), or none of them
+    kept: Any  # its chunks (BLOCK_N, BLOCK_D), or empty
     current: Any
     memory: Any
     head: Any
@@ -38,7 +38,8 @@ class KeyOperand(NamedTuple):
 
 
 class SomeRows(NamedTuple):
-    """Rows in the order of their positions, the last tile's padding too: the first fields of shift.py's RowTile."""
+    """Rows in the order of their positions, including the last tile's padding: the first fields of shift.py's
+    RowTile."""
 
     head: Any
     start: Any  # the first
@@ -48,7 +49,7 @@ class SomeRows(NamedTuple):
 
 @triton.jit
 def rows_of_tile(META):
-    """(BLOCK_M,) the number in a tile of each of its rows.
+    """Index in a tile of each of its rows (BLOCK_M,).
 
     FOLDED: rows n and n + BLOCK_M / 2, whose positions differ by BLOCK_N, are n % 8 and n % 8 + 8 of a fragment's 16.
     """
@@ -60,8 +61,9 @@ def rows_of_tile(META):
 
 @triton.jit
 def columns(c, META):
-    """(BLOCK_D,) the columns of chunk c."""
-    return tl.cast(c * META.BLOCK_D, tl.int32) + tl.arange(0, META.BLOCK_D)  # the interpreter wants tensors on the left
+    """Columns (BLOCK_D,) of chunk c."""
+    # Cast, because the interpreter needs tensors on the left.
+    return tl.cast(c * META.BLOCK_D, tl.int32) + tl.arange(0, META.BLOCK_D)
 
 
 @triton.jit
@@ -79,16 +81,18 @@ def load_rel_key(rel_key, head, start, c, size, META):
     """Chunk c (BLOCK_N, BLOCK_D) of rows start .. start + BLOCK_N - 1 of rel_key; zeros for those it does not have."""
     row = start + tl.arange(0, META.BLOCK_N)
     inside = row < size.rel_len
-    if META.BOUNDED_BEHIND or META.FOLDED:  # rows beyond the last read before the first row: huge numbers
+    # Masked, because rows beyond the last would read before the first row, at huge indices.
+    if META.BOUNDED_BEHIND or META.FOLDED:
         inside = row.to(tl.uint32, bitcast=True) < size.rel_len.to(tl.uint32, bitcast=True)
-    if META.FOLDED:  # and rows that none but those beyond the last need may hold anything, NaN too
+    # Masked, because rows needed only by rows beyond the last may hold anything, NaN too.
+    if META.FOLDED:
         inside = inside & (row >= size.max_distance - size.mem_len - size.length + 1)
     return load_rows(matrix_at(rel_key, head), row, rel_key.stride_l, inside, c, META)
 
 
 @triton.jit
 def key_pointers(memory, memory_stride, current, stride, j0, c, size, META):
-    """Pointers (BLOCK_N, BLOCK_D) to keys or values from j0 on, of the memory and then the current segment."""
+    """Pointers (BLOCK_N, BLOCK_D) to keys or values from j0 on, memory and then the current segment."""
     key = j0 + tl.arange(0, META.BLOCK_N)
     d = columns(c, META)
     pointer = current + ((key - size.mem_len)[:, None] * stride + d[None, :])
@@ -100,7 +104,7 @@ def key_pointers(memory, memory_stride, current, stride, j0, c, size, META):
 
 @triton.jit
 def key_mask(j0, c, size, META):
-    """Which of `key_pointers` there are."""
+    """Mask of existing `key_pointers`."""
     mask = (tl.arange(0, META.BLOCK_N) < size.keys - j0)[:, None]
     if META.HEAD_DIM % META.BLOCK_D != 0:
         mask = mask & (columns(c, META) < META.HEAD_DIM)[None, :]
@@ -121,8 +125,9 @@ def load_keys(memory, current, head, j0, c, size, META):
 
 @triton.jit
 def store_keys(memory, current, head, j0, chunks, scale, size, META):
-    """The transposed map of `load_keys`, of all chunks times `scale`, into contiguous (B, M, H, D) and (B, K, H, D)."""
-    stride = tl.cast(size.heads * META.HEAD_DIM, tl.int64)  # because a tensor of another layout may be larger here
+    """Store all chunks times `scale` into contiguous (B, M, H, D) and (B, K, H, D): the transpose of `load_keys`."""
+    # int64, because the stride of this layout may be larger than that of the inputs.
+    stride = tl.cast(size.heads * META.HEAD_DIM, tl.int64)
     if memory is not None:
         memory += head.b * size.mem_len * size.heads * META.HEAD_DIM + head.h * META.HEAD_DIM
     current += head.b * (size.keys - size.mem_len) * size.heads * META.HEAD_DIM + head.h * META.HEAD_DIM
@@ -139,8 +144,10 @@ def load_query(rows, tile, c, META):
 
 @triton.jit
 def add_bias(chunk, bias, tile, c, META):
-    """Chunk c of a tile's rows (BLOCK_M, BLOCK_D) plus a head's row of `bias` (H, D), rounded as the reference rounds
-    it; zeros outside of the tile."""
+    """Chunk c of a tile's rows (BLOCK_M, BLOCK_D) plus a head's row of `bias` (H, D), zeros outside of the tile.
+
+    Rounded as in the reference.
+    """
     if bias is None:
         return chunk
     else:
@@ -169,7 +176,7 @@ def scaled(chunks, factor):
 
 @triton.jit
 def _load_row_chunk(data, c, step, META):
-    """Chunk c (BLOCK_M, BLOCK_D) of rows as preprocess.py leaves them."""
+    """Chunk c (BLOCK_M, BLOCK_D) of preprocessed rows."""
     d = columns(c, META)
     row = opaque(rows_of_tile(META), step)
     pointer = data + (row[:, None] * META.HEAD_DIM + d[None, :])
@@ -181,8 +188,10 @@ def _load_row_chunk(data, c, step, META):
 
 @triton.jit
 def row_operand(preprocessed, tile, size, META, KEEP: tl.constexpr, IN_REGISTERS: tl.constexpr = False):
-    """A tile's rows as preprocess.py leaves them; KEEP: their chunks are loaded once, into registers with IN_REGISTERS,
-    else into shared memory."""
+    """RowOperand of a tile's preprocessed rows.
+
+    KEEP: chunks are loaded once, into registers with IN_REGISTERS, else into shared memory.
+    """
     data = preprocessed + (of_padded_rows(tile.head, size) + tile.start) * META.HEAD_DIM
     chunks = ()
     if KEEP:
@@ -205,7 +214,7 @@ def row_chunk(rows, c, step, META, KEEP: tl.constexpr):
 
 @triton.jit
 def keep_keys(memory, current, head, j0, size, META, KEEP: tl.constexpr):
-    """The chunks that a KeyOperand keeps."""
+    """Kept chunks of a KeyOperand."""
     chunks = ()
     if KEEP:
         for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
@@ -224,7 +233,7 @@ def key_chunk(keys, c, step, size, META, KEEP: tl.constexpr):
 
 @triton.jit
 def add_product(score, rows, keys, row_step, key_step, size, META, KEEP_ROWS: tl.constexpr, KEEP_KEYS: tl.constexpr):
-    """score (BLOCK_M, BLOCK_N) plus the product of rows and keys (or values)."""
+    """The sum of score (BLOCK_M, BLOCK_N) and the product of rows and keys (or values)."""
     if KEEP_ROWS:
         for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
             tile_k = tl.trans(key_chunk(keys, c, key_step, size, META, KEEP_KEYS))  # (BLOCK_D, BLOCK_N)

@@ -1,4 +1,4 @@
-"""Reduces the sums of backward's kernels to gradients of rel_key, of the biases and of the segment embeddings."""
+"""Postprocessing kernel: reduces partial sums to gradients of rel_key, the biases and the segment embeddings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _sum_over_tiles(sums, width, batch, heads, h, tiles, c, META):
 
 @triton.jit
 def _store(gradient, h, values, c, META):
-    """Chunk c of a head's row of a gradient (H, D)."""
+    """Store chunk c of a head's row of a gradient (H, D)."""
     d = columns(c, META)
     at = gradient + h * META.HEAD_DIM + d
     tl.store(at, values.to(gradient.dtype.element_ty), mask=d < META.HEAD_DIM)
@@ -31,7 +31,7 @@ def _store(gradient, h, values, c, META):
 
 @triton.jit
 def _sum_parameters(result, sums, key_sums, batch, heads, part, h, row_tiles, key_tiles, META):
-    """One head: part 0 the biases of content and position, 1 and 2 the segment embeddings, 3 the segment bias."""
+    """Parameters of one head: part 0 content and position bias, 1 and 2 segment embeddings, 3 segment bias."""
     D: tl.constexpr = META.HEAD_DIM
     for c in tl.static_range((D + META.BLOCK_D - 1) // META.BLOCK_D):
         total = _sum_over_tiles(sums + part * D, 4 * D, batch, heads, h, row_tiles, c, META)
@@ -52,7 +52,7 @@ def _sum_parameters(result, sums, key_sums, batch, heads, part, h, row_tiles, ke
 
 @triton.jit
 def _sum_rel_key(result, grad_rel, scale, copies, groups, group, first, rel_len, room, META):
-    """Rows first .. first + BLOCK_M - 1 of a group's gradient of rel_key: the sum over copies."""
+    """Sum over copies of rows first .. first + BLOCK_M - 1 of a group's gradient of rel_key."""
     row = first + tl.arange(0, META.BLOCK_M)
     for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
         d = columns(c, META)
@@ -74,8 +74,10 @@ def postprocess_kernel(
     result, sums, key_sums, grad_rel,
     scale, batch, heads, row_tiles, key_tiles, rel_len, copies, groups, room, parts, META,
 ):  # fmt: skip
-    """The sums: see RowGradients and KeyGradients. Programs: `parts` of each head (four with segments, else one), then
-    the tiles of each group's gradient of rel_key."""
+    """Reduction of the sums in RowGradients and KeyGradients.
+
+    Programs: `parts` of each head (four with segments, else one), then the tiles of each group's gradient of rel_key.
+    """
     number = tl.program_id(0)
     if number < parts * heads:
         _sum_parameters(

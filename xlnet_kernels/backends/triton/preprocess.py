@@ -1,8 +1,10 @@
-"""Makes the operands of a pass before its main kernel: query rows, once for a row instead of once for each tile of
-keys; ranks and segments, once for all heads; and copies without the NaN of unread rows (unread.py).
+"""Preprocessing kernel: makes the operands of the main kernels.
 
-wgmma can take operands from shared memory that come there straight from memory; with a bias added on the way they
-would fill registers. Rows are written in the order of their positions.
+These are query rows (once for each row, not for each tile of keys), ranks and segments (once for all heads), and copies
+without the NaN of unread rows (unread.py).
+
+wgmma can take operands from shared memory that are loaded there directly; adding a bias on the way would take
+registers. Rows are written in the order of their positions.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from .unread import copy_rows
 
 @triton.jit
 def _store_rows(preprocessed, chunk, tile, c, size, META):
-    """Keeps a chunk of a tile's rows, which are among the padded ones."""
+    """Store a chunk of a tile's rows among the padded rows."""
     d = columns(c, META)
     base = preprocessed + (of_padded_rows(tile.head, size) + tile.start) * META.HEAD_DIM
     row = tl.arange(0, META.BLOCK_M)
@@ -42,7 +44,7 @@ def _store_rows(preprocessed, chunk, tile, c, size, META):
 
 @triton.jit
 def _store_statistics(given, backward, tile, exists, inverse, size, META):
-    """Keeps the rows of grad_out and their statistics: see `Statistics`."""
+    """Store the rows of grad_out and their statistics: see `Statistics`."""
     out_row = (tile.head.b * size.length + tile.row) * size.heads + tile.head.h
     delta = tl.zeros((META.BLOCK_M,), tl.float32)
     for c in tl.static_range((META.HEAD_DIM + META.BLOCK_D - 1) // META.BLOCK_D):
@@ -60,7 +62,7 @@ def _store_statistics(given, backward, tile, exists, inverse, size, META):
 
 @triton.jit
 def _store_bounds(values, least, largest, at):
-    """Keeps the least and the largest of every BOUND of values (PADDING,), the first of which is number `at` of all."""
+    """Store the least and the largest of every BOUND of values (PADDING,), which begin at index `at`."""
     bound = at // BOUND + tl.arange(0, PADDING // BOUND)
     values = tl.reshape(values, (PADDING // BOUND, BOUND))
     tl.store(least + bound, tl.min(values, 1))
@@ -69,7 +71,7 @@ def _store_bounds(values, least, largest, at):
 
 @triton.jit
 def _pad_keys(given, kept, least, largest, b, first, keys, beyond: tl.constexpr):
-    """Keeps numbers first .. first + PADDING - 1 of a batch's keys, `beyond` after the last key, and their bounds."""
+    """Store numbers first .. first + PADDING - 1 of a batch's keys, `beyond` after the last key, and their bounds."""
     j = first + tl.arange(0, PADDING)
     values = tl.load((given + b * keys) + j, mask=j < keys, other=beyond)
     start = b * padded(keys)
@@ -79,7 +81,7 @@ def _pad_keys(given, kept, least, largest, b, first, keys, beyond: tl.constexpr)
 
 @triton.jit
 def _bound_rows(given, least, largest, positions, b, first, length):
-    """Keeps the bounds of a batch's rows first .. first + PADDING - 1, in the order of their positions."""
+    """Store the bounds of a batch's rows first .. first + PADDING - 1, in the order of their positions."""
     row = first + tl.arange(0, PADDING)
     inside = row < length
     if positions.row is not None:
@@ -90,7 +92,8 @@ def _bound_rows(given, least, largest, positions, b, first, length):
 
 @triton.jit
 def _preprocess_vectors(vectors, segments, rank_mask, positions, backward, number, length, keys):
-    """Vectors over keys and, in backward, over rows, which all heads share: program `number` of batches and parts."""
+    """Preprocess vectors over keys and, in backward, rows, shared by all heads: program `number` of batches and
+    parts."""
     parts = tl.maximum(padded(keys), padded(length)) // PADDING
     b = (number // parts).to(tl.int64)
     first = number % parts * PADDING
@@ -110,7 +113,7 @@ def _preprocess_vectors(vectors, segments, rank_mask, positions, backward, numbe
 
 @triton.jit
 def _preprocess_rows(rows, segments, positions, given, backward, size, META):
-    """Query rows plus each of the biases, their segment terms; for backward, grad_out's rows and their statistics.
+    """Preprocess query rows: plus each bias, with segment terms; for backward, grad_out's rows and their statistics.
 
     In backward fully masked rows are zeros, because 0 times NaN is NaN.
     """
@@ -144,8 +147,11 @@ def preprocess_kernel(
     heads, length, mem_len, key_len, rel_len, max_distance, batch, groups,
     row_programs, vector_programs, key_programs, META,
 ):  # fmt: skip
-    """Programs (tile, b * heads + h) for rows, `row_programs` in all; then `vector_programs` (b, part) for vectors that
-    all heads share; then those that copy. arguments.py has the tuples."""
+    """Preprocessing of rows, vectors and copies. arguments.py has the tuples.
+
+    Programs (tile, b * heads + h) for rows, `row_programs` in all; then `vector_programs` (b, part) for vectors that
+    all heads share; then those that copy.
+    """
     size = Sizes(heads, length, mem_len, mem_len + key_len, rel_len, max_distance)
     number = tl.program_id(0) - row_programs
     if number < 0:

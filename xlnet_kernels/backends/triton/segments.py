@@ -1,4 +1,4 @@
-"""The segment term: (q + bias) . embed[same or different]."""
+"""Segment term of the score: (q + bias) . embed[same or different]."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .operands import add_bias, columns, load_query, rows_of_tile
 
 
 class RowSegments(NamedTuple):
-    """The segments of a tile's rows."""
+    """Segments of a tile's rows."""
 
     ids: Any  # (BLOCK_M,) int32
-    same: Any  # (BLOCK_M,) float32: the term of a key in the same segment, which softmax does not see
+    same: Any  # (BLOCK_M,) float32: the term of a key in the same segment, which cancels in softmax
     different: Any  # (BLOCK_M,) float32: the further term of a key in another segment
 
 
@@ -30,7 +30,7 @@ def load_embedding(segments, head, kind: tl.constexpr, c: tl.constexpr, size, ME
 
 @triton.jit
 def store_row_segments(rows, segments, tile, size, META):
-    """Keeps the two possible terms of a tile's rows."""
+    """Store the two possible terms of a tile's rows."""
     if segments.embed is not None:
         same = tl.zeros((META.BLOCK_M,), tl.float32)
         different = tl.zeros((META.BLOCK_M,), tl.float32)
@@ -45,7 +45,7 @@ def store_row_segments(rows, segments, tile, size, META):
 
 @triton.jit
 def load_row_segments(rows, segments, tile, size, META):
-    """A tile's ids, and its two possible terms."""
+    """Load a tile's ids and its two possible terms."""
     ids = load_or(segments.query_ids, of_rows(tile.head, size), tile.row, tile.inside, 0)
     same = tl.zeros((META.BLOCK_M,), tl.float32)
     different = same
@@ -65,15 +65,18 @@ def id_range(segments, head, j0, size, META):
 
 @triton.jit
 def is_same_segment(ids, segments, head, j0, size, META):
-    """Which pairs of a tile (BLOCK_M, BLOCK_N) are of one segment."""
+    """Mask of the pairs of a tile (BLOCK_M, BLOCK_N) in one segment."""
     key_ids = tl.load((segments.key_ids + (head.b * padded(size.keys) + j0)) + tl.arange(0, META.BLOCK_N))
     return ids[:, None] == key_ids[None, :]
 
 
 @triton.jit
 def add_segments(score, terms, segments, head, id_least, id_largest, j0, size, META):
-    """Scores (BLOCK_M, BLOCK_N) plus the segment term less `same`, in two parts. Where all keys of the tile are of one
-    segment, id_least to id_largest, it is the second part (BLOCK_M,), the same for all keys of a row."""
+    """Scores (BLOCK_M, BLOCK_N) plus the segment term less `same`, in two parts.
+
+    Where all keys of the tile, with ids from id_least to id_largest, are in one segment, the term is the second part
+    (BLOCK_M,), constant in a row.
+    """
     term = tl.zeros((META.BLOCK_M,), tl.float32)
     if segments.key_ids is not None:
         one = id_least == id_largest
@@ -86,7 +89,7 @@ def add_segments(score, terms, segments, head, id_least, id_largest, j0, size, M
 
 @triton.jit
 def add_dS_different(total, dS, ids, segments, head, id_least, id_largest, j0, size, META):
-    """`total` (BLOCK_M,) plus rowsum(dS) over a tile's keys of other segments."""
+    """The sum of `total` (BLOCK_M,) and rowsum(dS) over a tile's keys of other segments."""
     if segments.key_ids is not None:
         if id_least == id_largest:
             total += tl.where(ids == id_least, 0.0, tl.sum(dS, 1))

@@ -1,10 +1,10 @@
-"""Where a tile's rows stand, and the relative shift, in registers.
+"""Positions of a tile's rows, and the relative shift in registers.
 
 A tile of rows whose last position is `last` needs, at its keys j0 .. j0 + BLOCK_N - 1, row
 origin + j0 + shift[i] + c of rel_key, where shift[i] = last - position[i]. Products with whole blocks of BLOCK_N rows
-of rel_key make a band; every row takes its BLOCK_N columns from two neighbouring blocks: picked by `near`, put in place
-by `rotate`. Where the positions of a tile are close (consecutive rows, or rows sorted by position), blocks are carried
-from one tile of keys to the next, so that each is multiplied once: the ring.
+of rel_key make a band. Every row takes its BLOCK_N columns from two neighbouring blocks: selected by `near`, put in
+place by `rotate`. Where the positions of a tile are close (consecutive rows, or rows sorted by position), blocks are
+carried from one tile of keys to the next. So each is multiplied only once: the ring.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .shift_ptx import join_fragment, shift_back_folded, shift_blocks_in_ptx, sh
 
 
 class RowTile(NamedTuple):
-    """A tile's rows."""
+    """Rows of a tile."""
 
     head: Any
     start: Any  # the first row, in the order of their positions
@@ -35,7 +35,7 @@ class RowTile(NamedTuple):
 
 @triton.jit
 def load_tile(positions, head, tile, size, META):
-    """Rows tile * BLOCK_M .. of a head, in the order of their positions."""
+    """Load rows tile * BLOCK_M .. of a head, in the order of their positions."""
     n = tile * META.BLOCK_M + rows_of_tile(META)
     inside = n < size.length
     end = tl.minimum(tile * META.BLOCK_M + META.BLOCK_M, size.length) - 1
@@ -68,7 +68,7 @@ def is_narrow(positions, tile, META):
 
 @triton.jit
 def are_narrow(positions, head, span, size, META):
-    """Whether those of every tile in a span of rows are."""
+    """Whether `is_narrow` holds for every tile in a span of rows."""
     if positions.position is None:
         return True
     else:
@@ -85,19 +85,21 @@ def are_narrow(positions, head, span, size, META):
 
 @triton.jit
 def _swap(x, BIT: tl.constexpr):
-    """(BLOCK_M, BLOCK_N / 8, 8) with those columns exchanged whose indices differ in bit BIT."""
+    """Exchange of the columns of (BLOCK_M, BLOCK_N / 8, 8) whose indices differ in bit BIT."""
     pairs = tl.reshape(x.to(tl.int32, bitcast=True), (x.shape[0], x.shape[1] * 8 >> (BIT + 1), 2, 1 << BIT))
-    pairs = tl.sum(pairs, 2, keep_dims=True) - pairs  # (a + b) - a = b modulo 2^32; the compiler sees that too
+    pairs = tl.sum(pairs, 2, keep_dims=True) - pairs  # (a + b) - a = b modulo 2^32; the compiler simplifies it
     return tl.reshape(pairs, x.shape).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _pairs_from(x, lane):
-    """out[i, g, c] = x[i, g, 2 lane[i, c] + c % 2] for x (BLOCK_M, GROUPS, 8) and lane (BLOCK_M, 1, 8): one shuffle an
-    element where a thread has the pairs of columns of one quarter of each group, as in a fragment.
+    """out[i, g, c] = x[i, g, 2 lane[i, c] + c % 2] for x (BLOCK_M, GROUPS, 8) and lane (BLOCK_M, 1, 8).
 
-    By itself the compiler would put all of x elsewhere for a gather. So each register of a fragment becomes a tensor of
-    its own, which can only lie as it does already. As a gather of tensors it is right wherever they lie.
+    This takes one shuffle for each element where a thread has the pairs of columns of one quarter of each group, as in
+    a fragment.
+
+    The compiler would move all of x for a gather. To avoid that, each register of a fragment becomes a separate tensor,
+    which has one possible layout. As a gather of tensors it is correct in every layout.
     """
     GROUPS: tl.constexpr = x.shape[1]
     parts = split_fragment(x)
@@ -110,8 +112,10 @@ def _pairs_from(x, lane):
 
 @triton.jit
 def _roll(x, BIT: tl.constexpr):
-    """out[i, c] = x[i, (c + 2^BIT) % (8 GROUPS)] for x (BLOCK_M, GROUPS, 8). Groups are in registers, which only get
-    other names."""
+    """out[i, c] = x[i, (c + 2^BIT) % (8 GROUPS)] for x (BLOCK_M, GROUPS, 8).
+
+    Groups are in registers, which are only renamed.
+    """
     GROUPS: tl.constexpr = x.shape[1]
     group = tl.arange(0, GROUPS)[None, :, None]
     for k in tl.static_range(8):
@@ -125,13 +129,17 @@ def _roll(x, BIT: tl.constexpr):
 def rotate(x, shift, QUADS: tl.constexpr):
     """out[i, c] = x[i, (c + shift[i]) % BLOCK_N] for float32 x (BLOCK_M, BLOCK_N).
 
-    First within groups of 8 columns, then whole groups, by the bits that are left: log2(BLOCK_N / 8) selections an
-    element. Groups live in registers; of the bits within a group one does too and two are lanes of a tensor-core
-    fragment. With QUADS, where the tile is such a fragment (see tuning.py's `in_quads`): columns exchanged in pairs,
-    then pairs taken from their lanes, one selection and one shuffle. Else a butterfly: step k puts bit k of the column
-    right, by exchanging columns that differ in just that bit wherever adding `shift` to the bits below carries into it;
-    three selections, and in a fragment two shuffles. No shared memory and no barrier. Conditions have the shape
-    (BLOCK_M, 1, 8): four in a thread for each step, however many groups there are.
+    Columns rotate within groups of 8, then whole groups by the remaining bits: log2(BLOCK_N / 8) selections for each
+    element. Groups are in registers. Of the three bits within a group one is in registers, and two are lanes of a
+    tensor-core fragment.
+
+    With QUADS the tile is such a fragment (see tuning.py's `in_quads`): columns are exchanged in pairs, then pairs are
+    taken from their lanes, by one selection and one shuffle. Otherwise it is a butterfly: step k corrects bit k of the
+    column. It exchanges columns that differ in just that bit where adding `shift` to the lower bits carries into it.
+    This takes three selections, and in a fragment two shuffles.
+
+    There is no shared memory and no barrier. Conditions have the shape (BLOCK_M, 1, 8): four in a thread for each step,
+    for any number of groups.
     """
     BLOCK_M: tl.constexpr = x.shape[0]
     BLOCK_N: tl.constexpr = x.shape[1]
@@ -176,8 +184,10 @@ def shift_in(first, middle, new, shift, META):
 
 @triton.jit
 def shift_out(dS, first, middle, shift, META):
-    """The transposed map: adds dS (BLOCK_M, BLOCK_N) to the band; returns the block that is complete, and the open
-    ones. FOLDED: `first` is open, and `middle` is dS as given, to be added with that of the next tile of keys."""
+    """Transpose of `shift_in`: add dS (BLOCK_M, BLOCK_N) to the band; returns the complete block and the open ones.
+
+    FOLDED: `first` is open, and `middle` is dS as given, to be added with that of the next tile of keys.
+    """
     if META.FOLDED:
         complete, first = shift_back_folded(dS, middle, first)
         return complete, first, dS
@@ -197,8 +207,7 @@ def shift_out(dS, first, middle, shift, META):
 
 @triton.jit
 def rel_product(position_query, rel_key, start, step, size, META, KEEP: tl.constexpr):
-    """The product (BLOCK_M, BLOCK_N) of a tile of rows with rows start .. start + BLOCK_N - 1 of rel_key: one block of
-    the band."""
+    """One block (BLOCK_M, BLOCK_N) of the band: a tile of rows times rows start .. start + BLOCK_N - 1 of rel_key."""
     head = position_query.head
     product = tl.zeros((META.BLOCK_M, META.BLOCK_N), tl.float32)
     if KEEP:
@@ -230,15 +239,14 @@ def open_ring(position_query, tile, rel_key, start, step, size, META, KEEP: tl.c
 
 @triton.jit
 def block_of(shift, META):
-    """Which block each column of an unrotated tile (BLOCK_M, BLOCK_N) comes from, for positions too far apart for the
-    ring."""
+    """Source block of each column of an unrotated tile (BLOCK_M, BLOCK_N), for positions too far apart for the ring."""
     near = tl.arange(0, META.BLOCK_N)[None, :] >= (shift % META.BLOCK_N)[:, None]
     return (shift // META.BLOCK_N)[:, None] + tl.where(near, 0, 1)
 
 
 @triton.jit
 def blocks_of(tile, META):
-    """How many blocks the rows of a tile need at one tile of keys."""
+    """Number of blocks needed by the rows of a tile at one tile of keys."""
     return (tile.last - tile.first) // META.BLOCK_N + 2
 
 
@@ -246,8 +254,10 @@ def blocks_of(tile, META):
 def shift_blocks(
     position_query, tile, rel_key, j0, step, size, META, KEEP: tl.constexpr, NARROW: tl.constexpr
 ):  # fmt: skip
-    """Position scores (BLOCK_M, BLOCK_N) of one tile without a ring: every block that one of the rows needs. NARROW: as
-    `is_narrow` says."""
+    """Position scores (BLOCK_M, BLOCK_N) of one tile without a ring, from all blocks needed by its rows.
+
+    NARROW: see `is_narrow`.
+    """
     start = tile.origin + j0
     if NARROW:
         first, middle = open_ring(position_query, tile, rel_key, start, step, size, META, KEEP)

@@ -1,10 +1,9 @@
-"""The relative shift of scores where tiles lie as wgmma leaves them: a part of shift.py's `shift_in`
-and `shift_out` in PTX.
+"""Relative shift in PTX for tiles in the register layout of wgmma: a part of shift.py's `shift_in` and `shift_out`.
 
 Four lanes have eight columns of a row, lane t of them columns 2 t and 2 t + 1 of each *group* of eight. The scores of
 a row with shift s are columns s to s + 63 of two blocks of 64. Each register first *takes* the first column from s on
-that has its place in a group, and those that follow in steps of eight: from the group that s is in, or from the next.
-Then the columns of a pair change places where s is odd, and each is read from its lane. With s = 11:
+with its place in a group, from the group of s or the next, and further columns in steps of eight. Then the columns of a
+pair are exchanged where s is odd, and each is read from its lane. With s = 11:
 
     lane                  0     0     1     1     2     2     3     3
     place in a group      0     1     2     3     4     5     6     7
@@ -15,13 +14,13 @@ Then the columns of a pair change places where s is odd, and each is read from i
     read from lane        1     2     2     3     3     0     0     1     (place + s) // 2 % 4
     scores               11    12    13    14    15    16    17    18     columns s + place
 
-All groups do so at once, and the next group of scores begins with column 19. Rows of a warp, 16 that come one after
-the other, take the same registers: a branch finds them, where selections would have to try every bit of the group's
-number. Backward *gives* dS back in the opposite order: read from lanes, exchanged, and put where `_take` has found it,
-into the block that is complete and the one behind it. tests/triton/test_shift_ptx.py has a model of both in numpy.
+All groups do so at once, and the next group of scores begins with column 19. The 16 consecutive rows of a warp take the
+same registers, found by a branch, because selections would have to try every bit of the group's number. Backward
+*gives* dS back in the opposite order: read from lanes, exchanged, and put where `_take` found it, into the complete
+block and the next one. tests/triton/test_shift_ptx.py has a model of both in numpy.
 
-The PTX is elementwise, over tensors each of which is one register of a fragment. So it is right wherever the compiler
-lets tensors lie, and for rows at any positions, which take another branch.
+The PTX is elementwise, over tensors that are single registers of a fragment. So it is correct for every layout of the
+tensors, and for rows at any positions, which take another branch.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ import triton.language as tl
 from .compiler import without_joins
 
 GROUPS = tl.constexpr(8)  # of a block
-_REGISTERS = 4 * 8  # of a block: columns of a pair, rows of either half of 16, groups
+_REGISTERS = 4 * 8  # of a block: 2 columns of a pair, rows of 2 halves of 16, groups
 
 
 def _register(column: int, half: int, group: int) -> int:
-    """Where `split_fragment` has a column of the pairs of a group, in rows of one half of 16."""
+    """Index in `split_fragment` of a column of the pairs of a group, in rows of one half of 16."""
     return (2 * column + half) * 8 + (group % 2 * 4 + group // 2 % 2 * 2 + group // 4)
 
 
 def _operand(column: int, half: int, group: int) -> str:
-    """The operand that has a column of a pair, in one of the 16 groups of both blocks."""
+    """The operand with a column of a pair, in one of the 16 groups of both blocks."""
     return f"${(1 + group // 8) * _REGISTERS + _register(column, half, group % 8)}"
 
 
 def _take(half: int, begin: int) -> list[str]:
-    """Lines that take for rows whose shift is in group `begin`."""
+    """Lines of PTX that take columns for rows whose shift is in group `begin`."""
     places = [(column, group) for column in (0, 1) for group in range(8)]
     return [
         f"selp.f32 taken{_register(column, half, group)}, {_operand(column, half, begin + group + 1)}, "
@@ -56,7 +55,7 @@ def _take(half: int, begin: int) -> list[str]:
 
 
 def _one_of(ways: list[list[str]], number: str, name: str, first: int = 0) -> list[str]:
-    """ways[number - first], found by bisection."""
+    """Lines of PTX that select ways[number - first] by bisection."""
     if len(ways) == 1:
         return [*ways[0], f"bra {name}_DONE;"]
     middle = len(ways) // 2
@@ -71,15 +70,18 @@ def _one_of(ways: list[list[str]], number: str, name: str, first: int = 0) -> li
 
 
 def _conditions(half: int, shift: str) -> list[str]:
-    """Lines for rows of one half with a shift: the group that it is in, the lanes that take from the next group, and
-    whether columns of a pair change places."""
+    """Lines of PTX with conditions for rows of one half with a shift.
+
+    These are the group of the shift, the lanes that take from the next group, and whether columns of a pair are
+    exchanged.
+    """
     lines = [f"shr.u32 begin{half}, {shift}, 3;", f"and.b32 bits, {shift}, 7;"]
     lines += [f"setp.lt.s32 later{column}{half}, column{column}, bits;" for column in (0, 1)]
     return [*lines, f"and.b32 bits, {shift}, 1;", f"setp.ne.b32 odd{half}, bits, 0;"]
 
 
 def _exchange(half: int) -> list[str]:
-    """Columns of pairs that change places, into the result."""
+    """Lines of PTX that exchange columns of pairs, into the result."""
     pairs = [[_register(column, half, group) for column in (0, 1)] for group in range(8)]
     ways = [way for pair in pairs for way in (pair, pair[::-1])]
     return [f"selp.f32 ${to}, taken{other}, taken{to}, odd{half};" for to, other in ways]
@@ -93,10 +95,13 @@ def _program(lines: list[str], lane: str) -> str:
 
 
 def _pick() -> str:
-    """Operands: registers of a block for the result and for both given blocks, the shifts of rows of either
-    half, and the lane's number among four."""
+    """PTX of the shift in forward.
+
+    Operands: registers of a block for the result and for both given blocks, the shifts of rows of either half, and the
+        lane's number among four.
+    """
     lines = [line for half in (0, 1) for line in _conditions(half, f"${3 * _REGISTERS + half}")]
-    # one after the other: rows of the second half begin in an even group, those of the first in the one behind it
+    # consecutive rows: those of the second half begin in an even group, those of the first in the next group
     lines += ["sub.s32 bits, begin0, begin1;", "xor.b32 bits, bits, 1;", "and.b32 parity, begin1, 1;"]
     lines += ["or.b32 bits, bits, parity;", "setp.ne.b32 choice, bits, 0;", "@choice bra APART;"]
     both = [[*_take(0, begin + 1), *_take(1, begin)] for begin in range(0, 8, 2)]
@@ -108,7 +113,7 @@ def _pick() -> str:
 
 
 def _pick_folded() -> str:
-    """As `_pick`, with one shift for both halves, which all rows of a warp have in the same group."""
+    """PTX like `_pick`'s, with one shift for both halves, in the same group for all rows of a warp."""
     lines = _conditions(0, f"${3 * _REGISTERS}")
     lines += [f"mov.pred {name}1, {name}0;" for name in ("later0", "later1", "odd")]
     both = [[*_take(0, begin), *_take(1, begin)] for begin in range(8)]
@@ -117,8 +122,10 @@ def _pick_folded() -> str:
 
 
 def _give(half: int, begin: int) -> list[str]:
-    """The inverse of `_take`, into a block that is complete and the one behind it: rows whose shift is in group
-    `begin`. Of the open block nothing is read beyond that group, which stays as it is."""
+    """Inverse of `_take` for rows whose shift is in group `begin`, into a complete block and the next one.
+
+    The open block is read up to that group only, and unchanged beyond it.
+    """
     lines = []
     for column in (0, 1):
         for group in range(8):
@@ -138,7 +145,10 @@ def _give(half: int, begin: int) -> list[str]:
 
 
 def _give_folded() -> str:
-    """Operands: registers of both blocks for the result, of a block that is given, of the open block; shift, lane."""
+    """PTX of the shift in backward.
+
+    Operands: registers of both blocks for the result, of a given block, of the open block; shift, lane.
+    """
     both = [[*_give(0, begin), *_give(1, begin)] for begin in range(8)]
     lines = [*_conditions(0, f"${4 * _REGISTERS}"), *_one_of(both, "begin0", "GIVE"), "GIVE_DONE:"]
     return _program(lines, f"${4 * _REGISTERS + 1}")
@@ -154,7 +164,7 @@ GIVE_OPERANDS = tl.constexpr(",".join(["=&f"] * 2 * _REGISTERS + ["f"] * 2 * _RE
 
 @triton.jit
 def halves(parts):
-    """Each of some (ROWS, COLUMNS, COUNT) as two of (ROWS, COLUMNS, COUNT / 2)."""
+    """Split of each of `parts` (ROWS, COLUMNS, COUNT) into two of (ROWS, COLUMNS, COUNT / 2)."""
     found = ()
     for i in tl.static_range(len(parts)):
         x = parts[i]
@@ -165,7 +175,7 @@ def halves(parts):
 
 @triton.jit
 def _wholes(halves):
-    """The inverse of `halves`."""
+    """Inverse of `halves`."""
     found = ()
     for i in tl.static_range(len(halves) // 2):
         x = tl.join(halves[2 * i], halves[2 * i + 1])
@@ -175,8 +185,10 @@ def _wholes(halves):
 
 @triton.jit
 def split_fragment(x):
-    """(BLOCK_M, GROUPS, 8) as 4 GROUPS of (BLOCK_M / 2, 4), each of them one register of a fragment: a column of two in
-    a group and every second row of 16."""
+    """Split of (BLOCK_M, GROUPS, 8) into 4 GROUPS of (BLOCK_M / 2, 4), each one register of a fragment.
+
+    A register has one of two columns in a group and every second row of 16.
+    """
     ROWS: tl.constexpr = x.shape[0] // 2
     GROUPS: tl.constexpr = x.shape[1]
     x = tl.permute(tl.reshape(x, (ROWS // 8, 2, 8, GROUPS, 4, 2)), (0, 2, 4, 3, 1, 5))
@@ -192,7 +204,7 @@ def split_fragment(x):
 
 @triton.jit
 def join_fragment(parts, GROUPS: tl.constexpr):
-    """The inverse of `split_fragment`."""
+    """Inverse of `split_fragment`."""
     ROWS: tl.constexpr = parts[0].shape[0]
     found = ()
     for i in tl.static_range(GROUPS * 4):
@@ -207,8 +219,10 @@ def join_fragment(parts, GROUPS: tl.constexpr):
 
 @triton.jit
 def shift_blocks_in_ptx(first, second, shift):
-    """out[i, c] = blocks[i, shift[i] + c] for `first` and `second` (BLOCK_M, 64) side by side as blocks and shifts
-    (BLOCK_M,) from 0 to 63."""
+    """out[i, c] = blocks[i, shift[i] + c] where blocks is `first` and `second` (BLOCK_M, 64) side by side.
+
+    Shifts (BLOCK_M,) are from 0 to 63.
+    """
     shape: tl.constexpr = (first.shape[0], GROUPS, 8)
     lower = split_fragment(tl.reshape(first, shape))
     upper = split_fragment(tl.reshape(second, shape))
@@ -225,10 +239,10 @@ def shift_blocks_in_ptx(first, second, shift):
 
 @triton.jit
 def shift_folded(delayed, old, new):
-    """(scores (128, 64) of a folded tile (see `rows_of_tile`), `delayed` at the next tile of keys).
+    """Scores (128, 64) of a folded tile (see `rows_of_tile`), and `delayed` for the next tile of keys.
 
-    Row i takes columns from 63 - i % 64 on of the blocks `old` and `new` (128, 64) side by side. Those of the
-    second half of the tile are one block ahead: theirs are put into place and kept for the next tile of keys.
+    Row i takes columns from 63 - i % 64 on of the blocks `old` and `new` (128, 64) side by side. Rows of the second
+    half of the tile are one block ahead: their scores are kept for the next tile of keys.
     """
     shape: tl.constexpr = (old.shape[0], GROUPS, 8)
     blocks = split_fragment(tl.reshape(old, shape)) + split_fragment(tl.reshape(new, shape))
@@ -250,8 +264,11 @@ def shift_folded(delayed, old, new):
 
 @triton.jit
 def shift_back_folded(dS, delayed, open):
-    """The transposed map: adds a folded tile of dS (128, 64) to the band; returns the block that is complete, and the
-    open one. Of `delayed`, dS of the tile of keys before, the first half of the tile is added, and of dS the second."""
+    """Transpose of `shift_folded`: add a folded tile of dS (128, 64) to the band; returns the complete and the open
+    block.
+
+    The first half comes from `delayed`, dS of the previous tile of keys, the second half from dS.
+    """
     shape: tl.constexpr = (dS.shape[0], GROUPS, 8)
     now = split_fragment(tl.reshape(dS, shape))
     before = split_fragment(tl.reshape(delayed, shape))

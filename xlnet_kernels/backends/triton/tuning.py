@@ -1,10 +1,10 @@
-"""Tile sizes, warps and pipeline stages of the kernels: a table, no search at run time.
+"""Table of tile sizes, warps and pipeline stages of the kernels, without a search at run time.
 
-Not measured on a GPU yet. Entries "by counts" are those whose busiest resource has least to do (`make gpu-counts`,
-docs/notebook/triton.md); those "by spills" compile with the fewest register spills among those that use the widest
-matrix instructions of their GPUs. Family 80 stays within the 99 KB of shared memory that a program may have on sm_86,
-sm_89 and sm_120, the others within 227 KB. benchmarks/results/triton-compiled.json has the compiler's counts of
-them. benchmarks/tune_triton.py measures candidates on a GPU and writes entries of this form.
+Not measured on a GPU yet. Entries "by counts" have the least load on the busiest resource (`make gpu-counts`,
+docs/notebook/triton.md). Entries "by spills" have the fewest register spills among those with the widest matrix
+instructions of their GPUs. Family 80 stays within 99 KB of shared memory, the limit of a program on sm_86, sm_89 and
+sm_120; the others within 227 KB. benchmarks/results/triton-compiled.json has the compiler's counts.
+benchmarks/tune_triton.py measures candidates on a GPU and writes entries of this form.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from .features import family, is_on
 
 
 class Config(NamedTuple):
-    """A tile is BLOCK_M query rows by BLOCK_N keys; BLOCK_M is at most 2 BLOCK_N, and BLOCK_N at least 32. For BLOCK_D
-    and KEEP see operands.py."""
+    """Launch configuration: a tile is BLOCK_M query rows by BLOCK_N keys.
+
+    BLOCK_M is at most 2 BLOCK_N, and BLOCK_N at least 32. For BLOCK_D and KEEP see operands.py.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
@@ -29,8 +31,8 @@ class Config(NamedTuple):
 
 
 KERNELS = ("forward", "rows", "keys")
-# How it was chosen; (GPU family, kind of products, head_dim up to) -> a configuration for each of KERNELS. One class of
-# lengths: nothing measured asks for more.
+# Source of the choice; (GPU family, kind of products, head_dim up to) -> a configuration for each of KERNELS. One class
+# of lengths, because no measurement calls for more.
 TABLE = {
     # by counts
     (80, "16-bit", 64): ((64, 64, 64, True, 4, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 2)),
@@ -60,40 +62,46 @@ _INTERPRETED = Config(64, 64, 64, True, 4, 1)  # few and large tiles
 
 
 def in_registers(head_dim: int, tests: bool, capability: tuple[int, int] | None) -> bool:
-    """Whether the forward kernel keeps query rows in registers, on sm_90 those of the position product: else each tile
-    reads them again from shared memory. On sm_90 they are copied for each product: not where issue bounds, in
-    narrow heads with a mask or segments to test. Backward has no registers to spare."""
+    """Whether the forward kernel keeps query rows in registers; on sm_90 only those of the position product.
+
+    Otherwise each tile reads them again from shared memory. On sm_90 they are copied for each product, so not where
+    issue slots are the limit: in narrow heads with a mask or segments. Backward has no registers to spare.
+    """
     if capability is None or not is_on("queries in registers", capability):
         return False
     return family(capability) == 80 or head_dim > 64 or not tests
 
 
 def in_quads(config: Config, kind: str, capability: tuple[int, int] | None) -> bool:
-    """Whether four neighbouring threads have the columns of a row of a tile, each two of every eight: a fragment of
-    mma.sync or wgmma, of 16 rows a warp. This decides about speed only."""
+    """Whether a tile is a fragment of mma.sync or wgmma, of 16 rows a warp; affects speed only.
+
+    Four neighbouring threads then have the columns of a row, each two of every eight.
+    """
     return is_on("fragments", capability) and kind != "ieee" and config.BLOCK_M == 16 * config.num_warps
 
 
 def shifts_in_ptx(config: Config, kind: str, capability: tuple[int, int] | None) -> bool:
-    """Whether scores are shifted as shift_ptx.py does."""
+    """Whether shift_ptx.py shifts the scores."""
     return is_on("shift in PTX", capability) and config.BLOCK_N == 64 and in_quads(config, kind, capability)
 
 
 def raises_late(config: Config, capability: tuple[int, int] | None) -> bool:
-    """Whether forward looks for the largest score only where it must: see softmax.py's LARGEST_SUM."""
+    """Whether forward raises row_max lazily: see softmax.py's LARGEST_SUM."""
     return config.KEEP and is_on("late maximum", capability)
 
 
 def takes_one_pass(config: Config, kind: str, capability: tuple[int, int] | None) -> bool:
-    """Whether backward makes the gradients of keys while it visits rows, where it need not be deterministic. By counts:
-    docs/notebook/triton.md, *One pass backward*."""
+    """Whether nondeterministic backward makes the gradients of keys in the rows kernel.
+
+    By counts: docs/notebook/triton.md, *One pass backward*.
+    """
     return config.KEEP and kind == "16-bit" and is_on("one pass", capability)
 
 
 def choose(kernel: str, kind: str, head_dim: int, capability: tuple[int, int] | None) -> Config:
     """The configuration of `kernel`, one of KERNELS; `kind`: see kind_of. `capability` None: for Triton's interpreter.
 
-    A family of GPUs without an entry takes that of the next lower one.
+    A family of GPUs without an entry takes that of the next lower family.
     """
     config = _INTERPRETED
     if capability is not None:
@@ -104,5 +112,5 @@ def choose(kernel: str, kind: str, head_dim: int, capability: tuple[int, int] | 
 
 
 def kind_of(dtype: torch.dtype, precision: str) -> str:
-    """The table's name of products: "16-bit", "float32" by tensor cores, or "ieee", float32 without them."""
+    """Kind of products in the table: "16-bit", "float32" with tensor cores, or "ieee", float32 without them."""
     return "16-bit" if dtype.itemsize == 2 else "ieee" if precision == "ieee" else "float32"

@@ -1,10 +1,10 @@
 """Copies of keys, values and rel_key in which unread rows that hold NaN or infinity are zeros.
 
 A row is unread if no pair uses it: a key of padding, an empty column of a dense mask, a row of rel_key for distances
-that no visible pair has. Tiles multiply such rows by zeros, and zero times NaN is NaN. Forward takes a copy of the
-values, backward of the keys and of rel_key: every other product with an unread row is hidden after it. launch.py asks
-for copies only where a call can leave rows unread, so the main kernels need no test. A row whose numbers are all
-finite is copied as it is; the search for a pair that uses a row runs for other rows alone.
+that no visible pair has. Tiles multiply such rows by zeros, and zero times NaN is NaN. Forward copies the values,
+backward the keys and rel_key; every other product with an unread row is masked afterwards. launch.py makes copies only
+where a call can leave rows unread, so the main kernels need no test. A finite row is copied unchanged; only for other
+rows there is a search for a pair that uses the row.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from .operands import SomeRows, columns, key_mask, key_pointers, load_keys, load
 
 @triton.jit
 def _sees(rows, position, key, mask, size):
-    """Which of the keys (ROWS, COLUMNS) each of some rows sees, wherever the keys are: mask.py's `visible` without a
-    tile of keys. `mask.rank.key_rank` is as given, (B, M + K)."""
+    """Mask of the keys (ROWS, COLUMNS) seen by each row, for keys at any positions: mask.py's `visible` without a tile.
+
+    `mask.rank.key_rank` is as given, (B, M + K).
+    """
     own = (position + size.mem_len)[:, None]
     rel_row = key - own + size.max_distance
     exists = rows.inside[:, None] & (key >= 0) & (key < size.keys)
@@ -42,7 +44,7 @@ def _sees(rows, position, key, mask, size):
 
 @triton.jit
 def _are_read(head, index, positions, mask, size, META, REL_KEY: tl.constexpr):
-    """(BLOCK_N,) whether any query row of a head sees the keys `index`, or with REL_KEY reads these rows of rel_key."""
+    """Whether any query row of a head sees the keys `index` (BLOCK_N,), or with REL_KEY reads these rows of rel_key."""
     found = tl.zeros((META.BLOCK_N,), tl.int32)
     for first in range(0, size.length, META.BLOCK_M):
         n = first + tl.arange(0, META.BLOCK_M)
@@ -62,7 +64,7 @@ def _are_read(head, index, positions, mask, size, META, REL_KEY: tl.constexpr):
 
 @triton.jit
 def _are_finite(chunks):
-    """(BLOCK_N,) whether all numbers of a row are, in chunks (BLOCK_N, BLOCK_D)."""
+    """Whether all numbers of each row (BLOCK_N,) are finite, in chunks (BLOCK_N, BLOCK_D)."""
     largest = tl.zeros((chunks[0].shape[0],), tl.int32)
     for c in tl.static_range(len(chunks)):
         finite = tl.abs(chunks[c].to(tl.float32)) < float("inf")
@@ -72,7 +74,7 @@ def _are_finite(chunks):
 
 @triton.jit
 def copy_keys(copies, number, mask, positions, size, META):
-    """Program `number` of heads and tiles of BLOCK_N keys, the memory's first."""
+    """Copy keys: program `number` of heads and tiles of BLOCK_N keys, memory first."""
     tiles = tl.cdiv(size.keys, META.BLOCK_N)
     head = head_at(number // tiles, size)
     j0 = number % tiles * META.BLOCK_N
@@ -95,7 +97,7 @@ def copy_keys(copies, number, mask, positions, size, META):
 
 @triton.jit
 def copy_rel_key(copy, number, batch, groups, mask, positions, size, META):
-    """Program `number` of groups of heads that share rel_key and tiles of BLOCK_N of its rows."""
+    """Copy rel_key: program `number` of groups of heads that share it and tiles of BLOCK_N of its rows."""
     tiles = tl.cdiv(size.rel_len, META.BLOCK_N)
     group = number // tiles
     head = head_at(group, size)
@@ -117,8 +119,8 @@ def copy_rel_key(copy, number, batch, groups, mask, positions, size, META):
 
 @triton.jit
 def copy_rows(copies, number, key_programs, batch, groups, mask, key_rank, positions, size, META):
-    """Program `number` of those that copy: `key_programs` for keys or values, the rest for rel_key."""
-    # ranks as given, because those of `mask` are padded by other programs of this launch
+    """Copy rows: program `number` of those that copy, `key_programs` for keys or values, the rest for rel_key."""
+    # Ranks as given, because other programs of this launch pad those of `mask`
     rank = RankMask(mask.rank.query_rank, key_rank, None, None, mask.rank.query_floor, mask.rank.sees_self)
     given = Mask(rank, mask.dense)
     if copies.keys.given.data is not None:

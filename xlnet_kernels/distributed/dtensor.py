@@ -1,6 +1,6 @@
-"""The operator's sharding rule: `rel_attention` on DTensors, where each process has some sequences and some heads.
+"""Sharding rule of the operator: `rel_attention` on DTensors, where each process has some sequences and heads.
 
-Neither sequences nor heads know of each other, so every process calls the operator on its own ones and nothing is sent.
+Sequences and heads are independent, so every process calls the operator on its own part, without communication.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _SHARED = ("sequences", "heads")  # dimensions 0 and 1 of query
 
 
 def attend_on_shards(function: Callable[[Call], tuple[Tensor, Tensor]], call: Call) -> tuple[Tensor, Tensor]:
-    """function(call), with this process's sequences and heads in place of all.
+    """The result of function(call) for this process's sequences and heads, as DTensors.
 
-    `query` says how all are sharded: each dimension of its mesh over sequences (Shard(0)), over heads (Shard(1)), or
-    not at all. The other tensors are brought to that by their axes; a plain tensor is the same in all processes. Parts
-    that many processes share, such as biases where sequences are sharded, get their gradients summed over these.
-    Dropout takes the probabilities that one process would take, where all processes have the same random numbers.
+    `query` determines the sharding: each dimension of its mesh over sequences (Shard(0)), over heads (Shard(1)), or not
+    at all. The other tensors are redistributed accordingly by their axes; a plain tensor is the same in all processes.
+    Gradients of shared parts, such as biases where sequences are sharded, are summed over processes. Dropout is that of
+    a single process, provided all processes have the same random numbers.
 
     Args:
         function: computes a process's part; it returns two tensors (B, H, ...).
-        call: query (B, H, L, D) is a DTensor, other tensors are whole or DTensors.
+        call: query (B, H, L, D) is a DTensor; other tensors are plain or DTensors.
 
     Returns:
         The tensors of `function` as DTensors sharded like `query`.
 
     Raises:
-        ValueError: query is sharded in another way, or its sequences or heads are no multiple of the processes, or
-            another argument has not as many. All processes raise it.
+        ValueError: query is sharded in another way, its sequences or heads are not a multiple of the processes, or
+            another argument has a different number of them. All processes raise it.
     """
     query = call.query
     assert is_distributed(query)
@@ -99,10 +99,10 @@ def _check_placements(query: DTensor) -> None:
 
 
 def _shard(query: DTensor) -> tuple[int, int]:
-    """Which heads of a larger problem this process has, as dropout counts them, sequence after sequence.
+    """This process's heads in the larger problem, as dropout counts them, sequence after sequence.
 
     Returns:
-        The number of its first head, and how many heads of each sequence other processes have.
+        The number of its first head, and the number of other processes' heads for each sequence.
     """
     mesh, heads = query.device_mesh, query.shape[1]
     first, of_a_shard = [0, 0], [query.shape[0], heads]

@@ -1,4 +1,4 @@
-"""How layers are shared by processes; imported when a plan is made, since not every torch has torch.distributed."""
+"""Parallel styles of layers; imported with a plan only, because not every torch has torch.distributed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _HEADS |= {name: 0 for name in ("r_r_bias", "r_s_bias", "r_w_bias")}
 
 
 class HeadParallel(ParallelStyle):
-    """Shards the heads of a `TwoStreamAttention`: its inputs and outputs are whole and the same in all processes.
+    """Parallel style that shards the heads of a `TwoStreamAttention`; inputs and outputs are replicated.
 
-    Parameters are DTensors, but for the LayerNorm's, which every process has. Random numbers of all processes must be
-    the same (one seed): dropout is then that of one process.
+    Parameters are DTensors, except for the LayerNorm's, which are replicated. With the same random numbers in all
+    processes (one seed), dropout is that of a single process.
 
     Raises:
-        ValueError: the module is no TwoStreamAttention, or n_head is no multiple of the processes.
+        ValueError: the module is not a TwoStreamAttention, or n_head is not a multiple of the processes.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

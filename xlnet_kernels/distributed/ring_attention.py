@@ -1,9 +1,10 @@
-"""Sequence parallelism: one long sequence over several processes, keys and values going round in a ring.
+"""Sequence parallelism: one long sequence over several processes, with keys and values passed around a ring.
 
-Process r of W holds rows and keys r n .. (r + 1) n - 1 of a sequence of W n. In W steps every process meets every chunk
-of keys, and `rel_attention` gives its rows' output over each chunk with the log-sum-exp, by which the chunks' outputs
-are weighted and added: exactly the attention over the whole sequence (Liu et al., Ring Attention, 2023). Backward goes
-round once more; gradients of keys and values travel with them and arrive at home with the last step.
+Process r of W holds rows and keys r n .. (r + 1) n - 1 of a sequence of W n. In W steps every process receives every
+chunk of keys. `rel_attention` gives the output of its rows over each chunk with the log-sum-exp. The outputs are
+weighted by these and added: exactly the attention over the whole sequence (Liu et al., Ring Attention, 2023). Backward
+passes the chunks around once more, together with the gradients of keys and values, which return to their process with
+the last step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..merging import merge
 from ..segments import Segments
 from ..two_streams import RowPositions
 
-_OF_KEYS = tuple(name for name, argument in TENSORS.items() if argument.axes.endswith("T"))  # a number a key
+_OF_KEYS = tuple(name for name, argument in TENSORS.items() if argument.axes.endswith("T"))  # vectors over keys
 
 
 def ring_attention(
@@ -45,10 +46,10 @@ def ring_attention(
     deterministic: bool | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`rel_attention` over a sequence of which each process of `group` holds a chunk; called by all of them together.
+    """`rel_attention` over a sequence split into chunks among the processes of `group`, called by all of them together.
 
-    Memory and work of a process are those of its own rows and keys, but for `rel_key`. Arguments are those of
-    `rel_attention` for the own chunk:
+    Memory and work of a process are those of its own rows and keys, except for `rel_key`. Arguments are those of
+    `rel_attention` for the process's own chunk:
 
     Args:
         query: (B, H, L, D), own rows. key, value: (B, H, n, D), own keys; n is the same in all processes.
@@ -59,17 +60,17 @@ def ring_attention(
             the whole sequence. query_positions: (B, L) in [0, n), within the chunk.
 
     Gradients of `query`, `key` and `value` are whole; those of rel_key, biases and segment embeddings are this
-    process's share: their sum over the processes is the gradient, as of any parameter under data parallelism. Under
-    autocast give tensors of the dtype wanted.
+    process's share. Their sum over the processes is the gradient, as for any parameter under data parallelism. Under
+    autocast give tensors of the wanted dtype.
 
     Returns:
         (B, H, L, D), or that and the log-sum-exp (B, H, L).
 
     Raises:
-        ValueError: chunks differ in length, or an argument does not fit; the text names it. An error in one process
-            alone leaves the others waiting, until the group's timeout: the lengths are compared once all are there.
+        ValueError: chunks differ in length, or an argument is invalid; the text names it. After an error in a single
+            process the others wait until the group's timeout, because lengths are compared by all processes together.
 
-    >>> q = k = v = torch.randn(1, 2, 5, 8)  # one process alone has the whole sequence
+    >>> q = k = v = torch.randn(1, 2, 5, 8)  # a single process has the whole sequence
     >>> ring_attention(q, k, v, torch.randn(2, 10, 8)).shape
     torch.Size([1, 2, 5, 8])
     """
@@ -83,7 +84,7 @@ def ring_attention(
 
 
 def _gathered(call: Call, ring: Ring) -> Call:
-    """The call checked, its vectors of keys those of the whole sequence."""
+    """The checked call, with the vectors over keys gathered for the whole sequence."""
     query, key, value, rel_key = call[:4]
     if isinstance(query, Tensor) and autocasts(query.device.type) and query.dtype == torch.float32:
         raise ValueError("query is float32 under autocast: cast the tensors before ring_attention")
@@ -117,14 +118,14 @@ def _gathered(call: Call, ring: Ring) -> Call:
 
 
 def _is_served(name: str, argument: Argument) -> bool:
-    """Whether the ring knows which part of an argument a chunk of keys takes."""
+    """Whether ring attention supports an argument: its part for a chunk of keys is known."""
     if name in ("key", "value", "rel_key"):
         return True
     return not set(argument.axes.upper()) & set("KMPT") or (name in _OF_KEYS and not argument.has_gradient)
 
 
 def _checked_chunk(values: Tensor, argument: Argument, sizes: dict[str, int]) -> Tensor:
-    """The own part of a vector of keys, expanded to every sequence."""
+    """The own part of a vector over keys, expanded to every sequence."""
     axes = argument.axes_of(values)
     wanted = [sizes[axis.upper()] for axis in axes]
     if not fits(axes, values.shape, wanted):
@@ -134,7 +135,7 @@ def _checked_chunk(values: Tensor, argument: Argument, sizes: dict[str, int]) ->
 
 
 class Ring:
-    """The processes of a group, each handing on to the next; one alone where there is no group."""
+    """Ring of the processes of a group, each sending to the next; a single process without a group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group, self.rank, self.size = group, 0, 1
@@ -142,7 +143,7 @@ class Ring:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def gather(self, own: Tensor) -> Tensor:
-        """What all processes hold, side by side in the last dimension."""
+        """The tensors of all processes, concatenated in the last dimension."""
         if self.size == 1:
             return own
         parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self.size)]
@@ -150,7 +151,7 @@ class Ring:
         return torch.cat(parts, -1)
 
     def hand_on(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Sends to the next process, and receives from the one before: a function that waits for that."""
+        """Send to the next process and receive from the previous; returns a function that waits for the result."""
         if self.size == 1:
             return lambda: tensor
         group = self.group or dist.group.WORLD
@@ -168,7 +169,7 @@ class Ring:
         return wait
 
     def chunks(self, key_value: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Each chunk's number and its keys and values, the own one first; the next one comes while this one is used."""
+        """Each chunk's number, keys and values, own chunk first, with the next chunk received in the meantime."""
         for step in range(self.size):
             last = step == self.size - 1
             wait = None if last else self.hand_on(key_value)
@@ -178,26 +179,29 @@ class Ring:
 
 
 def _attend_chunk(call: Call, ring: Ring, chunk: int, backend: str | None) -> tuple[Tensor, Tensor] | None:
-    """Output and log-sum-exp of the own rows over one chunk of keys; None where they see nothing of it.
+    """Output and log-sum-exp of the own rows over one chunk of keys; None where they see no key of it.
 
-    call: key and value are the chunk's, vectors of keys those of the whole sequence.
+    call: key and value of the chunk, vectors over keys of the whole sequence.
     """
     ahead, size = chunk - ring.rank, call.key.shape[2]
     is_causal = call.rel_key.shape[-2] == ring.size * size + 1
     if is_causal and ahead > 0:
         return None
-    # Within the chunk distances are smaller by n for each chunk between: rows for n .. -(n - 1) begin further on.
+    # Distances within the chunk are smaller by n for each chunk between, so rows for n .. -(n - 1) begin further on.
     begin = (ring.size - 1 + ahead) * size
     changes: dict[str, Any] = {name: getattr(call, name) for name in _OF_KEYS}
     changes = {n: None if x is None else x.narrow(-1, chunk * size, size) for n, x in changes.items()}
     changes["rel_key"] = call.rel_key.narrow(-2, begin, size + 1 if is_causal and ahead == 0 else 2 * size)
     if ahead:
-        changes["sees_self"] = None  # because a row's own key is in its own chunk
+        changes["sees_self"] = None  # a row's own key is in its own chunk
     return attend(replace(call, max_distance=size, **changes), backend)
 
 
 class RingAttention(torch.autograd.Function):
-    """Forward keeps the own chunk, the output and its log-sum-exp; backward computes each chunk's part again."""
+    """Autograd function of ring attention.
+
+    Forward keeps the own chunk, the output and its log-sum-exp; backward recomputes each chunk's part.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: Call, ring: Ring, backend: str | None, *tensors: Tensor | None):
@@ -208,7 +212,8 @@ class RingAttention(torch.autograd.Function):
             if part is None:
                 continue
             part_out, part_lse = part[0].to(part[1].dtype), part[1]
-            if out is None or lse is None:  # the own chunk comes first, and some of it is always there
+            # Never None after the loop, because the own chunk always has visible keys.
+            if out is None or lse is None:
                 out, lse = part_out, part_lse
                 continue
             out, lse = merge((out, part_out), (lse, part_lse))
@@ -225,7 +230,7 @@ class RingAttention(torch.autograd.Function):
         given = dict(zip(INPUT_NAMES, tensors, strict=False))
         key, value = given["key"], given["value"]
         grad_out = grad_out.to(wide)
-        needs = dict(zip(INPUT_NAMES, ctx.needs_input_grad[3:], strict=False))  # False where there is None
+        needs = dict(zip(INPUT_NAMES, ctx.needs_input_grad[3:], strict=False))  # False for None
         totals = {
             name: torch.zeros_like(given[name], dtype=wide)
             for name, need in needs.items()
@@ -238,7 +243,8 @@ class RingAttention(torch.autograd.Function):
                 for name, x in (given | {"key": chunk_key, "value": chunk_value}).items()
                 if x is not None
             }
-            for name in ("key", "value"):  # in any case, because their own process may want them
+            # Always, because their own process may need these gradients.
+            for name in ("key", "value"):
                 leaves[name].requires_grad_()
             with torch.enable_grad():
                 part = _attend_chunk(replace(ctx.call, **leaves), ring, chunk, ctx.backend)
@@ -254,17 +260,17 @@ class RingAttention(torch.autograd.Function):
                 travelling[1] += found[1]
                 for name, gradient in zip(totals, found[2:], strict=True):
                     totals[name] += gradient
-            travelling = ring.hand_on(travelling)()  # with their keys; from the last step they come home
+            travelling = ring.hand_on(travelling)()  # with their keys; the last step returns them
         gradients: dict[str, Tensor] = {name: total.to(given[name].dtype) for name, total in totals.items()}
         gradients["key"], gradients["value"] = travelling.to(key.dtype)
         return None, None, None, *(gradients.get(name) for name in INPUT_NAMES[:DIFFERENTIABLE])
 
 
 def _without_leaves(call: Call) -> Call:
-    """The call without the tensors that autograd keeps."""
+    """The call without the tensors kept by autograd."""
     return replace(call, **dict.fromkeys(INPUT_NAMES[:DIFFERENTIABLE]))
 
 
 def _weight_of_part(lse: Tensor, total: Tensor) -> Tensor:
-    """exp(lse - total) (B, H, L, 1), the weight of a part where the others are not at hand; 0 where nothing is seen."""
+    """Weight exp(lse - total) (B, H, L, 1) of a part, without the other parts; 0 in fully masked rows."""
     return (lse - total.clamp(min=torch.finfo(total.dtype).min)).exp().unsqueeze(-1)

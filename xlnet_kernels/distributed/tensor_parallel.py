@@ -1,8 +1,8 @@
-"""Tensor parallelism: each process has some heads of the attention and some columns of the feed-forward layers.
+"""Tensor parallelism: each process has some attention heads and some columns of the feed-forward layers.
 
-A layer then costs each of W processes a W-th of its parameters and products, and sums over the processes: of attention
-and of feed-forward (Shoeybi et al., Megatron-LM, 2019, section 3), three in backward, since queries are of other rows
-than keys and values.
+Each of W processes then has 1 / W of a layer's parameters and products. The processes sum the outputs of attention and
+of feed-forward (Shoeybi et al., Megatron-LM, 2019, section 3). Backward has three sums, because queries come from other
+rows than keys and values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def tensor_parallel_plan(model: nn.Module) -> ParallelStyle | dict[str, ParallelStyle]:
-    """How torch's `parallelize_module` shares the layers of a model among processes, by heads:
+    """Plan for torch's `parallelize_module` that splits the layers of a model among processes, by heads:
 
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor.parallel import parallelize_module
@@ -28,14 +28,15 @@ def tensor_parallel_plan(model: nn.Module) -> ParallelStyle | dict[str, Parallel
         parallelize_module(model, mesh, xk.tensor_parallel_plan(model))
 
     Outputs and gradients are those of one process, dropout included. All processes give the model the same batch, with
-    the same random numbers. Embeddings, norms and heads of models stay whole in each. Where d_inner is no multiple of
-    the processes, the last ones have fewer columns of the feed-forward, or none.
+    the same random numbers. Embeddings, norms and heads of models are replicated. Where d_inner is not a multiple of
+    the processes, the last processes have fewer columns of the feed-forward, or none.
 
     Args:
-        model: `TwoStreamAttention`, XLNetModel or one with a head, or any model that has `TwoStreamAttention` in it.
+        model: `TwoStreamAttention`, XLNetModel or a model with a head, or any model that contains `TwoStreamAttention`.
 
     Raises:
-        ValueError: there is none in it. `parallelize_module` raises it where heads are no multiple of the processes.
+        ValueError: the model has no `TwoStreamAttention`. `parallelize_module` raises it where heads are not a multiple
+        of the processes.
         RuntimeError: torch was built without torch.distributed.
 
     >>> from xlnet_kernels import XLNetConfig, XLNetModel

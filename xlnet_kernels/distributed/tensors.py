@@ -1,4 +1,4 @@
-"""DTensors among plain tensors; torch's module of them is imported where there is one."""
+"""Helpers for DTensors among plain tensors, with torch's DTensor module imported only when needed."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ if TYPE_CHECKING:
 
 
 def is_distributed(values: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor."""
+    """Whether the tensor is a DTensor."""
     usual = type(values) in (Tensor, nn.Parameter) or not isinstance(values, Tensor)
     return not usual and hasattr(values, "device_mesh")
 
 
 def alike(x: Tensor, other: Tensor) -> Tensor:
-    """x, as a DTensor where `other` is one: its gradient is summed over the shards."""
+    """x, as a DTensor if `other` is a DTensor: its gradient is summed over the shards."""
     if not is_distributed(other):
         return x
     return replicated(x, other)
 
 
 def whole(x: Tensor) -> Tensor:
-    """The tensor of which a DTensor is a part."""
+    """The full tensor of a DTensor."""
     return x.full_tensor() if is_distributed(x) else x
 
 
 def replicated(x: Tensor, like: DTensor, name: str = "input") -> DTensor:
-    """x as a DTensor on the mesh of `like`; a plain tensor is the same in all processes, and so is its gradient.
+    """x as a replicated DTensor on the mesh of `like`.
+
+    A plain x must be equal in all processes, and so is its gradient.
 
     Raises:
-        ValueError: x, which is called `name`, is a DTensor on another mesh.
+        ValueError: x, the argument `name`, is a DTensor on another mesh.
     """
     from torch.distributed.tensor import DTensor, Replicate
 

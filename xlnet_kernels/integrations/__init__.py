@@ -1,4 +1,4 @@
-"""Models of other libraries on our operator. Nothing of those libraries is imported before it is asked for."""
+"""Integration of other libraries' models with the operator. Those libraries are imported only on demand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["RelativeAttention", "accelerate", "accelerated", "conformer", "regis
 
 
 def __getattr__(name: str) -> Any:
-    """What is here is imported when it is asked for."""
+    """Import public names on first access."""
     if name in _PLACES:
         return getattr(importlib.import_module(f".{_PLACES[name]}", __name__), name)
     if name in __all__:

@@ -1,28 +1,29 @@
-"""One line accelerates a model of another library: `accelerate(model)`; `restore(model)` takes it back.
+"""`accelerate(model)` replaces the attention of another library's model; `restore(model)` undoes it.
 
-Each module of the model that the registry (`_libraries`) knows gets another class, which derives from its own class and
-from our stand-in. Parameters, buffers, hooks and attributes stay where they are, other models of the same class keep
-theirs, and pickle and copy.deepcopy work.
+Each module of the model that the registry (`_libraries`) knows gets another class, derived from its own class and from
+a stand-in. Parameters, buffers, hooks and attributes are unchanged, other models of the same class are not affected,
+and pickle and copy.deepcopy work.
 
-A stand-in is what `register` was told, or a class of the same name as the class it stands for, in the module of this
-package that `LIBRARIES` names (imported when a model has such a module). It derives from that class, or is a mixin that
-is put before it. It overrides methods, `forward` above all, and
+A stand-in is a class given to `register`, or the class of the same name in the module of this package that `LIBRARIES`
+names (imported when a model has such a module). It derives from the library's class, or is a mixin placed before it. It
+overrides methods, above all `forward`, and
 
-- finds everything of its instance in the attributes that the library gave it: `__init__` never runs;
+- uses the attributes that the library gave the instance: `__init__` never runs;
 - has ``backend = None`` as a class attribute where it calls the operator; `accelerate` sets it in the instance;
-- has ``window = None`` as one where it attends under a window (`_window.Window`), or says in ``no_window`` why not;
-- lists in ``made_here`` (a class attribute, a tuple of names) the attributes that an instance may get beyond those of
-  the library; `restore` deletes them;
-- may define ``check_accelerable(self)``, which raises ValueError, with a sentence, where an instance cannot be served;
-- may define ``serves_parts(self)``: whether it calls its parts as their stand-ins expect. If not, neither it nor its
-  parts count as accelerated.
+- has ``window = None`` likewise where it supports a window (`_window.Window`), or in ``no_window`` the reason against
+  one;
+- lists in ``made_here`` (a class attribute, a tuple of names) the attributes added to an instance; `restore` deletes
+  them;
+- may define ``check_accelerable(self)``, which raises ValueError, with a sentence, for an unsupported instance;
+- may define ``serves_parts(self)``: whether it calls its parts as their stand-ins expect. If not, the module and its
+  parts do not count as accelerated.
 
-An instance may have a `forward` of its own, which wins over any class: a hook of HF accelerate, a wrapper. The method
-that these keep is exchanged with the class (`_own_methods`), so that they run around ours. One that does not call its
-class's is refused; set later, it takes its module out of `accelerated`.
+An instance may have its own `forward`, which overrides any class: a hook of HF accelerate, a wrapper. The method kept
+by these is exchanged with the class (`_own_methods`), so that they wrap the stand-in's. A `forward` that does not call
+its class's is refused; if set later, its module no longer counts in `accelerated`.
 
-In a subclass of the library's class the stand-in comes after it in the method resolution order, so that what the
-subclass overrides stays, and its ``super().forward`` is ours.
+For a subclass of the library's class the stand-in comes after it in the method resolution order. So the subclass's
+overrides stay, and its ``super().forward`` is the stand-in's.
 """
 
 from __future__ import annotations
@@ -53,41 +54,40 @@ def accelerate(
     global_tokens: int = 0,
     skip_padding: bool = False,
 ) -> nn.Module:
-    """Makes the relative attention of this model call `rel_attention`; other instances of its classes keep theirs.
+    """Make the relative attention of this model call `rel_attention`; other instances of its classes are not affected.
 
     For models of transformers, NeMo, ESPnet, SpeechBrain and fairseq2, or with such modules inside: `python -m
-    xlnet_kernels.info --models` lists the classes, docs/how-to/accelerate.md what is different for each library.
-    Weights are neither copied nor renamed, and the state dict is untouched. Outputs, gradients, masks and caches are
-    those of the library; its training loops, checkpoints, hooks and subclasses work as before. A copy (copy.deepcopy,
-    pickle, torch.save) of an accelerated model is accelerated too, so that loading a pickle needs this package; a state
-    dict, or a folder that save_pretrained has written, does not.
+    xlnet_kernels.info --models` lists the classes, docs/how-to/accelerate.md the differences for each library. Weights
+    are neither copied nor renamed, and the state dict is untouched. Outputs, gradients, masks and caches are those of
+    the library; its training loops, checkpoints, hooks and subclasses keep working. A copy (copy.deepcopy, pickle,
+    torch.save) of an accelerated model is accelerated too, so loading a pickle needs this package. A state dict, or a
+    folder written by save_pretrained, does not need it.
 
-    The logger "xlnet_kernels" says in one line (INFO) what was replaced; `integrations.accelerated` returns it.
+    The logger "xlnet_kernels" lists the replaced modules in one line (INFO); `integrations.accelerated` returns them.
 
     Args:
-        model: any torch.nn.Module. No library is imported: those of its modules are.
+        model: any torch.nn.Module. No library is imported, because those of its modules already are.
         backend: of the attention, None for the best available, or "reference", "torch", "cpu", "triton", "cuda".
-        linears: give every torch.nn.Linear of the model the products of `xlnet_kernels.Linear` as well, which are
-            faster on some processors and the same within float32 rounding.
-        window: (left, right), the numbers of frames before and after its own that a query sees, for audio that is too
-            long for full attention: time and memory of attention are then linear in length. Scores of the frames that
-            are seen are unchanged. None for full attention.
+        linears: also use the products of `xlnet_kernels.Linear` in every torch.nn.Linear of the model. They are faster
+            on some processors and equal within float32 rounding.
+        window: (left, right), the numbers of frames before and after its own that a query sees, for audio too long for
+            full attention: time and memory of attention are then linear in length. Scores of visible frames are
+            unchanged. None for full attention.
         window_over: sequences of no more frames than this, cached ones included, keep full attention.
-        global_tokens: so many first frames see all frames and are seen by all. The whole sequence is in one call then:
-            with a cache they are refused. Where there are no other frames, this is full attention.
-        skip_padding: compute whole layers of the frames alone, all sequences of a batch in one row. Outputs at padding
-            are zeros. BatchNorm in training counts no padding. For Parakeet's layers in transformers, whose
-            convolutions read zeros at padding.
+        global_tokens: the number of first frames that see all frames and are visible to all. The whole sequence is then
+            in one call: with a cache they are refused. Without other frames, this is full attention.
+        skip_padding: compute whole layers of the frames only, all sequences of a batch in one row. Outputs at padding
+            are zeros. BatchNorm in training ignores padding. For Parakeet's layers in transformers, whose convolutions
+            read zeros at padding.
 
     Returns:
-        `model` itself. Accelerating it again changes no more than the backend and the window.
+        `model` itself. Accelerating it again changes only the backend and the window.
 
     Raises:
-        ValueError: `model` has nothing that could be accelerated, a layer of a kind that cannot be, one whose `forward`
-            was replaced in the instance by another computation, or is of a version of its library that is not served;
-            `window` is no such pair, shows no key but the query's own, or is given for XLNet, whose masks are its own;
-            `skip_padding` is given with global tokens, or for a model without such layers. The text says what was
-            found. Nothing is changed then.
+        ValueError: `model` has no supported layer, has an unsupported layer or version of its library, or a layer whose
+            instance has another computation as `forward`; `window` is not such a pair, shows only the query's own key,
+            or is given for XLNet; `skip_padding` is given with global tokens, or for a model without such layers. The
+            text names the cause. The model is then unchanged.
 
     >>> import transformers
     >>> config = transformers.XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
@@ -127,7 +127,8 @@ def accelerate(
             check: Any = getattr(cls, "check_accelerable", None)
             if check is not None:
                 check(module)
-    except BaseException:  # e.g. TypeError: a class with __slots__ of its own
+    # E.g. TypeError, because a class may have its own __slots__.
+    except BaseException:
         for module, original in before:
             if type(module) is not original:
                 module.__class__ = original
@@ -146,9 +147,9 @@ def accelerate(
 
 
 def accelerated(model: nn.Module) -> dict[str, int]:
-    """The modules of this model that run accelerated: how many of each class, named with its library.
+    """The number of accelerated modules of this model by class, named with its library.
 
-    Modules whose `forward` was replaced after `accelerate`, by one that does not call that of the class, do not count.
+    Modules whose `forward` was replaced after `accelerate`, by a function that does not call the class's, do not count.
 
     >>> import transformers
     >>> config = transformers.XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
@@ -165,13 +166,13 @@ def accelerated(model: nn.Module) -> dict[str, int]:
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undoes `accelerate`: every module has its class and its attributes again; harmless where nothing is to be undone.
+    """Undo `accelerate`: every module gets its class and attributes back; harmless for a model that is not accelerated.
 
     Returns:
         `model` itself.
 
     Raises:
-        RuntimeError: a module was given yet another class since then (by parametrizations or fully_shard).
+        RuntimeError: a module's class was changed after `accelerate` (by parametrizations or fully_shard).
 
     >>> import transformers
     >>> config = transformers.XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
@@ -221,10 +222,10 @@ def _check_skip_padding(skip_padding: Any, global_tokens: int, model: nn.Module,
 
 
 def _hidden(module: nn.Module, cls: type) -> list[str]:
-    """The methods of the accelerated class that the instance's own keep from running."""
+    """The methods of the accelerated class that the instance's own methods hide."""
     original = getattr(cls, ORIGINAL)
     names = [*overridden(original, cls)]
-    # that of a subclass stays and calls ours
+    # A subclass's forward stays and calls the stand-in's.
     names += ["forward"] if any("forward" in vars(base) for base in {*cls.__mro__} - {*original.__mro__}) else []
     return [name for name in names if not leads(module, name)]
 
@@ -240,13 +241,13 @@ def _replaced(model: nn.Module, module: nn.Module) -> str:
 
 
 def _full_name(cls: type) -> str:
-    """The class after the name of its library."""
+    """The class's name after that of its library."""
     libraries = filter(None, map(library_of, known_bases(cls)))
     return " ".join([*(library.name for library in [*libraries][:1]), cls.__name__])
 
 
 def _nothing_found(model: nn.Module) -> str:
-    """What the model has in place of what is known, and why that is not served."""
+    """Error for a model without supported layers: the layers found, and why they are not supported."""
     found = []
     for cls in sorted({type(module) for module in model.modules()}, key=lambda cls: cls.__name__):
         if "Attention" not in cls.__name__ and "MHA" not in cls.__name__:

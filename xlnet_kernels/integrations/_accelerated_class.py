@@ -1,4 +1,4 @@
-"""The class of an accelerated module: the library's, with the methods of our stand-in."""
+"""Class of an accelerated module: the library's class with the stand-in's methods."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 from ..linear import Linear
 from ._libraries import known_bases, stand_in_of
 
-ORIGINAL = "_class_before_accelerate"  # the attribute of an accelerated class that has the library's
+ORIGINAL = "_class_before_accelerate"  # the attribute of an accelerated class with the library's class
 
 
 def accelerated_class(cls: type) -> Any:
-    """The accelerated form of a class, which may be that already; None for what we have nothing for."""
+    """The accelerated form of a class, or the class itself if already accelerated; None without a stand-in."""
     if hasattr(cls, ORIGINAL):
         return cls
     if cls is nn.Linear:
@@ -27,13 +27,13 @@ def accelerated_class(cls: type) -> Any:
 
 @cache
 def _put_before(mixin: type, base: type) -> Any:
-    """The mixin's methods on top of the library's class."""
+    """A class with the mixin's methods before those of the library's class."""
     return type(base)(base.__name__, (mixin, base), {"__module__": mixin.__module__})
 
 
 @cache
 def _derive(cls: type, stand_in: type) -> Any:
-    """`cls` with the stand-in's methods, under its own name, which save_pretrained writes down."""
+    """`cls` with the stand-in's methods, under its own name, because save_pretrained writes the name."""
     bases = (stand_in,) if issubclass(stand_in, cls) else (cls, stand_in)
     names = {
         "__module__": cls.__module__,
@@ -47,15 +47,15 @@ def _derive(cls: type, stand_in: type) -> Any:
 
 
 def _make(cls: type, *args, **kwargs) -> nn.Module:
-    """Only instances that exist are accelerated: calling the class (as from_pretrained does) makes an original one."""
+    """Make an instance of the original class, because only existing instances are accelerated (see from_pretrained)."""
     if args or kwargs:
         return getattr(cls, ORIGINAL)(*args, **kwargs)
     return object.__new__(cls)  # a shell, to be filled by pickle or torch.nn.parallel.replicate
 
 
 def _reduce(self: nn.Module, protocol: int) -> tuple:
-    """For copy and pickle, which would look for the class under its name and find the original."""
-    reduced: Any = object.__reduce_ex__(self, max(protocol, 2))  # from 2 on a tuple
+    """Reduce for copy and pickle, because they would find the original class under this name."""
+    reduced: Any = object.__reduce_ex__(self, max(protocol, 2))  # a tuple from protocol 2 on
     original = vars(type(self)).get(ORIGINAL)
     return reduced if original is None else (_new, (original,), *reduced[2:])
 

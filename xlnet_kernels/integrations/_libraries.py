@@ -1,4 +1,4 @@
-"""The registry of stand-ins: libraries' classes by name, so that none is imported; registered classes by themselves."""
+"""Registry of stand-ins: libraries' classes by name, to avoid imports; registered classes by identity."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 @dataclass(frozen=True, eq=False)
 class Library:
-    """A library, and its classes whose attention is ours once a model is accelerated.
+    """A library, and its classes whose attention `accelerate` replaces.
 
-    name: as its people write it. package: as pip knows it. roots: the first part of the names of its modules.
-    least: the first version whose classes look as ours expect.
-    classes: name of a class, after that of its file and a dot where several have it -> the module of this package with
-        its stand-in, and where the class is found.
-    refused: name of a class that has relative positions, or is taken for one that has -> why it is not served.
+    name: its usual spelling. package: its name for pip. roots: the first part of the names of its modules.
+    least: the first version whose classes fit the stand-ins.
+    classes: name of a class (file name and a dot first, where several have the name) -> the module of this package with
+        its stand-in, and the models with the class.
+    refused: name of a class that has, or seems to have, relative positions -> why it is not supported.
     """
 
     name: str
@@ -29,12 +29,12 @@ class Library:
     refused: dict[str, str]
 
     def name_of(self, cls: type) -> str | None:
-        """The name by which `classes` knows the class, or None."""
+        """The key of the class in `classes`, or None."""
         names = (f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}", cls.__name__)
         return next((name for name in names if name in self.classes), None)
 
     def version(self) -> str | None:
-        """Of the library as it is imported; None where neither it nor pip knows."""
+        """Version of the imported library; None where neither it nor pip has one."""
         for root in self.roots:
             version = getattr(sys.modules.get(root), "__version__", None)
             if isinstance(version, str):
@@ -45,7 +45,7 @@ class Library:
             return None
 
     def check_version(self) -> None:
-        """ValueError where the library is older than what is served."""
+        """Raise ValueError where the library is older than the first supported version."""
         version = self.version()
         if version is not None and _numbers(version) < _numbers(self.least):
             raise ValueError(
@@ -55,7 +55,8 @@ class Library:
 
 
 def _numbers(version: str) -> list[int]:
-    """
+    """The numbers of a version, for comparisons.
+
     >>> _numbers("5.18.0.dev0") > _numbers("5.9")
     True
     """
@@ -157,11 +158,11 @@ def library_of(cls: type) -> Any:
     return next((library for library in LIBRARIES if root in library.roots), None)
 
 
-REGISTERED: dict[type, type] = {}  # class -> stand-in, as `register` was told
+REGISTERED: dict[type, type] = {}  # class -> stand-in, from `register`
 
 
 def known_bases(cls: type) -> list[type]:
-    """The classes with a stand-in that this one is or derives from, nearest first; nothing is imported."""
+    """The classes with a stand-in among this class and its bases, nearest first; nothing is imported."""
     return [base for base in cls.__mro__ if base in REGISTERED or _in_library(base)]
 
 
@@ -171,7 +172,7 @@ def _in_library(base: type) -> bool:
 
 
 def stand_in_of(base: type) -> Any:
-    """The stand-in of one of `known_bases`; the module of this package with a library's is imported here."""
+    """The stand-in of a class of `known_bases`, imported here for a library's class."""
     if base in REGISTERED:
         return REGISTERED[base]
     library = library_of(base)

@@ -1,4 +1,4 @@
-"""Dense attention masks of other libraries as the operator wants them, found once for all layers of a model."""
+"""Conversion of other libraries' dense attention masks for the operator, done once for all layers of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Found = TypeVar("Found")
 
 
 class LayerMask(NamedTuple):
-    """What each row sees, and (B, L) bool which rows are fully masked, or None where all see something."""
+    """Mask of a layer, and its fully masked rows (B, L) bool, or None without such rows."""
 
     visible: RankMask | Tensor | None
     fully_masked: Tensor | None = None
@@ -26,22 +26,23 @@ EVERYTHING = LayerMask(None)
 
 
 def hide_keys(mask: RankMask | Tensor | None, hidden: Tensor) -> RankMask | Tensor:
-    """The mask without the keys that `hidden` (B, K) has True, for every query."""
+    """The mask that also hides the keys where `hidden` (B, K) is True, for every query."""
     if mask is None:
         return RankMask.padding(attention_mask=~hidden)
     if isinstance(mask, RankMask):
         mask = mask.expand(hidden.shape[0])
         own = mask.sees_self
-        if own is not False:  # because it shows a row's own key, whatever the rank of that key
+        # Because sees_self shows a row's own key regardless of its rank.
+        if own is not False:
             own = own & ~hidden[:, -mask.query_rank.shape[1] :]
         return RankMask(mask.query_rank, mask.key_rank.masked_fill(hidden, HIGHEST), mask.query_floor, own)
     return mask & ~hidden[:, None, None]
 
 
 class OfLast(Generic[Found]):
-    """The result of `find` for the last tensor, kept by its content: all layers of a model get one mask.
+    """Cache of the result of `find` for the last tensor, by content, so that all layers of a model share one mask.
 
-    Nothing refers to the tensor, and no way of writing into it goes unnoticed.
+    It keeps no reference to the tensor, and notices every change of it.
     """
 
     def __init__(self, find: Callable[[Tensor], Found]) -> None:
@@ -51,25 +52,27 @@ class OfLast(Generic[Found]):
     def __call__(self, tensor: Tensor) -> Found:
         if not known(tensor) or not tensor.numel():
             return self.find(tensor)
-        last = self.last  # read once: another thread may write it
+        # Read once, because another thread may write it.
+        last = self.last
         kind, hashes = (tensor.shape, tensor.dtype, tensor.device), row_hashes(_distinct(tensor))
         if last is not None and last[0] == kind and torch.equal(last[1], hashes):
             return last[2]
-        with torch.inference_mode(False):  # a tensor made in inference mode could not be used in training later
+        # Because a tensor made in inference mode could not be used in training later.
+        with torch.inference_mode(False):
             found = self.find(tensor)
         self.last = kind, hashes, found
         return found
 
 
 def known(tensor: Tensor) -> bool:
-    """Whether the values are there, and hold for more than this call: not in a trace or a graph that is captured."""
+    """Whether the values can be read and are valid beyond this call: not in a trace or a captured graph."""
     if not readable(tensor) or torch.jit.is_tracing():
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _distinct(tensor: Tensor) -> Tensor:
-    """Without the copies in expanded dimensions."""
+    """The tensor without the copies in expanded dimensions."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
@@ -77,10 +80,10 @@ def _distinct(tensor: Tensor) -> Tensor:
 
 
 def layer_mask(mask: Any) -> LayerMask | None:
-    """From a mask (B, 1 or H, L, K): True, or 0 where it is added to scores, means may attend.
+    """LayerMask of a mask (B, 1 or H, L, K), where True, or 0 in a mask added to scores, means may attend.
 
-    None where the operator has no such mask: it is no tensor (FlexAttention's), or values other than 0 and the lowest
-    number are added to the scores.
+    None for a mask that the operator does not support: not a tensor (FlexAttention's), or with values other than 0 and
+    the lowest number.
     """
     if mask is None:
         return EVERYTHING
@@ -94,13 +97,13 @@ def layer_mask(mask: Any) -> LayerMask | None:
 
 @OfLast
 def padding_mask(mask: Tensor) -> LayerMask:
-    """From a mask (B, 1, K), 0 where there is padding; fully masked rows are left at zeros."""
+    """LayerMask of a mask (B, 1, K), 0 at padding; fully masked rows give zeros."""
     return LayerMask(RankMask.padding(mask[:, 0] == 0))
 
 
 @OfLast
 def _found(mask: Tensor) -> LayerMask | None:
-    """With `visible` None where only the mask itself says it."""
+    """LayerMask with `visible` None where ranks cannot express the mask."""
     if mask.dim() != 4:
         return None
     is_known = known(mask)
@@ -122,7 +125,7 @@ def visible_pairs(mask: Tensor) -> Tensor:
 
 
 def spans(visible: Tensor) -> RankMask | None:
-    """The same mask in ranks where each row of (B, L, K) sees all keys from one to another, padding aside; else None.
+    """RankMask of a mask (B, L, K) whose rows see a contiguous range of keys, padding aside; else None.
 
     >>> spans(torch.ones(2, 4, 4, dtype=torch.bool).tril()).query_rank.tolist()
     [[1, 2, 3, 4], [1, 2, 3, 4]]
@@ -138,10 +141,12 @@ def spans(visible: Tensor) -> RankMask | None:
 
 
 def visible_ranks(mask: Tensor | None, hidden: bool) -> RankMask | Tensor | None:
-    """From a mask ((B,) L or 1, K), `hidden`: True where a row may not attend (NeMo), or nonzero where it may (ESPnet).
+    """Mask for the operator from a tensor ((B,) L or 1, K).
 
-    Ranks wherever they can say it, None where nothing is hidden, else bool (B, 1, L, K). Fully masked rows give zeros
-    in both libraries, as in ours.
+    With `hidden`, True means may not attend (NeMo); else nonzero means may attend (ESPnet).
+
+    A RankMask where possible, None where nothing is hidden, else bool (B, 1, L, K). Fully masked rows give zeros in
+    both libraries, as in the operator.
     """
     if mask is None or isinstance(mask, RankMask):
         return mask

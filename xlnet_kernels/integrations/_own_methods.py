@@ -1,9 +1,9 @@
-"""Methods of an instance in place of its class's, as hooks and wrappers set them: their calls, and a class below them.
+"""Instance methods set by hooks and wrappers: whether they call their class's, and how to change the class below them.
 
 Hooks of HF accelerate, the autocast of its Accelerator, torch.compile and many users put a wrapper into
-``module.forward``. It wins over the class, and it keeps the forward of the class that the module had then: as a bound
+``module.forward``. It overrides the class, and it keeps the forward of the module's class at that time: as a bound
 method or as a function, in an attribute, a closure, a default, a partial or another object. When the class changes,
-`rebind` exchanges the kept method, so that the wrapper runs around the new class's.
+`rebind` exchanges the kept method, so that the wrapper wraps the new class's.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ _NO_HOLDERS = (nn.Module, Tensor, type, ModuleType)
 
 @functools.cache
 def overridden(original: type, accelerated: type) -> dict[str, tuple[Any, Any]]:
-    """The methods of the first class that are others in the second: name -> both functions."""
+    """The methods that differ between two classes: name -> both functions."""
     names = {name for base in original.__mro__ for name in vars(base) if not name.startswith("__")}
     pairs = {name: (getattr(original, name), getattr(accelerated, name)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] is not pair[1] and all(map(inspect.isfunction, pair))}
 
 
-@constant_for_compilers  # because a compiler that traces the search through closures fails in the wrapper's own later
+# Constant, because a compiler that traces the search through closures later fails in the wrapper's own.
+@constant_for_compilers
 def leads(module: nn.Module, name: str = "forward") -> bool:
-    """Whether the instance has no method of its own by that name, or one that can be seen to call its class's."""
+    """Whether the instance has no own method of that name, or one that visibly calls its class's."""
     if name not in vars(module):
         return True
     own, function = vars(module)[name], getattr(type(module), name)
@@ -47,7 +48,7 @@ def leads(module: nn.Module, name: str = "forward") -> bool:
 
 
 def rebind(module: nn.Module, original: type, accelerated: type) -> None:
-    """Exchange the methods that the module's own attributes keep, of either class, for those of the class it has."""
+    """Replace the methods of either class kept in the module's attributes by those of its current class."""
     for name, pair in overridden(original, accelerated).items():
         old, new = pair if isinstance(module, accelerated) else pair[::-1]
         for held, put in _held_below(module, module, accelerated):
@@ -57,9 +58,9 @@ def rebind(module: nn.Module, original: type, accelerated: type) -> None:
 
 
 class _ByClass(NamedTuple):
-    """The method of this name of the class that its first argument has.
+    """Callable for the method of this name of its first argument's class.
 
-    It takes the place of a function that a wrapper keeps, because several modules may share the wrapper.
+    It replaces a function kept by a wrapper, because several modules may share the wrapper.
     """
 
     original: type
@@ -68,7 +69,8 @@ class _ByClass(NamedTuple):
     functions: tuple[Any, Any]  # of both classes
 
     def __reduce__(self) -> tuple:
-        return _by_class, (self.original, self.name)  # the other class is made, and pickle does not find it
+        # By class and name, because pickle cannot find the accelerated class.
+        return _by_class, (self.original, self.name)
 
     def function_of(self, cls: type) -> Any:
         return self.functions[issubclass(cls, self.accelerated)]
@@ -83,17 +85,17 @@ def _by_class(original: type, name: str) -> _ByClass:
 
 
 def _is_method(held: Any, module: nn.Module, function: Any) -> bool:
-    """Whether it is this function, as it is or bound to the module."""
+    """Whether `held` is this function, plain or bound to the module."""
     if isinstance(held, MethodType) and held.__self__ is module:
         held = held.__func__
     return held is function or isinstance(held, _ByClass) and held.function_of(type(module)) is function
 
 
 def _held_below(holder: Any, module: nn.Module, cls: type, name: str = "", skip: str = "") -> Iterator[tuple[Any, Put]]:
-    """All objects that a callable of the module keeps, directly or through others, each with a setter of its place.
+    """All objects kept by a callable of the module, directly or through others, each with a setter of its place.
 
-    The search does not enter the class's own functions, because all its instances share them. Given the name of a
-    method, attributes of the module count where a function reads them, and the class's method where it asks for that.
+    The search does not enter the class's own functions, because all its instances share them. With the name of a
+    method, the search includes attributes of the module that a function reads, and the class's method if requested.
     """
     todo, known = [holder], {id(x): x for base in cls.__mro__ for x in vars(base).values()}
     while todo:
@@ -124,7 +126,7 @@ def _kept_by(holder: Any, skip: str) -> Iterator[tuple[Any, Put]]:
         yield from _items(holder.keywords, skip)
     elif isinstance(holder, FunctionType):
         for cell in holder.__closure__ or ():
-            with contextlib.suppress(ValueError):  # an empty one
+            with contextlib.suppress(ValueError):  # an empty cell
                 yield cell.cell_contents, functools.partial(setattr, cell, "cell_contents")
         for index, value in enumerate(holder.__defaults__ or ()):
             yield value, functools.partial(_set_default, holder, index)
@@ -137,7 +139,7 @@ def _items(values: Any, skip: str) -> list[tuple[Any, Put]]:
 
 
 def _leave(new: Any) -> None:
-    """The setter of an object that is only read."""
+    """Setter of a read-only object."""
 
 
 def _set_partial(holder: functools.partial, function: Any, *args: Any) -> None:

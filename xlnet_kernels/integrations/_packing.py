@@ -1,4 +1,4 @@
-"""Sequences of a padded batch in one row without their padding, and back."""
+"""Packing of a padded batch's sequences into one row without padding, and unpacking."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ._masks import OfLast, known
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """The frames of a batch (B, L) in one row of T, with a gap between sequences; stands for a layer's mask there.
+    """Packed row of T: the frames of a batch (B, L) with a gap between sequences; replaces a layer's mask.
 
-    Convolutions read zeros at the gap, as at padding. The attributes and operators that Parakeet's convolution asks of
-    its mask are here.
+    Convolutions read zeros at the gap, as at padding. It has the attributes and operators of a mask that Parakeet's
+    convolution uses.
 
     Attributes:
-        source: indices in B * L of what is in the row, in its order.
+        source: indices in B * L of the frames, in the order of the row.
         place: their indices in the row.
         flags: (1, T) bool, True at frames.
-        visible: every frame sees those of its own sequence.
+        visible: mask where every frame sees those of its own sequence.
         longest: the number of frames from the first to the last of the longest sequence.
     """
 
@@ -41,18 +41,18 @@ class PackedRow:
         return ~self.flags[:, None, None]
 
     def pack(self, x: Tensor) -> Tensor:
-        """(1, T, width) of (B, L, width), zeros at gaps."""
+        """Pack (B, L, width) into (1, T, width), zeros at gaps."""
         row = x.new_zeros(self.flags.shape[1], x.shape[2])
         return row.index_copy(0, self.place, x.flatten(0, 1).index_select(0, self.source))[None]
 
     def unpack(self, x: Tensor, batch: int, length: int) -> Tensor:
-        """The reverse, zeros at padding."""
+        """Unpack (1, T, width) into (B, L, width), zeros at padding."""
         rows = x.new_zeros(batch * length, x.shape[2])
         return rows.index_copy(0, self.source, x[0].index_select(0, self.place)).unflatten(0, (batch, length))
 
 
 def packed_row(flags: Tensor, gap: int) -> PackedRow | None:
-    """Of flags (B, L), True at frames; None where the row would be no shorter than the batch, or values are unknown."""
+    """PackedRow of flags (B, L), True at frames; None where the row would not be shorter, or values are unknown."""
     return _packed_row(gap)(flags) if known(flags) else None
 
 

@@ -1,4 +1,4 @@
-"""A padding mask that stays one row for all queries, where a library makes a map of all pairs of it."""
+"""Padding mask kept as one row for all queries, where a library would expand it to all pairs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .._torch import map_instances
 from ..masks import LOWEST, RankMask
 from ._masks import EVERYTHING, LayerMask, OfLast, known
 
-_KEPT = {"unsqueeze", "__getitem__", "to", "bool", "detach", "__and__"}  # what makes another row of a row
-_SKIPPED = {"expand", "transpose"}  # what repeats it for each query
+_KEPT = {"unsqueeze", "__getitem__", "to", "bool", "detach", "__and__"}  # functions that give another row
+_SKIPPED = {"expand", "transpose"}  # functions that repeat it for each query
 
 
 class PaddingRow(Tensor):
-    """Flags (B, K) of frames, and what transformers' masks make of them: (B, 1, K), (B, 1, 1, K).
+    """Flags (B, K) of frames, also in the shapes of transformers' masks: (B, 1, K), (B, 1, 1, K).
 
-    Repeating the row for each query is left out, and so is the product with the flags of the queries. All else is an
-    operation on the flags, and gives a plain tensor.
+    Repeating the row for each query and multiplying by the queries' flags are skipped. All other functions operate on
+    the flags and give a plain tensor.
     """
 
     @classmethod
@@ -30,7 +30,7 @@ class PaddingRow(Tensor):
         plain = map_instances(cls, _plain, (args, kwargs or {}))
         if name == "__and__" and not all(isinstance(x, cls) for x in args):
             flags, other = plain[0] if isinstance(args[0], cls) else plain[0][::-1]
-            if other.shape[-1:] != (1,) or not other.all():  # more than the flag of each query that it sees
+            if other.shape[-1:] != (1,) or not other.all():  # more than the flags of the queries
                 return flags & other
             return _row(flags)
         found = function(*plain[0], **plain[1])
@@ -40,14 +40,14 @@ class PaddingRow(Tensor):
         return _plain(self)
 
     def pairs(self) -> Tensor:
-        """(B, 1, K, K) of (B, 1, 1, K), True where both the query and the key are frames."""
+        """Mask (B, 1, K, K) of (B, 1, 1, K), True where both the query and the key are frames."""
         return _plain(self) & _plain(self).mT
 
 
 class TracedRow:
-    """A `PaddingRow` of flags (B, K) while torch.onnx.export traces, which cannot follow a subclass of Tensor.
+    """Replacement of `PaddingRow`, of flags (B, K), under torch.onnx.export, which cannot trace a subclass of Tensor.
 
-    It has what ParakeetEncoder and its convolutions ask of their mask.
+    It has the methods of a mask that ParakeetEncoder and its convolutions use.
     """
 
     dtype = torch.bool
@@ -84,14 +84,14 @@ def _row(flags: Tensor) -> PaddingRow:
 
 
 def padding_row(flags: Any) -> Any:
-    """The flags (B, K) as a `PaddingRow`, unless there are none or their values are not known."""
+    """The flags (B, K) as a `PaddingRow`; unchanged if None or with unknown values."""
     is_row = isinstance(flags, Tensor) and flags.dim() == 2 and known(flags)
     return _row(flags) if is_row else flags
 
 
 @OfLast
 def of_keys(frames: Tensor) -> LayerMask:
-    """Every query sees the frames (B, K), padding too."""
+    """Mask where every query, padding included, sees the frames (B, K)."""
     if frames.all():
         return EVERYTHING
     fully_masked = ~frames.any(1, keepdim=True).expand_as(frames)
@@ -100,7 +100,7 @@ def of_keys(frames: Tensor) -> LayerMask:
 
 @OfLast
 def of_pairs(frames: Tensor) -> LayerMask:
-    """Frames (B, K) see frames, and padding sees nothing."""
+    """Mask where frames (B, K) see frames, and padding is fully masked."""
     if known(frames) and frames.all():
         return EVERYTHING
     ranks = RankMask.padding(attention_mask=frames)

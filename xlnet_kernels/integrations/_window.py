@@ -1,4 +1,4 @@
-"""The window of `accelerate`: which frames a query sees, and attention under it at a cost linear in length."""
+"""Window of `accelerate`: the visible frames of a query, and attention at a cost linear in length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._masks import hide_keys
 
 @dataclass(frozen=True)
 class Window:
-    """A query sees `left` keys before it, itself and `right` keys after it, where there are more than `over` keys.
+    """Window of `left` keys before a query, itself and `right` keys after it, for sequences of more than `over` keys.
 
     The first `global_tokens` frames see all keys, and all queries see them.
     """
@@ -30,19 +30,20 @@ class Window:
     global_tokens: int = 0
 
     def rows(self, table: Tensor, keys: int) -> Tensor:
-        """The rows that are read of a table (..., P, D) whose first row is for distance K - 1."""
+        """The rows used from a table (..., P, D) whose first row is for distance K - 1."""
         if self.global_tokens:
             return table
-        if is_free_in_onnx(keys):  # the sequence may be shorter than the window
+        # Because the sequence may be shorter than the window.
+        if is_free_in_onnx(keys):
             return F.pad(table, (0, 0, self.left, self.right)).narrow(-2, keys - 1, self.left + self.right + 1)
         return table[..., keys - 1 - self.left : keys + self.right, :]
 
     def first_distance(self, keys: int) -> int:
-        """Of the first of those rows."""
+        """The distance of the first of `rows`."""
         return keys - 1 if self.global_tokens else self.left
 
     def to_bool(self, keys: int, device: torch.device) -> Tensor:
-        """(K, K) bool, the keys that each frame sees."""
+        """Mask (K, K) bool of the keys that each frame sees."""
         frame = torch.arange(keys, device=device)
         ahead = frame - frame[:, None]
         is_global = frame < self.global_tokens
@@ -50,10 +51,10 @@ class Window:
 
 
 def make_window(window: Any, window_over: Any, global_tokens: Any) -> Window | None:
-    """From the arguments of `accelerate`.
+    """The checked Window of `accelerate`'s arguments, or None.
 
     Raises:
-        ValueError: one of them does not fit; the text names it.
+        ValueError: an argument is invalid; the text names it.
     """
     window_over, global_tokens = as_python(window_over), as_python(global_tokens)
     for name, count in (("window_over", window_over), ("global_tokens", global_tokens)):
@@ -72,11 +73,11 @@ def make_window(window: Any, window_over: Any, global_tokens: Any) -> Window | N
 
 
 def bounded(window: Window | None, length: int, keys: int) -> Window | None:
-    """The window of L queries, the last of K frames, without what reaches beyond these; None where all see all.
+    """The window of L queries, the last of K frames, clipped to these frames; None for full attention.
 
     Raises:
-        ValueError: there are global tokens, and frames that are not among the queries; or a window that depends on the
-            length, in a file of ONNX that is for all lengths.
+        ValueError: there are global tokens and cached frames; or the window depends on the length in an ONNX file for
+            all lengths.
     """
     if window is not None and is_free_in_onnx(keys):
         if window.over or window.global_tokens:
@@ -109,10 +110,10 @@ def attend_in_window(
     mask: RankMask | Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The output (B, H, L, D) and the log-sum-exp (B, H, L), -inf in rows that see nothing.
+    """Output (B, H, L, D) and log-sum-exp (B, H, L), -inf in fully masked rows, of attention under a window.
 
     Args:
-        window: of `bounded`.
+        window: from `bounded`.
         rel_key: (H or B, P, D), `window.rows` of the table.
         options: the other arguments of `rel_attention`.
     """
@@ -123,8 +124,8 @@ def attend_in_window(
     count = window.global_tokens
     if not count:
         return attend(query, rel_key, mask, window.left)
-    # Of a pair's two frames the first, the second or none is global. Kernels skip the keys that a mask hides, so that
-    # each call is linear in length.
+    # Three kinds of pairs: the query's frame, the key's frame or none is global. Each call is linear in length, because
+    # kernels skip hidden keys.
     keys = key.shape[2]
     is_global = torch.arange(keys, device=key.device).expand(key.shape[0], -1) < count
     near = attend(query, replace(window, global_tokens=0).rows(rel_key, keys), hide_keys(mask, is_global), window.left)

@@ -1,4 +1,4 @@
-"""What stand-ins share: one call of the operator in the order of a Conformer's table; what says that they do not."""
+"""Shared code of stand-ins: calls of the operator in a Conformer's table order, and checks of support."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ._window import Window, attend_in_window, bounded
 if TYPE_CHECKING:
 
     class Original(nn.Module):
-        """The library's class, which comes after ours: its attributes, and what `super().forward` is."""
+        """Typing stub of the library's class, which comes after the stand-in: its attributes and `super().forward`."""
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -37,11 +37,11 @@ else:
 
 
 def check_forward(module: nn.Module, name: str, *arguments: str) -> None:
-    """ValueError where the module's class called `name` has a forward that begins with other arguments.
+    """Raise ValueError where the forward of the module's class `name` begins with other arguments.
 
-    It is then another class by the same name, or one of a version that is not known.
+    It is then another class of the same name, or an unknown version.
     """
-    cls = getattr(type(module), ORIGINAL, type(module))  # it may be accelerated already
+    cls = getattr(type(module), ORIGINAL, type(module))  # of a module that may be accelerated already
     original: Any = next(base for base in cls.__mro__ if base.__name__ == name)
     found = [parameter for parameter in inspect.signature(original.forward).parameters if parameter != "self"]
     if tuple(found[: len(arguments)]) != arguments:
@@ -52,7 +52,7 @@ def check_forward(module: nn.Module, name: str, *arguments: str) -> None:
 
 
 def attend(*arguments: Any, **options: Any) -> Tensor:
-    """(B, L, H * D), the output of `attend_with_lse`."""
+    """The output of `attend_with_lse` as (B, L, H * D)."""
     return attend_with_lse(*arguments, **options)[0].transpose(1, 2).flatten(2)
 
 
@@ -68,13 +68,13 @@ def attend_with_lse(
     max_distance: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(B, H, L, D), and the log-sum-exp (B, H, L), -inf in rows that see nothing.
+    """Output (B, H, L, D) and log-sum-exp (B, H, L), -inf in fully masked rows.
 
     Args:
-        query, key, value: heads (B, H, L, D) and (B, H, K, D). The L queries are the last of the K frames: those before
-            are of a cache.
+        query, key, value: heads (B, H, L, D) and (B, H, K, D). The L queries are the last of the K frames; earlier
+            frames are from a cache.
         rel_key: row 0 is for `max_distance`, default K - 1; with a window, its `rows` of that table.
-        window: of `window_of`.
+        window: from `window_of`.
         options: backend, dropout_p and scale of `rel_attention`.
     """
     options |= dict(content_bias=content_bias, position_bias=position_bias, query_positions=_positions(query, key))
@@ -85,12 +85,12 @@ def attend_with_lse(
 
 
 def window_of(module: nn.Module, length: int, keys: int) -> Window | None:
-    """What a module's L queries see of its K frames, as `accelerate` was told; None for everything."""
+    """The window of a module's L queries among its K frames, set by `accelerate`; None for full attention."""
     return bounded(vars(module).get("window"), length, keys)
 
 
 def check_no_window(window: Window | None, module: nn.Module) -> None:
-    """ValueError where the library's own code is about to compute a call that has a window."""
+    """Raise ValueError where the library's own code would compute a call that has a window."""
     if window is not None:
         raise ValueError(
             f"{type(module).__name__} was called with what its library's code alone computes (attention maps, masks "
@@ -108,7 +108,7 @@ def attention_map(
     mask: RankMask | Tensor | None,
     window: Window | None,
 ) -> Tensor:
-    """(B, H, L, K), the map of such a call of `attend`."""
+    """The map (B, H, L, K) of such a call of `attend`."""
     keys = key.shape[2]
     if window is not None and window.global_tokens:
         visible = mask.to_bool()[:, None] if isinstance(mask, RankMask) else mask
@@ -130,7 +130,7 @@ def attention_map(
 
 
 def _positions(query: Tensor, key: Tensor) -> Tensor | None:
-    """(B, L), where the queries are among the keys; None where they are all of them."""
+    """Positions (B, L) of the queries among the keys; None where the queries are all frames."""
     batch, _, length, _ = query.shape
     keys = key.shape[2]
     return None if keys == length else torch.arange(keys - length, keys, device=query.device).expand(batch, -1)
@@ -142,9 +142,9 @@ def split(x: Tensor, width: int) -> Tensor:
 
 
 def project_positions(module: Original, positions: Tensor, projection: nn.Module, width: int) -> Tensor:
-    """rel_key of positions (..., P, d_model); at inference of the call before, which had the same more often than not.
+    """rel_key of positions (..., P, d_model), cached at inference because consecutive calls often have the same.
 
-    What is kept is in the module's attribute `kept`, one of those that its class has `made_here`.
+    The cache is the module's attribute `kept`, one of the class's `made_here`.
     """
 
     def project(rows: Tensor) -> Tensor:
@@ -157,9 +157,9 @@ def project_positions(module: Original, positions: Tensor, projection: nn.Module
 
 
 def shared(positions: Tensor) -> Tensor:
-    """(P, d_model) where the samples of a batch are alike, so that they are projected once.
+    """Positions (P, d_model) where the samples of a batch are equal, to project them once; else unchanged.
 
-    Where their values are not known, samples count as different.
+    Samples with unknown values count as different.
     """
     if positions.shape[0] > 1 and positions.stride(0):
         if not known(positions):
@@ -171,10 +171,10 @@ def shared(positions: Tensor) -> Tensor:
 
 
 def clipped_rows(keys: int, window: Window | None, left: int, right: int, device: torch.device) -> Tensor:
-    """Which rows of Shaw's table are for distances K - 1 down to 1 - K, or for those of the window.
+    """Indices in Shaw's table for distances K - 1 down to 1 - K, or for those of the window.
 
-    The table has a row for each distance from `left` before the query to `right` after it; its first and last rows are
-    for all beyond.
+    The table has a row for each distance from `left` before the query to `right` after it; its first and last rows also
+    serve all distances beyond.
     """
     ahead = torch.arange(1 - keys, keys, device=device)
     if window is not None:
@@ -183,9 +183,10 @@ def clipped_rows(keys: int, window: Window | None, left: int, right: int, device
 
 
 def make_stand_in(name: str, module: str, classes: Mapping[str, tuple[str, type]]) -> type:
-    """The stand-in for a class of transformers, made when it is first asked for: versions have different models.
+    """The stand-in for a class of transformers, made on demand because versions have different models.
 
-    module: of this package, that asks. classes: name of the class -> its folder in transformers, and our methods.
+    module: the calling module of this package. classes: name of the class -> its folder in transformers, and the
+    methods.
     """
     if name not in classes:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""RelPositionAttention: the relative attention of ESPnet's and NeMo's Conformers on top of `rel_attention`."""
+"""RelPositionAttention: the relative attention of ESPnet's and NeMo's Conformers by `rel_attention`."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from ..positions import relative_positions
 def conformer_positions(
     length: int, d_model: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> Tensor:
-    """The sinusoids of a Conformer: row p encodes distance ``length - 1 - p``, sines and cosines in turn.
+    """Sinusoidal table of a Conformer: row p encodes distance ``length - 1 - p``, sines and cosines interleaved.
 
     Returns:
-        (2 length - 1, d_model), what ESPnet and NeMo call pos_emb, without its first dimension.
+        (2 length - 1, d_model): pos_emb in ESPnet and NeMo, without its first dimension.
 
     Raises:
-        ValueError: odd d_model, or a length that is negative or no integer.
+        ValueError: odd d_model, or a length that is negative or not an integer.
 
     >>> conformer_positions(3, 2)[:, 0].tolist() == torch.sin(torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0])).tolist()
     True
     """
     if not is_integer(length) and not torch.jit.is_tracing():  # sizes are tensors there
         raise ValueError(f"length must be an integer, got {shortened(length)}")
-    # XLNet's rows begin one distance further away, and hold all sines, then all cosines.
+    # XLNet's rows begin one distance further away, and have all sines, then all cosines.
     halves = relative_positions(length, length, d_model, dtype=dtype, device=device)[1:]
     return halves.unflatten(-1, (2, -1)).mT.flatten(-2)
 
 
 class RelPositionAttention(nn.Module):
-    """Multi-head attention with relative positions as Conformers have it (Gulati et al. 2020; Dai et al. 2019, 3.3).
+    """Multi-head attention with relative positions of Conformers (Gulati et al. 2020; Dai et al. 2019, 3.3).
 
     Parameters have the names and shapes of ESPnet's RelPositionMultiHeadedAttention and of NeMo's
     RelPositionMultiHeadAttention, so that their checkpoints load: linear_q, linear_k, linear_v, linear_out and
@@ -53,7 +53,7 @@ class RelPositionAttention(nn.Module):
         backend: None for the best available, or "reference", "torch", "cpu", "triton", "cuda".
 
     Raises:
-        ValueError: an argument does not fit; the text names it.
+        ValueError: an argument is invalid; the text names it.
 
     >>> attn = RelPositionAttention(4, 32)
     >>> attn(torch.randn(2, 10, 32), conformer_positions(10, 32)).shape
@@ -96,11 +96,11 @@ class RelPositionAttention(nn.Module):
 
         Args:
             x: (B, L, n_feat).
-            pos_emb: (P, n_feat) or (1 or B, P, n_feat), P = 2 (M + L) - 1, row p encodes distance M + L - 1 - p: what
-                `conformer_positions(M + L, n_feat)` gives, or any that was learned.
+            pos_emb: (P, n_feat) or (1 or B, P, n_feat), P = 2 (M + L) - 1, row p encodes distance M + L - 1 - p: the
+                result of `conformer_positions(M + L, n_feat)`, or a learned table.
             mask: RankMask, or bool (B, L, M + L) or (B, 1, M + L), True = may attend (ESPnet's convention; NeMo's is
-                the contrary). A fully masked row gives linear_out's bias, as with both of them.
-            cache: (B, M, n_feat), inputs of this layer that came before x (NeMo's streaming cache), or None.
+                the opposite). A fully masked row gives linear_out's bias, as in both libraries.
+            cache: (B, M, n_feat), earlier inputs of this layer (NeMo's streaming cache), or None.
 
         Returns:
             (B, L, n_feat).

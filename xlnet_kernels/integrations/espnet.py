@@ -2,11 +2,11 @@
 
 Order of the table, score and scale are the operator's with ``max_distance = K - 1``. Masks are nonzero where a row may
 attend; fully masked rows give zeros. With `zero_triu` keys ahead have no position scores: their rows of the table are
-zeros, which is the same. The legacy class has a table that ends at distance 0, and without `zero_triu` its shift gives
-keys ahead the scores of the next query: no table has these, and it is refused.
+zeros, which is equivalent. The legacy class has a table that ends at distance 0. Without `zero_triu` its shift gives
+keys ahead the scores of the next query; no table can express these, so it is refused.
 
-ESPnet keeps each layer's map in `attn` and plots some now and then. Here it is computed when it is read, from queries,
-keys and table of the last call. These are kept, so that nothing written later changes it; pickles leave them out.
+ESPnet keeps each layer's map in `attn` and sometimes plots it. Here it is computed when read, from the last
+call's queries, keys and table; pickles leave these out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ARGUMENTS = ("query", "key", "value", "pos_emb", "mask")
 
 
 class RelPositionMultiHeadedAttention(Original):
-    """Positions (1 or B, 2 K - 1, n_feat)."""
+    """Stand-in for attention with positions (1 or B, 2 K - 1, n_feat)."""
 
     backend: str | None = None
     window: Window | None = None
@@ -45,7 +45,7 @@ class RelPositionMultiHeadedAttention(Original):
         check_forward(self, "RelPositionMultiHeadedAttention", *_ARGUMENTS)
 
     def _table(self, pos_emb: Tensor, keys: int) -> Tensor | None:
-        """(H or B, P, D), row 0 for distance K - 1; None where the positions have another size."""
+        """Table (H or B, P, D), row 0 for distance K - 1; None where the positions have another size."""
         if pos_emb.shape[1] != 2 * keys - 1:
             return None
         rel_key = project_positions(self, shared(pos_emb), self.linear_pos, self.d_k)
@@ -81,7 +81,7 @@ class RelPositionMultiHeadedAttention(Original):
 
     @property
     def attn(self) -> Tensor | None:
-        """(B, H, L, K), the map of the last call, before dropout; None before the first."""
+        """The map (B, H, L, K) of the last call, before dropout; None if there was no call."""
         kept = vars(self).get("_last_call")
         if vars(self)["attn"] is None and kept is not None:
             with torch.no_grad():
@@ -94,14 +94,15 @@ class RelPositionMultiHeadedAttention(Original):
         vars(self)["_last_call"] = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickles and copies are without what the last call has kept."""
-        own = getattr(super(), "__getstate__", None)  # object has one from Python 3.11 on
+        """State for pickles and copies, without the last call's tensors."""
+        # Looked up, because object has __getstate__ from Python 3.11 on only.
+        own = getattr(super(), "__getstate__", None)
         state = vars(self) if own is None else own()
         return {name: value for name, value in state.items() if name != "_last_call"}
 
 
 class LegacyRelPositionMultiHeadedAttention(RelPositionMultiHeadedAttention):
-    """Positions (1 or B, K, n_feat)."""
+    """Stand-in for attention with positions (1 or B, K, n_feat)."""
 
     def check_accelerable(self) -> None:
         check_forward(self, "LegacyRelPositionMultiHeadedAttention", *_ARGUMENTS)
@@ -118,7 +119,7 @@ class LegacyRelPositionMultiHeadedAttention(RelPositionMultiHeadedAttention):
         return F.pad(rel_key, (0, 0, 0, keys - 1))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, pos_emb: Tensor, mask: Tensor | None) -> Tensor:
-        if query.shape[1] != key.shape[1]:  # its shift is another one there
+        if query.shape[1] != key.shape[1]:  # another shift
             check_no_window(window_of(self, query.shape[1], key.shape[1]), self)
             return super(RelPositionMultiHeadedAttention, self).forward(query, key, value, pos_emb, mask)
         return super().forward(query, key, value, pos_emb, mask)

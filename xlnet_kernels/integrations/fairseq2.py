@@ -1,11 +1,11 @@
-"""Stand-ins for fairseq2's relative attention, which gets heads (B, L, H, D) and makes the table itself.
+"""Stand-ins for fairseq2's relative attention, which takes heads (B, L, H, D) and makes the table itself.
 
-ShawRelativePositionSDPA has u = v = 0, and rel_key is a learned table that all heads share. Distances beyond its limits
+ShawRelativePositionSDPA has u = v = 0, and rel_key is a learned table shared by all heads. Distances beyond its limits
 share its first or last row. With `use_rel_pos_values` the output has a second sum, over a table of values: refused.
 
 Its masks are layouts (lengths) with an `AttentionBias`. Padding alone becomes ranks; other biases are made dense by
-fairseq2's code and become ranks where these can say them. What is found is kept in fairseq2's cache of biases, by the
-lengths. A padded row sees the padded keys, as in fairseq2.
+fairseq2's code and become ranks where possible. The result is kept in fairseq2's cache of biases, by the lengths. A
+padded row sees the padded keys, as in fairseq2.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RelativePositionSDPA(Original):
     def forward(
         self, q: Tensor, q_layout: Any, k: Tensor, k_layout: Any, v: Tensor, bias_cache: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """As fairseq2's; attention maps and packed layouts are left to it."""
+        """Attend as fairseq2 does; attention maps and packed layouts are computed by fairseq2."""
         served = q.dim() == 4 and q.shape[1] <= k.shape[1] and not (q_layout.packed or k_layout.packed)
         served = served and not options.get("needs_weights")
         mask = self._find_mask(q, q_layout, k, k_layout, bias_cache) if served else None
@@ -57,7 +57,7 @@ class RelativePositionSDPA(Original):
         return self.u_bias, self.v_bias
 
     def _find_mask(self, q: Tensor, q_layout: Any, k: Tensor, k_layout: Any, bias_cache: Any) -> LayerMask | None:
-        # fairseq2 keeps nothing where all is seen, so that one cache may serve several layouts
+        # The key has the layouts, because fairseq2 caches no full masks, so one cache may serve several layouts.
         name = f"xlnet_kernels {q.shape[1]} {q_layout.seq_lens} {k.shape[1]} {k_layout.seq_lens}"
         found = bias_cache.maybe_get(self.bias, name, LayerMask)
         if found is None:

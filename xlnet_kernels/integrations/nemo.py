@@ -1,11 +1,11 @@
-"""Stand-ins for NeMo's relative attention, and for the encoder that makes its masks.
+"""Stand-ins for NeMo's relative attention and for its encoder, which makes the masks.
 
 Order of the table, score and scale are the operator's with ``max_distance = K - 1``. Masks are True where a row may NOT
-attend; fully masked rows give zeros. `update_cache` is NeMo's own: in streaming the keys of the cache come before.
+attend; fully masked rows give zeros. `update_cache` is NeMo's own: in streaming the cached keys come first.
 
-The Longformer variant has a table of the distances left .. -right and sees those alone. It gives what NeMo gives, which
-is attention under that window where left and right are equal and there are no global tokens. Elsewhere position scores
-go to other distances (`_by_distance`), and global tokens have none (`_add_global_tokens`).
+The Longformer variant has a table of the distances left .. -right and sees only those. Results are NeMo's: attention
+under that window where left and right are equal and there are no global tokens. Otherwise position scores go to other
+distances (`_by_distance`), and global tokens have none (`_add_global_tokens`).
 
 ConformerEncoder makes a mask (B, T, T) in every call. Accelerated, it makes vectors where all its attention is
 accelerated too, so that memory for masks is linear in length as well.
@@ -42,7 +42,7 @@ from .adapter import (
 
 
 class RelPositionMultiHeadAttention(Original):
-    """Positions (1 or B, P, n_feat), P of at least 2 K - 1."""
+    """Stand-in for attention with positions (1 or B, P, n_feat), P of at least 2 K - 1."""
 
     backend: str | None = None
     window: Window | None = None
@@ -74,7 +74,7 @@ class RelPositionMultiHeadAttention(Original):
         return project_positions(self, shared(pos_emb), self.linear_pos, self.d_k)
 
     def _precision(self) -> AbstractContextManager:
-        """NeMo's own: it computes attention in bfloat16 where autocast says float16."""
+        """NeMo's precision context, which computes attention in bfloat16 under float16 autocast."""
         for base in type(self).__mro__:
             own = getattr(sys.modules.get(base.__module__), "avoid_float16_autocast_context", None)
             if own is not None:
@@ -83,7 +83,7 @@ class RelPositionMultiHeadAttention(Original):
 
 
 class RelPositionMultiHeadAttentionLongformer(RelPositionMultiHeadAttention):
-    """Positions (1 or B, left + right + 1, n_feat), padding (B, T)."""
+    """Stand-in for attention with positions (1 or B, left + right + 1, n_feat) and padding (B, T)."""
 
     no_window = "it has a window of its own, att_context_size"
 
@@ -103,7 +103,8 @@ class RelPositionMultiHeadAttentionLongformer(RelPositionMultiHeadAttention):
         ranks = RankMask.padding(attention_mask=~pad_mask)
         mask = RankMask(ranks.query_rank.masked_fill(pad_mask, LOWEST), ranks.key_rank)
         window = Window(left, right)
-        if not is_free_in_onnx(frames):  # it may be wider than the audio is long
+        # Because the window may be wider than the audio is long.
+        if not is_free_in_onnx(frames):
             window = Window(min(left, frames - 1), min(right, frames - 1))
         biases, dropout_p = (self.pos_bias_u, self.pos_bias_v), in_force(self.dropout)
         with self._precision():
@@ -120,9 +121,9 @@ class RelPositionMultiHeadAttentionLongformer(RelPositionMultiHeadAttention):
     def _add_global_tokens(
         self, out: Tensor, lse: Tensor, inputs: tuple[Tensor, ...], heads: tuple[Tensor, ...], pad_mask: Tensor
     ) -> Tensor:
-        """The output of the window (B, H, T, D) with the global keys, and with the rows of the global queries.
+        """The window's output (B, H, T, D) with the global keys added, and the rows of the global queries.
 
-        These scores are q.k alone. A global key inside of a window counts twice, and padding as a global key is seen.
+        These scores are q.k only. A global key inside of a window counts twice, and padding is visible as a global key.
         """
         spacing = self.global_tokens_spacing
         index = torch.arange(out.shape[2], device=out.device)[: self.global_tokens * spacing : spacing]
@@ -135,8 +136,8 @@ class RelPositionMultiHeadAttentionLongformer(RelPositionMultiHeadAttention):
         of_global = F.dropout(scores.softmax(-1), in_force(self.dropout)) @ heads[2][:, :, index]
         out, _ = merge([out, of_global.to(out.dtype)], [lse, scores.logsumexp(-1).to(lse.dtype)])
         out = out.masked_fill(pad_mask[:, None, :, None], 0.0)
-        # NeMo reads its global queries (tokens, B, H, D) as (B, H, tokens, D): more than one are those of other heads
-        # and sequences.
+        # NeMo reads its global queries (tokens, B, H, D) as (B, H, tokens, D): if there are several, they belong to
+        # other heads and sequences.
         rows = query[:, :, index].permute(2, 0, 1, 3).reshape(*query.shape[:2], len(index), -1)
         seen = ~pad_mask[:, None, None]
         rows = F.scaled_dot_product_attention(rows, key, value, seen, dropout_p=in_force(self.dropout))
@@ -144,15 +145,15 @@ class RelPositionMultiHeadAttentionLongformer(RelPositionMultiHeadAttention):
 
 
 def _in_float32(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """As NeMo does under autocast."""
+    """The inputs in float32, as in NeMo under autocast."""
     return tuple(x.float() for x in inputs) if torch.is_autocast_enabled() else inputs
 
 
 def _by_distance(rel_key: Tensor, left: int, right: int) -> Tensor:
-    """The table (..., left + right + 1, D) in the order of distances left .. -right, as NeMo adds its scores.
+    """The table (..., left + right + 1, D) in the order of distances left .. -right, with NeMo's assignment of scores.
 
-    It adds the first `left` columns to the first of 2 max(left, right) + 1 and the others to the last ones. Where the
-    sides are unequal, these are of other distances, and some distances have no position score.
+    NeMo adds the first `left` columns to the first of 2 max(left, right) + 1 and the others to the last. With unequal
+    sides these are other distances, and some distances have no position score.
     """
     if left == right:
         return rel_key
@@ -165,14 +166,14 @@ def _by_distance(rel_key: Tensor, left: int, right: int) -> Tensor:
 
 
 class ConformerEncoder(Original):
-    """Of its methods, the one that makes masks."""
+    """Stand-in for the encoder's method that makes masks."""
 
     made_here = ()
 
     def _create_masks(
         self, att_context_size: Any, padding_length: Tensor, max_audio_length: int, offset: Tensor | None, device: Any
     ) -> tuple[Tensor, Any]:
-        """NeMo's padding (B, T), True where there is no frame, and what every frame sees, in ranks."""
+        """NeMo's padding (B, T), True where there is no frame, and the attention mask in ranks."""
         ours = all(isinstance(x, RelPositionMultiHeadAttention) for x in self.layers.modules() if _takes_mask(x))
         style = getattr(self, "att_context_style", None)
         if not ours or self.self_attention_model != "rel_pos" or style not in _STYLES:
@@ -194,7 +195,7 @@ def _takes_mask(module: nn.Module) -> bool:
 
 
 class _OfAllRows:
-    """A mask of cached frames too, whose rows NeMo cuts off by `mask[:, cache_len:]`."""
+    """Mask that includes cached frames, whose rows NeMo cuts off by `mask[:, cache_len:]`."""
 
     def __init__(self, mask: RankMask) -> None:
         self.mask = mask
@@ -206,7 +207,7 @@ class _OfAllRows:
 
 
 def _regular(frame: Tensor, left: int, right: int) -> tuple[Tensor, Tensor]:
-    """The first frame that each sees, and the one after the last."""
+    """The first visible frame of each frame, and the end of its visible frames."""
     first = frame - left if left >= 0 else torch.zeros_like(frame)
     end = frame + right + 1 if right >= 0 else torch.full_like(frame, frame.shape[0])
     return first, end

@@ -1,11 +1,11 @@
 """Stand-ins for NeMo's TransformerEncoder (from 3.0 on) with self_attention_model "rel_pos", and for its attention.
 
-NeMo calls FlexAttention, with position scores in a stored (B, H, T, T) tensor, which is not made here. Its mask is a
-function of places (`BlockMask.mask_mod`). Given all places at once it gives the padding as (B, 1, T), and with a causal
-mask (B, T, T), which become ranks. Fully masked rows give zeros in FlexAttention, as in ours.
+NeMo calls FlexAttention, with position scores in a stored (B, H, T, T) tensor, which is not needed here. Its mask is a
+function of indices (`BlockMask.mask_mod`). Applied to all indices at once it gives the padding as (B, 1, T), and with a
+causal mask (B, T, T); both become ranks. Fully masked rows give zeros in FlexAttention, as in the operator.
 
-The encoder makes a BlockMask of a mask (B, T, T) in every call. Where all its attention is accelerated it keeps the
-function of places alone, so that memory for padding is linear in length as well.
+The encoder makes a BlockMask of a mask (B, T, T) in every call. Where all its attention is accelerated, it keeps only
+the function, so that memory for padding is linear in length too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .adapter import Original, attend, check_forward, check_no_window, project_p
 
 
 class MultiHeadAttention(Original):
-    """Positions (1, P, d_model), P of at least 2 T - 1."""
+    """Stand-in for attention with positions (1, P, d_model), P of at least 2 T - 1."""
 
     backend: str | None = None
     window: Window | None = None
@@ -62,7 +62,7 @@ class MultiHeadAttention(Original):
 
 
 def _visible(block_mask: Any) -> Tensor | None:
-    """(B, 1 or T, T), True where a row may attend."""
+    """Mask (B, 1 or T, T), True where a row may attend."""
     if block_mask is None:
         return None
     batch, _, queries, keys = block_mask.shape
@@ -75,7 +75,7 @@ def _visible(block_mask: Any) -> Tensor | None:
 
 @dataclass
 class _Places:
-    """What `create_block_mask` is given, in the place of what it makes."""
+    """Arguments of `create_block_mask`, in place of its result."""
 
     mask_mod: Any
     B: int
@@ -94,7 +94,7 @@ class _Places:
 
 
 class TransformerEncoder(Original):
-    """Of its methods, the one that makes masks."""
+    """Stand-in for the encoder's method that makes masks."""
 
     made_here = ()
 
@@ -102,7 +102,7 @@ class TransformerEncoder(Original):
         own: Any = super().forward_internal  # type: ignore[misc]
         ours = all(isinstance(layer.attn, MultiHeadAttention) for layer in self.layers)
         if ours and not torch.compiler.is_compiling():
-            # Its code with another name in scope, because the module's own is shared by threads and other encoders.
+            # NeMo's code with another global name, because the module's own is shared by threads and other encoders.
             code = own.__func__
             names = code.__globals__ | {"create_block_mask": _Places}
             own = FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__).__get__(self)

@@ -1,20 +1,20 @@
-"""Stand-ins for the attention of transformers' speech encoders, where it has Transformer-XL's relative term.
+"""Stand-ins for the attention of transformers' speech encoders with Transformer-XL's relative term.
 
 Score, scale and order of rel_key's rows are the operator's with ``max_distance = M + K - 1``. The models:
 
-- Parakeet, Canary, Cohere ASR and Nemotron-H Omni (ParakeetEncoderAttention), and the streaming sibling, Nemotron ASR,
-  whose cached keys come before the current ones (NemotronAsrStreamingEncoderAttention);
+- Parakeet, Canary, Cohere ASR and Nemotron-H Omni (ParakeetEncoderAttention), and streaming Nemotron ASR, whose cached
+  keys come first (NemotronAsrStreamingEncoderAttention);
 - FastSpeech2-Conformer;
 - Wav2Vec2-Conformer, Wav2Vec2-BERT and SeamlessM4T with position_embeddings_type "relative";
-- Wav2Vec2-BERT and SeamlessM4T v2 with "relative_key": no biases u and v, and rel_key is a learned table that all heads
-  share, with one row for each distance up to a limit.
+- Wav2Vec2-BERT and SeamlessM4T v2 with "relative_key": no biases u and v, and rel_key is a learned table shared by all
+  heads, with one row for each distance up to a limit.
 
-Not served: the same classes with "rotary" positions or none, which have no relative term; Gemma's audio encoders, which
+Not supported: these classes with "rotary" positions or none, which have no relative term; Gemma's audio encoders, which
 cap their scores; Funnel, which pools its queries. Granite Speech and SpeechT5 are in shaw.py.
 
-The attention map is only had from the original, which is called where it is asked for. Masks are True or 0 where a row
-may attend, which is how transformers makes them; with eager attention its Nemotron and SeamlessM4T v2 read their own
-masks otherwise (5.23), and here they give what they give with sdpa.
+For the attention map the original forward is called. Masks are True or 0 where a row may attend, as transformers makes
+them. With eager attention, Nemotron and SeamlessM4T v2 read their own masks differently (5.23); here their results are
+those with sdpa.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from .adapter import (
     window_of,
 )
 
-_FOR_LOSSES = {"num_items_in_batch"}  # what Trainer gives to all layers, for the loss alone
+_FOR_LOSSES = {"num_items_in_batch"}  # options that Trainer gives to all layers, for the loss only
 
 
 class _TransformersAttention(Original):
-    """Project, attend and project back: what all of these layers do. Subclasses say what their parts are called."""
+    """Base class of these stand-ins: project, attend and project back. Subclasses name their parts."""
 
     backend: str | None = None
     window: Window | None = None
@@ -56,7 +56,7 @@ class _TransformersAttention(Original):
     # query, key, value, output, position
     projections = ("linear_q", "linear_k", "linear_v", "linear_out", "linear_pos")
     biases = ("pos_bias_u", "pos_bias_v")
-    zeros_where_fully_masked = False  # as the operator gives, and not the average of all values
+    zeros_where_fully_masked = False  # as in the operator, not the average of all values
 
     def check_accelerable(self) -> None:
         if getattr(self, "num_key_value_groups", 1) != 1:
@@ -66,7 +66,7 @@ class _TransformersAttention(Original):
             )
 
     def _heads(self, x: Tensor, part: int) -> Tensor:
-        """(..., L, d_model) -> (..., H, L, D) by that projection."""
+        """Heads (..., H, L, D) of (..., L, d_model) by projection number `part`."""
         return split(getattr(self, self.projections[part])(x), self._width())
 
     def _width(self) -> int:
@@ -85,7 +85,7 @@ class _TransformersAttention(Original):
             rel_key = self._table(keys, window, query.device).to(query.dtype).expand(count, -1, -1)
         else:
             assert positions is not None, "such a model always passes its position embeddings"
-            if positions.shape[-2] != 2 * keys - 1:  # which the operator would take for a window
+            if positions.shape[-2] != 2 * keys - 1:  # the operator would read it as a window
                 raise ValueError(
                     f"position embeddings of {keys} keys must have {2 * keys - 1} rows, got {positions.shape[-2]}"
                 )
@@ -103,20 +103,21 @@ class _TransformersAttention(Original):
             backend=self.backend,
             dropout_p=dropout_p,
         )
-        if window is not None and mask.visible is not None:  # it may have only hidden keys
+        if window is not None and mask.visible is not None:  # a window may have only hidden keys
             mask = LayerMask(mask.visible, (lse == -torch.inf).all(1))
         out = out.transpose(1, 2).flatten(2)
         out = self._fill_fully_masked_rows(out, mask, query, key, value, content_bias)
         return getattr(self, self.projections[3])(out), None
 
     def _attend_packed(self, hidden_states: Tensor, positions: Tensor, row: PackedRow, dropout_p: float) -> Tensor:
-        """Attention of the row (1, T, d_model) of sequences that were padded to L; positions are of L frames."""
+        """Attention of the packed row (1, T, d_model) of sequences padded to L; positions are for L frames."""
         query, key, value = (self._heads(hidden_states, part) for part in range(3))
         keys = (positions.shape[-2] + 1) // 2
         window = window_of(self, keys, keys)
         distance = keys - 1 if window is None else window.first_distance(keys)
         rows = shared(positions if window is None else window.rows(positions, keys))
-        before = min(distance, row.longest - 1)  # the operator has no rows for distances that no pair has
+        # Bounded, because the operator has no rows for distances without pairs.
+        before = min(distance, row.longest - 1)
         after = min(rows.shape[-2] - 1 - distance, row.longest - 1)
         rel_key = project_positions(
             self, rows[distance - before : distance + after + 1], getattr(self, self.projections[4]), self._width()
@@ -135,18 +136,18 @@ class _TransformersAttention(Original):
         return getattr(self, self.projections[3])(out)
 
     def _table(self, keys: int, window: Window | None, device: torch.device) -> Tensor:
-        """(P, D), row p for distance keys - 1 - p, or the rows that the window reads."""
-        # Not the weight's device, because an offloaded one is on meta outside its module's call.
+        """Table (P, D), row p for distance keys - 1 - p, or the rows of the window."""
+        # Not the weight's device, because an offloaded weight is on meta outside its module's call.
         limits = self.left_max_position_embeddings, self.right_max_position_embeddings
         return self.distance_embedding(clipped_rows(keys, window, *limits, device))
 
     def _fill_fully_masked_rows(
         self, out: Tensor, mask: LayerMask, query: Tensor, key: Tensor, value: Tensor, content_bias: Tensor | None
     ) -> Tensor:
-        """The average of all values in fully masked rows, with the gradient that transformers has there.
+        """The output with the average of all values in fully masked rows, with transformers' gradient.
 
-        The scores of such a row are the lowest number there is plus q.k, which is the lowest number again: all equal,
-        but autograd still differentiates q.k. The derivative is the covariance of keys and values.
+        The scores of such a row are the lowest number plus q.k, rounded to the lowest number: all are equal, but
+        autograd still differentiates q.k. The derivative is the covariance of keys and values.
         """
         if mask.fully_masked is None or self.zeros_where_fully_masked:
             return out
@@ -163,7 +164,7 @@ class _TransformersAttention(Original):
         check_no_window(window_of(self, length, past + length), self)
 
     def _wants_original(self, options: dict[str, Any]) -> bool:
-        """Where the attention map is asked for, or anything but a flag is given that is not known here."""
+        """Whether transformers' code must compute: for attention maps, and unknown options other than flags."""
         if options.get("output_attentions") or getattr(self.config, "output_attentions", False):
             return True
         given = {name for name, value in options.items() if value is not None and not isinstance(value, int)}
@@ -174,7 +175,7 @@ class _TransformersAttention(Original):
 
 
 class _Parakeet(_TransformersAttention):
-    """Positions are (B, P, d_model), all samples alike but for dropout."""
+    """Stand-in with positions (B, P, d_model), equal for all samples except for dropout."""
 
     projections = ("q_proj", "k_proj", "v_proj", "o_proj", "relative_k_proj")
     biases = ("bias_u", "bias_v")
@@ -187,7 +188,7 @@ class _Parakeet(_TransformersAttention):
         position_embeddings: Tensor | None,
         attention_mask: Tensor | None = None,
         cache: Any = None,
-        past_key_values: Any = None,  # the cache before transformers 5.24
+        past_key_values: Any = None,  # the cache in transformers up to 5.23
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         dropout_p = self.attention_dropout if self.training else 0.0
@@ -209,7 +210,7 @@ class _Parakeet(_TransformersAttention):
 
 
 class _ParakeetBlock(Original):
-    """A layer that computes the frames of a padded batch in one row, where `accelerate` has said skip_padding."""
+    """Layer that computes the frames of a padded batch in one row, under `accelerate(skip_padding=True)`."""
 
     skip_padding = False
     made_here = ("skip_padding",)
@@ -228,7 +229,7 @@ class _ParakeetBlock(Original):
         return row.unpack(out, *hidden_states.shape[:2])
 
     def _packed_row(self, mask: Any, positions: Tensor | None, options: dict[str, Any]) -> PackedRow | None:
-        """None where the layer computes padding too."""
+        """The packed row, or None where the layer computes padding too."""
         if not (self.skip_padding and isinstance(mask, PaddingRow)) or positions is None:
             return None
         if self.self_attn._wants_original(options) or shared(positions).dim() == 3:  # positions of each sequence
@@ -237,13 +238,13 @@ class _ParakeetBlock(Original):
 
 
 class _NemotronStreaming(_Parakeet):
-    """Hidden keys are at -inf, so fully masked rows give zeros, as the operator's do."""
+    """Stand-in with hidden keys at -inf, so fully masked rows give zeros, as in the operator."""
 
     takes_cache = zeros_where_fully_masked = True
 
 
 class _FastSpeech2(_TransformersAttention):
-    """The mask (B, 1, L) is one row for all queries; where it hides everything the result is zeros, as ours."""
+    """Stand-in with a mask (B, 1, L) for all queries; fully masked rows give zeros, as in the operator."""
 
     zeros_where_fully_masked = True
 
@@ -263,7 +264,7 @@ class _FastSpeech2(_TransformersAttention):
 
 
 class _Wav2Vec2(_TransformersAttention):
-    """Serves position_embeddings_type "relative" and "relative_key"."""
+    """Stand-in for position_embeddings_type "relative" and "relative_key"."""
 
     def check_accelerable(self) -> None:
         kind = self.config.position_embeddings_type
@@ -282,23 +283,23 @@ class _Wav2Vec2(_TransformersAttention):
     ) -> tuple[Tensor, Tensor | None]:
         if isinstance(attention_mask, PaddingRow):
             attention_mask = attention_mask.plain()
-        if attention_mask is not None and attention_mask.shape[2] == 1 < hidden_states.shape[1]:  # of all queries
+        if attention_mask is not None and attention_mask.shape[2] == 1 < hidden_states.shape[1]:  # for all queries
             mask: LayerMask | None = of_keys(visible_pairs(attention_mask)[:, 0, 0])
         else:
             mask = layer_mask(attention_mask)
-        # The adapters of a model with relative positions have none.
+        # Adapters have no relative positions, even in a model with them.
         if mask is None or self._wants_original(options) or self.position_embeddings_type is None:
             if self.position_embeddings_type is not None:
                 self._check_no_window(hidden_states)
             if relative_position_embeddings is not None:
                 options["relative_position_embeddings"] = relative_position_embeddings
             return super().forward(hidden_states, attention_mask, **options)
-        dropout_p = self.dropout.p if self.training else 0.0  # as transformers, whatever the mode of the dropout
+        dropout_p = self.dropout.p if self.training else 0.0  # as in transformers, regardless of the dropout's mode
         return self._attend(hidden_states, relative_position_embeddings, mask, dropout_p)
 
 
 class _Encoder(Original):
-    """An encoder whose padding stays one row for all queries where its attention is accelerated."""
+    """Encoder that keeps padding as one row for all queries where its attention is accelerated."""
 
     made_here = ()
 
@@ -322,14 +323,14 @@ class _Wav2Vec2Encoder(_Encoder):
 
 class _SeamlessV2Encoder(_Wav2Vec2Encoder):
     def _apply_chunk_attention(self, attention_mask: Tensor | None, hidden_states: Tensor) -> Tensor | None:
-        """transformers makes a map of all pairs, of one chunk too."""
+        """Skip transformers' map of all pairs, which it makes even for one chunk."""
         if hidden_states.shape[1] <= self.config.speech_encoder_chunk_size:
             return attention_mask
         flags = attention_mask.plain() if isinstance(attention_mask, PaddingRow) else attention_mask
         return super()._apply_chunk_attention(flags, hidden_states)  # type: ignore[misc]
 
 
-# Name of transformers' class -> its folder, and what takes the place of its methods.
+# Name of transformers' class -> its folder, and the stand-in's methods.
 _CLASSES = {
     "ParakeetEncoderAttention": ("parakeet", _Parakeet),
     "NemotronAsrStreamingEncoderAttention": ("nemotron_asr_streaming", _NemotronStreaming),

@@ -1,4 +1,4 @@
-"""register: a stand-in for a class of the user's own, checked before it is taken into the registry."""
+"""register: adds a checked stand-in for a user's class to the registry."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .relative_attention import RelativeAttention
 
 
 def register(cls: type[nn.Module], stand_in: type) -> None:
-    """Makes `accelerate` serve the instances of a class of the user's own, and of its subclasses, by `stand_in`.
+    """Make `accelerate` replace the methods of a user's class, and of its subclasses, by those of `stand_in`.
 
-    A second call for the same class replaces the first; models that are accelerated already keep theirs. A process that
+    A second call for the same class replaces the first; already accelerated models keep their stand-in. A process that
     loads a pickle of an accelerated model registers the class first.
 
     Args:
@@ -24,7 +24,7 @@ def register(cls: type[nn.Module], stand_in: type) -> None:
             of ``cls.forward``. Its ``__init__`` never runs: the instance keeps the attributes that `cls` gave it.
 
     Raises:
-        ValueError: an argument is of another kind, or `forward` takes other arguments; the text names it.
+        ValueError: an argument has another type, or `forward` takes other arguments; the text names it.
 
     >>> class Attention(torch.nn.Module):
     ...     def __init__(self):
@@ -83,7 +83,7 @@ def _parameters(forward: Any) -> dict[str, inspect.Parameter]:
 
 
 def _accepts(given: dict[str, inspect.Parameter], expected: dict[str, inspect.Parameter]) -> bool:
-    """Whether a call that fits the second fits the first, by place and by name."""
+    """Whether `given` accepts every call for `expected`, by position and by name."""
     kinds = {parameter.kind for parameter in given.values()}
     places, any_place = list(given), inspect.Parameter.VAR_POSITIONAL in kinds
     any_name = inspect.Parameter.VAR_KEYWORD in kinds

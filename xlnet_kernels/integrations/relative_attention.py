@@ -1,4 +1,4 @@
-"""RelativeAttention: the base class of stand-ins for attention modules of the user's own."""
+"""RelativeAttention: base class of stand-ins for users' attention modules."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _PARTS = ("queries", "keys", "values", "outputs", "positions")
 
 
 class RelativeAttention(Original):
-    """Base class of a stand-in: says what the parts of a module are called, and calls the operator with them.
+    """Base class of a stand-in: names the parts of a module, and calls the operator with them.
 
-    A subclass has a `forward` with the arguments of the class that it stands for; ``super().forward`` is that class's
-    own, for calls that are left to it (attention maps). `register` makes `accelerate` use it.
+    A subclass has a `forward` with the arguments of the replaced class; ``super().forward`` is that class's own, for
+    unsupported calls (attention maps). `register` makes `accelerate` use it.
 
     Attributes:
-        projection_names: the modules that project queries, keys, values, outputs and positions; None for one that is
-            not there, or that `forward` calls itself.
+        projection_names: the modules that project queries, keys, values, outputs and positions; None for a missing
+            module, or for one that `forward` calls itself.
         bias_names: the parameters u and v, each (H, D); None where there are none, or `forward` passes them.
         head_dim_name: the attribute with the width D of a head; None takes it from u.
         mask_convention: "visible" where nonzero shows (ESPnet), "hidden" where nonzero hides (NeMo), "added" where
@@ -47,7 +47,7 @@ class RelativeAttention(Original):
     table_order = "descending"
 
     def check_accelerable(self) -> None:
-        """ValueError where the instance has no part of a name that the stand-in gives, or a setting is unknown."""
+        """Raise ValueError where the instance lacks a part that the stand-in names, or a setting is unknown."""
         name = type(self).__name__
         for setting, values in (("mask_convention", _CONVENTIONS), ("table_order", _ORDERS)):
             given = getattr(self, setting)
@@ -97,22 +97,23 @@ class RelativeAttention(Original):
 
         Args:
             query: (B, H, L, D), the last L of the K frames.
-            key, value: (B, H, K, D), with those of a cache before the current ones.
+            key, value: (B, H, K, D), cached first, then current.
             positions: (P, width) or (1 or B, P, width), projected here; (H, P, D) or (B, H, P, D) where
                 projection_names has None for them. P = 2 K - 1, or K where the distances end at 0 and keys ahead of a
                 query are invisible; any P with `max_distance`.
             mask: RankMask, or a tensor ((B,) 1 or L, K) or (B, 1 or H, 1 or L, K) by `mask_convention`; None shows all.
             content_bias, position_bias: u and v (H, D), where `bias_names` is None.
             max_distance: the distance of the first row of a descending table, default K - 1.
-            dropout: module, whose probability counts in its training mode, or probability that counts in ours.
-            scale: of the scores, default D ** -0.5; 1.0 where `query` is scaled already.
+            dropout: a module, whose probability counts in its training mode, or a probability for this module's
+            training mode.
+            scale: of the scores, default D ** -0.5; 1.0 if `query` is already scaled.
 
         Returns:
             (B, L, width).
 
         Raises:
-            ValueError: positions of another number of rows, a mask that is more than a mask, or `max_distance` where
-                `accelerate` has given a window.
+            ValueError: positions have another number of rows, an added mask has other values, or `max_distance` is
+                given under a window of `accelerate`.
         """
         keys = key.shape[2]
         window = window_of(self, query.shape[2], keys)
@@ -122,7 +123,7 @@ class RelativeAttention(Original):
             content_bias, position_bias = (getattr(self, name) for name in self.bias_names)
         rel_key = self._rel_key(positions, keys, query.shape[3], max_distance)
         if window is not None and rel_key.shape[-2] == keys:
-            # To keep keys ahead invisible: for free lengths `rows` pads the table by `right` rows
+            # To keep keys ahead invisible, because for free lengths `rows` pads the table by `right` rows
             window = replace(window, right=0)
         out = attend(
             query,
@@ -145,13 +146,13 @@ class RelativeAttention(Original):
         return x if name is None else getattr(self, name)(x)
 
     def _rel_key(self, positions: Tensor, keys: int, width: int, max_distance: int | None) -> Tensor:
-        """(H, P, D) or (B, H, P, D), from the furthest key before a query on."""
+        """rel_key (H, P, D) or (B, H, P, D), from the furthest key before a query on."""
         name = self.projection_names[4]
         if name is not None:
             rows = shared(positions) if positions.dim() == 3 else positions
             positions = project_positions(self, rows, getattr(self, name), width)
         count = positions.shape[-2]
-        if max_distance is None and count not in (keys, 2 * keys - 1):  # the operator would take it for a window
+        if max_distance is None and count not in (keys, 2 * keys - 1):  # the operator would read it as a window
             raise ValueError(
                 f"positions of {keys} keys must have {2 * keys - 1} rows, or {keys} that end at distance 0, got {count}"
             )
@@ -164,7 +165,7 @@ class RelativeAttention(Original):
             if mask.dim() < 4:
                 mask = mask[:, None] if mask.dim() == 3 else mask[None, None]
             found = layer_mask(mask)
-            if found is None and not known(mask):  # in a trace, where it cannot be seen
+            if found is None and not known(mask):  # unknown in a trace
                 return mask == 0
             if found is None:
                 raise ValueError(f"mask must be 0 or the lowest number of its dtype everywhere, got {shortened(mask)}")

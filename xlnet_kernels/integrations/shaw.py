@@ -1,11 +1,11 @@
 """Stand-ins for Shaw's keys in transformers: Granite Speech (all three) and SpeechT5's encoder.
 
-The term is the operator's with u = v = 0 and rel_key a learned table that all heads share (Shaw et al. 2018, without
-their values). Distances beyond SpeechT5's limit share its last rows.
+The term is the operator's with u = v = 0 and rel_key a learned table shared by all heads (Shaw et al. 2018, without the
+values). Distances beyond SpeechT5's limit share its last rows.
 
 Granite Speech attends within blocks of `context_size` frames, the last one padded. Here too the blocks are the batch of
-one call, since none sees another. SpeechT5's encoder gives all layers one tensor (T, T, D); where all its attention is
-accelerated, it gives the 2 T - 1 different rows of that tensor, (2 T - 1, D).
+one call, because they do not see each other. SpeechT5's encoder gives all layers one tensor (T, T, D). Where all its
+attention is accelerated, it gives only the different rows of that tensor, (2 T - 1, D).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from .parakeet import _TransformersAttention
 
 
 def _by_distance(of_pairs: Tensor) -> Tensor:
-    """(2 K - 1, ...), for distances K - 1 down to 1 - K, of (K, K, ...) by query and key."""
+    """Rows (2 K - 1, ...) for distances K - 1 down to 1 - K, of (K, K, ...) by query and key."""
     return torch.cat([of_pairs[:, 0].flip(0), of_pairs[0, 1:]])
 
 
 def _by_pair(of_distances: Tensor) -> Tensor:
-    """The reverse."""
+    """Inverse of `_by_distance`."""
     place = torch.arange((of_distances.shape[0] + 1) // 2, device=of_distances.device)
     return of_distances[len(place) - 1 - place[:, None] + place]
 
 
 @OfLast
 def _block_mask(visible: Tensor) -> LayerMask:
-    """Of keys (blocks, K), True where there is a frame."""
+    """LayerMask of keys (blocks, K), True where there is a frame."""
     fully_masked = ~visible.any(-1, keepdim=True).expand_as(visible)
     is_known = known(visible)
     if is_known and visible.all():
@@ -45,7 +45,7 @@ def _block_mask(visible: Tensor) -> LayerMask:
 
 
 class _InBlocks(_TransformersAttention):
-    """Project, attend within blocks and project back."""
+    """Base class: project, attend within blocks and project back."""
 
     no_window = "it attends within blocks"
 
@@ -56,7 +56,7 @@ class _InBlocks(_TransformersAttention):
     def _attend_in_blocks(
         self, x: Tensor, distances: Tensor, visible: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor:
-        """(B, L, H * D) of x (B, L, width); `distances` are the table's rows by pair, `visible` is (B, L) bool."""
+        """Output (B, L, H * D) of x (B, L, width); `distances`: the table's rows by pair; `visible`: (B, L) bool."""
         size, (batch, length, _) = self.context_size, x.shape
         padding = -length % size
         if padding and visible is None:
@@ -70,7 +70,7 @@ class _InBlocks(_TransformersAttention):
 
 
 class _Granite(_InBlocks):
-    """Norm before and dropout after are inside; keys and values have one projection."""
+    """Stand-in for attention that includes its norm and dropout; keys and values have one projection."""
 
     def _project(self, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         parts = (self.to_q(blocks), *self.to_kv(blocks).chunk(2, -1))
@@ -83,7 +83,7 @@ class _Granite(_InBlocks):
 
 
 class _Granite5(_InBlocks):
-    """The mask (B, L) is True at frames; rows of padded blocks are the average of the block, as in transformers."""
+    """Stand-in with a mask (B, L), True at frames; padded blocks give their average, as in transformers."""
 
     projections = ("q_proj", "k_proj", "v_proj", "o_proj", "")
 
@@ -98,7 +98,7 @@ class _Granite5(_InBlocks):
 
 
 class _SpeechT5(_TransformersAttention):
-    """The positions are (T, T, D) or (2 T - 1, D); without, as in the decoder, transformers' code computes."""
+    """Stand-in with positions (T, T, D) or (2 T - 1, D); without them (in the decoder) transformers' code computes."""
 
     projections = ("q_proj", "k_proj", "v_proj", "out_proj", "")
 
@@ -140,13 +140,13 @@ class _SpeechT5(_TransformersAttention):
             backend=self.backend,
             dropout_p=self.dropout if self.training else 0.0,
         )
-        if window is not None and mask.visible is not None:  # rows of padding with only padding in their window
+        if window is not None and mask.visible is not None:  # rows of padding may have only padding in their window
             out = torch.where((lse == -torch.inf)[..., None], value.mean(2, keepdim=True), out)
         return self.out_proj(out.transpose(1, 2).flatten(2)), None
 
 
 class _SpeechT5Positions(Original):
-    """Gives (2 T - 1, D) in place of (T, T, D) where the encoder has found that all its layers take that."""
+    """Stand-in that gives (2 T - 1, D) in place of (T, T, D) where all layers of the encoder support it."""
 
     made_here = ("gives_rows",)
 
@@ -168,7 +168,7 @@ class _SpeechT5Encoder(Original):
         return super().forward(*inputs, **options)
 
 
-# Name of transformers' class -> its folder, and what takes the place of its methods.
+# Name of transformers' class -> its folder, and the stand-in's methods.
 _CLASSES: dict[str, tuple[str, type]] = {
     "GraniteSpeechConformerAttention": ("granite_speech", _Granite),
     "GraniteSpeechPlusConformerAttention": ("granite_speech_plus", _Granite),

@@ -1,11 +1,11 @@
 """Stand-in for SpeechBrain's relative attention (speechbrain.nnet.attention.RelPosMHAXL).
 
 Its scale is 1 / sqrt(embed_dim), the width of all heads. Its biases have shape (head_dim, heads) and are read as
-(heads, head_dim), so here too. Masks are True where a row may not attend; fully masked rows give zeros.
-`mask_pos_future` has no effect in SpeechBrain (it zeroes columns that are cut off), nor here.
+(heads, head_dim), here too. Masks are True where a row may not attend; fully masked rows give zeros. `mask_pos_future`
+has no effect in SpeechBrain, because it zeroes columns that are cut off, and none here.
 
-SpeechBrain's layers ask for the attention map without saying so, and its models throw it away: without
-``return_attn_weights=True`` in the call, None stands in its place. With it, SpeechBrain's own code computes.
+SpeechBrain's layers request the attention map by default, and its models discard it. Without an explicit
+``return_attn_weights=True`` in the call the map is None. With it, SpeechBrain's own code computes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RelPosMHAXL(Original):
         attn_mask: Tensor | None = None,
         return_attn_weights: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """As RelPosMHAXL, but that the map is None where `return_attn_weights` is not given."""
+        """Attend as RelPosMHAXL does, with a map of None where `return_attn_weights` is not given."""
         keys = key.shape[1]
         soft = any(mask is not None and mask.dtype != torch.bool for mask in (attn_mask, key_padding_mask))
         window = window_of(self, query.shape[1], keys)
@@ -74,7 +74,7 @@ class RelPosMHAXL(Original):
         return (out, None) if return_attn_weights is None else out
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Heads (B, H, L, D). The weight is laid out by heads where all three are the same, else one after another."""
+        """Heads (B, H, L, D). The weight is ordered by heads where all three inputs are the same, else by input."""
         same = (query is key or torch.equal(query, key)) and (key is value or torch.equal(key, value))
         if same:
             heads = F.linear(query, self.in_proj_weight).unflatten(-1, (self.num_heads, -1)).chunk(3, -1)
@@ -85,7 +85,7 @@ class RelPosMHAXL(Original):
         return [x.transpose(1, 2) for x in heads]
 
     def _visible(self, padding: Tensor | None, attn_mask: Tensor | None) -> RankMask | Tensor | None:
-        """Of padding (B, K) and a mask (L, K) or (B * H, L, K), both True where a row may not attend."""
+        """Mask of padding (B, K) and a mask (L, K) or (B * H, L, K), both True where a row may not attend."""
         if attn_mask is None:
             return None if padding is None else RankMask.padding(attention_mask=~padding)
         if attn_mask.dim() == 3:

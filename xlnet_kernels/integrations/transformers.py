@@ -1,4 +1,4 @@
-"""`accelerate` and `restore` under the name they had when transformers was the only library they knew."""
+"""Aliases of `accelerate` and `restore` for transformers."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ from .fully_masked_rows import average_weights, find_fully_masked_rows
 
 @dataclass(eq=False)
 class Rows:
-    """What the model prepares once for the attention of all layers: about L content rows and then the query rows.
+    """Inputs that the model prepares once for the attention of all layers, for L content rows and the query rows.
 
     mask, segment_rows, positions, mapping: as `TwoStreamAttention.attend` takes them.
-    fully_masked: fully masked query rows, their indices (B, n) among all rows and which of these count; or None.
+    fully_masked: fully masked query rows, their indices (B, n) among all rows and a mask of valid indices; or None.
     """
 
     mask: RankMask | Tensor | None
@@ -39,7 +39,7 @@ class Rows:
     query_rows_only: bool = False
 
     def to(self, device: torch.device | str) -> Rows:
-        """On another device: hooks of HF accelerate move the arguments of a layer to where its weights are."""
+        """Copy on another device, because hooks of HF accelerate move a layer's arguments."""
         return replace(
             self,
             mask=self.mask if self.mask is None else self.mask.to(device),
@@ -50,7 +50,7 @@ class Rows:
         )
 
     def of_query_rows(self, length: int) -> Rows:
-        """For a last layer, whose L content rows nobody reads: they are keys and values alone."""
+        """The inputs of a last layer, whose L content rows are only keys and values because their output is unused."""
         assert self.positions is not None and self.mapping is None, "there are query rows, each at a position"
         position = self.positions.position
         batch, total = position.shape
@@ -65,19 +65,19 @@ def _pair_to(pair: tuple[Tensor, Tensor] | None, device: torch.device | str) -> 
 
 
 class XLNetPreTrainedModel(modeling_xlnet.XLNetPreTrainedModel):
-    """A model with a head."""
+    """Stand-in for a model with a head."""
 
     supports_gradient_checkpointing = True
 
 
 class XLNetLayer(modeling_xlnet.XLNetLayer, GradientCheckpointingLayer):
-    """A layer that can be computed again in the backward pass."""
+    """Stand-in for a layer, with gradient checkpointing."""
 
     made_here = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 
 class XLNetModel(modeling_xlnet.XLNetModel):
-    """The base model without masks of its own: layers get a `Rows` where they had them."""
+    """Stand-in for the base model: layers get a `Rows` in place of masks."""
 
     supports_gradient_checkpointing = True
 
@@ -97,7 +97,7 @@ class XLNetModel(modeling_xlnet.XLNetModel):
         return_dict=None,
         **kwargs,
     ):
-        """As transformers' XLNetModel: see there."""
+        """Compute as transformers' XLNetModel, with the same arguments."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError(
                 f"give either input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}"
@@ -185,7 +185,7 @@ class XLNetModel(modeling_xlnet.XLNetModel):
         return modeling_xlnet.XLNetModelOutput(output, new_mems, hidden_states, attentions)
 
     def serves_parts(self) -> bool:
-        """Whether all its layers, and itself, run as accelerated: none was replaced or restored since."""
+        """Whether the model and all its layers still run accelerated, none replaced or restored."""
         for layer in self.layer:
             attention = [x for x in layer.modules() if isinstance(x, modeling_xlnet.XLNetRelativeAttention)]
             if not attention or not all(isinstance(x, XLNetRelativeAttention) for x in attention):
@@ -205,7 +205,7 @@ class XLNetModel(modeling_xlnet.XLNetModel):
         token_type_ids: Tensor | None,
         output_attentions: bool,
     ) -> Rows:
-        """From hidden states (B, L, d_model) and the arguments of the call."""
+        """`Rows` from hidden states (B, L, d_model) and the arguments of the call."""
         unidirectional = self.attn_type == "uni"
         same_length = self.same_length and unidirectional
         padding = find_padding(attention_mask, input_mask, h)
@@ -222,13 +222,13 @@ class XLNetModel(modeling_xlnet.XLNetModel):
         elif mapping is not None:
             say_once("target_mapping has rows that are not one-hot: all L query rows are computed, as in transformers")
         fully_masked = None
-        # All see the memory, but for a window that begins in the segment.
+        # All rows see the memory, except for a window that begins in the segment.
         if mask is not None and positions is not None and (past == 0 or same_length):
             fully_masked = find_fully_masked_rows(mask, positions.position, empty, h.shape[1], past, unidirectional)
         return Rows(mask, segment_rows, positions, mapping, fully_masked)
 
     def _find_positions(self, words: Tensor, past: int) -> Tensor:
-        """(P, 1, d_model), or (P, 2, d_model) for forward and reversed text."""
+        """Positions (P, 1, d_model), or (P, 2, d_model) for forward and reversed text."""
         length, batch = words.shape[:2]
         if self.bi_data and batch % 2 and batch > 1:
             raise ValueError(
@@ -239,7 +239,7 @@ class XLNetModel(modeling_xlnet.XLNetModel):
 
 
 class XLNetRelativeAttention(modeling_xlnet.XLNetRelativeAttention, TwoStreamAttention):
-    """Parameters, arguments and layout (length, batch, d_model) of transformers, computed by TwoStreamAttention."""
+    """Stand-in computed by TwoStreamAttention, with transformers' parameters and layout (length, batch, d_model)."""
 
     backend, norm = None, "post"
     no_window = "its memory and its query stream have masks of their own"
@@ -248,7 +248,7 @@ class XLNetRelativeAttention(modeling_xlnet.XLNetRelativeAttention, TwoStreamAtt
     def forward(
         self, h, g, attn_mask_h, attn_mask_g, r, seg_mat, mems=None, target_mapping=None, output_attentions=False
     ):
-        """attn_mask_h: a `Rows`. Any other, from a model that is not our XLNetModel, is left to transformers' code."""
+        """Attend; attn_mask_h is a `Rows`, and transformers' code computes other masks."""
         rows = attn_mask_h
         if not isinstance(rows, Rows):
             say_once(f"{type(self).__name__} was called with masks of its own: transformers' code computes it")
@@ -284,11 +284,11 @@ class XLNetRelativeAttention(modeling_xlnet.XLNetRelativeAttention, TwoStreamAtt
         return outputs
 
     def _heads(self, x: Tensor, weight: Tensor) -> Tensor:
-        # from_pretrained(dtype=torch.bfloat16) leaves these weights in float32
+        # Cast, because from_pretrained(dtype=torch.bfloat16) leaves these weights in float32.
         return super()._heads(x, weight.to(x.dtype))
 
     def _attention(self, query, key, value, rel_key, *, mask, need_weights, **options):
-        """Where rows are fully masked, their average is added to the zeros that the operator gives."""
+        """The operator, with the average of all values added to the zeros of fully masked rows."""
         for name in ("content_bias", "position_bias"):
             options[name] = options[name].to(query.dtype)
         segments = options["segments"]

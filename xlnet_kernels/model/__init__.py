@@ -1,4 +1,4 @@
-"""XLNet in plain PyTorch, every attention through `xlnet_kernels.rel_attention`."""
+"""XLNet in plain PyTorch, with attention by `xlnet_kernels.rel_attention`."""
 
 from .config import XLNetConfig
 from .encoder import XLNetModel

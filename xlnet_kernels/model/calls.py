@@ -1,4 +1,4 @@
-"""How a model is called: the arguments that its signature shows, and what `return_dict` makes of its output."""
+"""Calls of a model: the arguments in its signature, and the effect of `return_dict` on its output."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ Forward = TypeVar("Forward", bound=Callable)
 
 
 def model_call(encoder: Callable | None = None) -> Callable[[Forward], Forward]:
-    """A decorator for `forward` of a model: adds `return_dict`, and shows the arguments that it passes to `encoder`.
+    """Decorator for `forward` of a model: adds `return_dict`, and the arguments passed to `encoder` to the signature.
 
-    Trainer's remove_unused_columns, torch.export and PEFT read signatures, and ``*inputs, **options`` would tell them
-    nothing. return_dict=False gives a tuple of what is there; None follows the configuration's entry, by default True.
+    Needed because Trainer's remove_unused_columns, torch.export and PEFT read signatures, and ``*inputs, **options``
+    has no names. return_dict=False gives a tuple of the existing entries; None follows the configuration, by default
+    True.
     """
 
     def decorate(forward: Forward) -> Forward:
         @functools.wraps(forward)
         def call(self, *inputs: Any, return_dict: bool | None = None, **options: Any) -> Any:
             if encoder is not None:
-                options["return_dict"] = True  # of the encoder, whose output the head reads by name
+                options["return_dict"] = True  # for the encoder, because the head reads its output by name
             output = forward(self, *inputs, **options)
             if return_dict is None:
                 return_dict = self.config.extra.get("return_dict", True)
@@ -38,7 +39,7 @@ def _signature(forward: Callable, encoder: Callable | None) -> inspect.Signature
     own = inspect.signature(forward)
     named = [x for x in own.parameters.values() if x.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)]
     passed_on = [] if encoder is None else [*inspect.signature(encoder).parameters.values()]
-    if len(named) == len(own.parameters) - 1:  # **options alone: what is passed on has a name
+    if len(named) == len(own.parameters) - 1:  # **options only: passed arguments have names
         passed_on = [x.replace(kind=Parameter.KEYWORD_ONLY) for x in passed_on]
     passed_on.append(Parameter("return_dict", Parameter.KEYWORD_ONLY, default=None, annotation="bool | None"))
     known = {x.name for x in named}

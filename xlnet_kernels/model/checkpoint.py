@@ -1,4 +1,4 @@
-"""Folders in the public layout: config.json beside model.safetensors or pytorch_model.bin."""
+"""Checkpoint folders in the public layout: config.json beside model.safetensors or pytorch_model.bin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .interface import ModelInterface
 from .weights import DTYPES, NEEDED, WEIGHTS, owned, read_weights, some
 
 _ENCODER, _EMBEDDING, _OUTPUT = "transformer.", "transformer.word_embedding.weight", "lm_loss.weight"
-# Modules beside the encoder, in any published model: what an encoder alone may leave in the file.
+# Modules besides the encoder, in any published model; a bare encoder may ignore these.
 _HEADS = (
     "lm_loss",
     "sequence_summary",
@@ -34,7 +34,7 @@ _HEADS = (
 
 
 class PretrainedModel(ModelInterface):
-    """A model with a configuration, an initialisation and a folder."""
+    """Base class of models with a configuration, an initialisation and a folder."""
 
     def __init__(self, config: XLNetConfig) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class PretrainedModel(ModelInterface):
                 nn.init.zeros_(bias)
 
     def init_head(self, device: torch.device | str | None = None) -> None:
-        """Initialises what is not the encoder; `device` makes tensors of meta tensors."""
+        """Initialise all modules but the encoder; with `device`, meta tensors become real tensors."""
         for name, child in self.named_children():
             if name != "transformer":
                 if device is not None:
@@ -76,10 +76,10 @@ class PretrainedModel(ModelInterface):
         torch_dtype: torch.dtype | str | None = None,
         **entries: Any,
     ) -> Any:
-        """The model of a folder, in evaluation mode; its parameters are copies that no file changes.
+        """Load the model of a folder, in evaluation mode; later changes of the files do not affect it.
 
         The folder holds config.json and model.safetensors, its sharded form with model.safetensors.index.json, or
-        pytorch_model.bin, as published and as transformers writes them. `XLNetModel` reads the encoder of any model; a
+        pytorch_model.bin, as published and as transformers writes them. `XLNetModel` reads the encoder of any model. A
         model with a head needs that head in the file.
 
         Args:
@@ -88,18 +88,18 @@ class PretrainedModel(ModelInterface):
             config: instead of the folder's config.json.
             backend: of the attention.
             dtype: of all parameters, or its name ("bfloat16"); None or "auto" keeps the file's (the widest in it).
-            device: where the parameters go; default the CPU.
-            new_head: initialise the head anew, whatever head the file has: the start of a fine-tuning.
-            output_loading_info: return the model and a dictionary as transformers does: missing_keys are the parameters
-                of a new head, unexpected_keys those of the file that the model has not got; nothing else is let pass.
-            torch_dtype: the older name of `dtype`.
+            device: of the parameters; default the CPU.
+            new_head: initialise a new head and ignore the file's head, to start a fine-tuning.
+            output_loading_info: also return a dictionary as in transformers: missing_keys are the parameters of a new
+                head, unexpected_keys those of the file that the model lacks. Any other difference is an error.
+            torch_dtype: old name of `dtype`.
             entries: fields of the configuration in place of its own, such as num_labels.
 
         Raises:
             FileNotFoundError: the folder, its config.json or its weights are missing.
-            OSError: `folder` is a file, or one in it cannot be read; the text names it.
-            ValueError: `dtype` is no floating-point dtype of parameters, a file is damaged, or parameters are missing,
-                unexpected or of the wrong shape; the text names them, and nothing is loaded.
+            OSError: `folder` is a file, or a file in it cannot be read; the text names it.
+            ValueError: `dtype` is not a supported floating-point dtype, a file is damaged, or parameters are missing,
+                unexpected or of the wrong shape. The text names them, and nothing is loaded.
             TypeError: an argument is unknown.
         """
         folder = Path(folder)
@@ -136,7 +136,7 @@ class PretrainedModel(ModelInterface):
         return model, dict(missing_keys=missing, unexpected_keys=unread, mismatched_keys=set(), error_msgs=[])
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes model.safetensors and config.json as transformers does; each file is whole at any moment."""
+        """Write model.safetensors and config.json as transformers does; each file is replaced atomically."""
         state = dict(self.state_dict())
         if self.config.tie_word_embeddings and _EMBEDDING in state:
             state.pop(_OUTPUT, None)
@@ -154,10 +154,10 @@ def _dtype_named(name: str) -> torch.dtype:
 
 
 def _check_sizes(state: dict[str, Tensor], config: XLNetConfig, path: Path, kind: str) -> None:
-    """Refuses a file whose encoder has other sizes than `config`, which may ask for more than can be built.
+    """Refuse a file whose encoder has other sizes than `config`, to avoid building an impossibly large model.
 
     Raises:
-        ValueError: it holds another number of layers, or lacks tensors that tell the sizes, or these are others.
+        ValueError: the file has another number of layers, lacks tensors that show the sizes, or has other sizes.
     """
     prefix = _ENCODER if any(name.startswith(_ENCODER) for name in state) else ""
     pattern = re.compile(rf"{re.escape(prefix)}layer\.(\d+)\.")
@@ -181,7 +181,7 @@ def _match(state: dict[str, Tensor], model: PretrainedModel, path: Path, new_hea
     """The file's tensors under the model's names.
 
     Raises:
-        ValueError: they are not exactly those of the model.
+        ValueError: the tensors are not exactly those of the model.
     """
     expected = {name: tuple(x.shape) for name, x in model.state_dict().items()}
     if not hasattr(model, "transformer"):
@@ -196,7 +196,7 @@ def _match(state: dict[str, Tensor], model: PretrainedModel, path: Path, new_hea
         elif _OUTPUT in expected and model.config.tie_word_embeddings and _EMBEDDING in state:
             embedding = state[_EMBEDDING]
             output = state.setdefault(_OUTPUT, embedding)
-            comparable = embedding.dtype in DTYPES  # others are refused below
+            comparable = embedding.dtype in DTYPES  # other dtypes are refused below
             if output.dtype != embedding.dtype or (comparable and not torch.equal(output, embedding)):
                 raise ValueError(f"{path}: {_OUTPUT} is not {_EMBEDDING}, as tie_word_embeddings says it should be")
     missing, unexpected = expected.keys() - state, state.keys() - expected

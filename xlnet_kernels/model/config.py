@@ -29,7 +29,7 @@ _ALIASES = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
-_LARGEST = 2**31 - 1  # of any size: kernels count rows and columns in 32 bits
+_LARGEST = 2**31 - 1  # limit of all sizes, because kernels count rows and columns in 32 bits
 
 
 @dataclass
@@ -39,20 +39,20 @@ class XLNetConfig:
     Args:
         vocab_size, d_model, n_layer, n_head, d_inner: sizes. d_head: width of a head, default d_model / n_head.
         ff_activation: "gelu" (erf), "gelu_new" (tanh, the original's), "relu", "silu", "swish" or "tanh".
-        attn_type: "bi", or "uni" where no position sees what lies ahead.
-        dropout: everywhere but in the summary. layer_norm_eps, initializer_range: as the names say.
+        attn_type: "bi", or "uni" where keys ahead are invisible.
+        dropout: everywhere but in the summary. layer_norm_eps: of LayerNorm. initializer_range: standard deviation.
         pad_token_id, bos_token_id, eos_token_id: ids of the vocabulary; None, -1 or an id beyond it for none.
-        mem_len: memory positions kept; None or 0 keeps everything. reuse_len: only the first so many tokens of a
-            segment enter the memory; None or 0 for all. use_mems_eval, use_mems_train: whether memory is returned.
+        mem_len: memory positions kept; None or 0 keeps everything. reuse_len: number of first tokens of a segment that
+            enter the memory; None or 0 for all. use_mems_eval, use_mems_train: whether memory is returned.
         bi_data: the second half of each batch is reversed text.
-        clamp_len: longest distance that is told apart, -1 for no limit.
-        same_length: with "uni", every position sees as many keys as there are memory positions, and itself.
-        summary_*: how a sequence becomes a vector (`XLNetForSequenceClassification`, `XLNetForMultipleChoice`).
+        clamp_len: limit beyond which distances are equal, -1 for no limit.
+        same_length: with "uni", every position sees itself and as many keys as there are memory positions. summary_*:
+        options of the sequence vector (`XLNetForSequenceClassification`, `XLNetForMultipleChoice`).
         start_n_top, end_n_top: beam of `XLNetForQuestionAnswering`.
-        num_labels, problem_type: of the classification heads; problem_type None goes by num_labels and label dtype.
+        num_labels, problem_type: of the classification heads; problem_type None: chosen by num_labels and label dtype.
         tie_word_embeddings: whether the language model's output weight is the embedding.
         output_attentions, output_hidden_states: defaults of the model's arguments.
-        extra: entries of a config.json that mean nothing here; they are written back.
+        extra: unknown entries of a config.json; they are written back.
 
     Raises:
         ValueError: a value is impossible; the text names it.
@@ -148,7 +148,8 @@ class XLNetConfig:
             none = "None or " if optional else ""
             bound = f"at most {_LARGEST}" if _is_integer(value, least, math.inf) else f"at least {least}"
             raise ValueError(f"{name} must be {none}an integer of {bound}, got {shortened(value)}")
-        setattr(self, name, int(value))  # a numpy integer would not go into config.json
+        # Because config.json cannot hold a numpy integer.
+        setattr(self, name, int(value))
 
     def _check_stop_tokens(self) -> None:
         if not isinstance(self.eos_token_id, (list, tuple)):
@@ -181,7 +182,7 @@ class XLNetConfig:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {shortened(value)}")
 
     def __getattr__(self, name: str) -> Any:
-        """Fields by their other names, and entries of `extra`: what reads transformers' configurations reads ours."""
+        """Fields by their aliases, and entries of `extra`, for code that reads transformers' configurations."""
         fields = vars(self)
         if name in _ALIASES and _ALIASES[name] in fields:
             return fields[_ALIASES[name]]
@@ -203,7 +204,7 @@ class XLNetConfig:
         return {name: i for i, name in self.id2label.items()}
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> XLNetConfig:
-        """Itself: there is no other part."""
+        """The configuration itself, because it has no other part."""
         return self
 
     @classmethod
@@ -211,7 +212,7 @@ class XLNetConfig:
         """`config` itself, or a new one with the entries of transformers' configuration of an XLNet.
 
         Raises:
-            ValueError: it is neither, or has an impossible value.
+            ValueError: `config` is neither, or has an impossible value.
         """
         if isinstance(config, XLNetConfig):
             return config
@@ -222,7 +223,7 @@ class XLNetConfig:
 
     @classmethod
     def from_dict(cls, entries: dict[str, Any]) -> XLNetConfig:
-        """The configuration of a config.json's content; what means nothing here goes to `extra`.
+        """The configuration from a config.json's content; unknown entries go to `extra`.
 
         Raises:
             ValueError: another model's configuration, or an impossible value.
@@ -250,19 +251,20 @@ class XLNetConfig:
         """The configuration in a config.json, or in the config.json of a folder.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no config.json.
             OSError: it cannot be read.
-            ValueError: it is no JSON, another model's, or has an impossible value; the text names the file.
+            ValueError: it is not JSON, of another model, or has an impossible value; the text names the file.
         """
         path = entry_of(Path(path), "config.json")
         entries = read_json(path)
         try:
             return cls.from_dict(entries)
-        except (ValueError, RecursionError) as error:  # values nested deeply exhaust the stack where they are compared
+        # RecursionError, because comparing deeply nested values exhausts the stack.
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """What config.json holds; transformers reads it too."""
+        """The content of config.json, in transformers' format."""
         entries = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
         entries = {**self.extra, "model_type": "xlnet", **entries}
         # transformers takes the number of labels from their names.
@@ -273,7 +275,7 @@ class XLNetConfig:
         return entries
 
     def save(self, folder: str | Path, **entries: Any) -> None:
-        """Writes config.json, with `entries` besides, into `folder`, made if need be; it is whole at any moment."""
+        """Write config.json, with additional `entries`, into `folder`, atomically; makes the folder."""
         text = json.dumps(self.to_dict() | entries, indent=2, sort_keys=True) + "\n"
         write_whole(Path(folder) / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
 
@@ -287,7 +289,7 @@ def _is_integer(value: object, least: int, largest: float = _LARGEST) -> bool:
 
 
 def _real(value: object) -> float:
-    """The number as a float; NaN, which lies in no range, for anything else."""
+    """The number as a float; NaN for anything else, because it lies in no range."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return math.nan
     try:

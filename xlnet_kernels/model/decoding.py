@@ -1,4 +1,4 @@
-"""Cached decoding: keys and values of every position, computed when its token becomes known and never again."""
+"""Cached decoding: keys and values of every position are computed only once, when its token becomes known."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .work import Step
 
 
 class Decoder:
-    """One pass over B sequences of K positions, a few rows at a time.
+    """Incremental pass over B sequences of K positions, a few rows at a time.
 
-    Positions may become known in any order: each row has its position, and `mask` says what it sees, as it would in a
-    single call of the model with all rows. A call costs its own rows, whatever is cached; memory is linear in K.
+    Positions may become known in any order: each row has its position, and `mask` applies as in a single call of the
+    model with all rows. The cost of a call depends on its own rows; memory is linear in K.
 
     Args:
-        model: an XLNetLMHeadModel, which is called once for each step.
+        model: an XLNetLMHeadModel, called once for each step.
         mask: RankMask of K rows and K keys (B, K), with the query stream's ranks. Ranks may be changed between calls.
         token_type_ids: (B, K) integers, or None.
-        ahead: whether a row may see keys ahead of it. Without, the table of positions is half as long.
+        ahead: whether a row may see keys ahead of it. If False, the table of positions is half as long.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Decoder:
         self.caches: Any = None
 
     def __call__(self, ids: Tensor, positions: Tensor, known: Tensor, targets: Tensor, wanted: Tensor) -> Tensor:
-        """Enter tokens that are known now, and compute the query stream where tokens are to be predicted.
+        """Enter newly known tokens, and compute the query stream at the positions to predict.
 
         Args:
-            ids, positions: (B, R) integers, the tokens and where they stand.
-            known: (B, R) bool, False where there is none: such a row leaves no trace.
+            ids, positions: (B, R) integers, the tokens and their positions.
+            known: (B, R) bool, False where there is no token: such a row has no effect.
             targets: (B, N) integers, positions.
             wanted: (B, n) integers, rows among the R content rows and the N query rows after them.
 
@@ -67,11 +67,11 @@ class Decoder:
         step = Step(prepared, self.ahead, wanted, self.caches)
         output = self.model(ids, mems=step, return_dict=True)
         self.caches = output.mems
-        return output.logits.to(ids.device)  # hooks may have moved it to where the parameters are
+        return output.logits.to(ids.device)  # hooks may have moved it to the parameters' device
 
 
 def flagged_positions(flags: Tensor) -> tuple[Tensor, Tensor]:
-    """Where flags (B, K) are True, in ascending order: positions (B, N) for the largest N, and which of them count."""
+    """Ascending positions (B, N) of True in flags (B, K), N being the largest number in a row, and their validity."""
     counts = flags.sum(1)
     width = int(counts.max()) if counts.numel() else 0
     valid = torch.arange(width, device=flags.device) < counts[:, None]
@@ -80,5 +80,5 @@ def flagged_positions(flags: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def right_pad(rows: list[Tensor], width: int, value: int) -> Tensor:
-    """(B, width) of rows of several lengths."""
+    """Pad rows of several lengths to (B, width)."""
     return torch.stack([F.pad(row, (0, width - row.shape[0]), value=value) for row in rows])

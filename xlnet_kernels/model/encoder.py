@@ -1,4 +1,4 @@
-"""XLNetModel: embeddings, layers of two-stream attention, memory."""
+"""XLNetModel: embeddings, layers of two-stream attention and memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .work import Projection, Work
 
 
 class XLNetFeedForward(nn.Module):
-    """The position-wise half of a layer."""
+    """Feed-forward part of a layer."""
 
     def __init__(self, config: XLNetConfig) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class XLNetFeedForward(nn.Module):
 
 
 class XLNetLayer(nn.Module):
-    """Attention and feed-forward, on content rows and query rows stacked."""
+    """Layer of attention and feed-forward, on stacked content and query rows."""
 
     def __init__(self, config: XLNetConfig, backend: str | None) -> None:
         super().__init__()
@@ -61,7 +61,9 @@ class XLNetLayer(nn.Module):
     def forward(
         self, rows: Tensor, prepared: Prepared, mems: Tensor | None = None, projected: Projected | None = None
     ) -> tuple[Tensor, Tensor | None, Projected | None]:
-        """Rows (B, R, d_model); memory as layer inputs (M, B, d_model), or projected: key, value and rel_key table.
+        """Apply the layer to rows (B, R, d_model).
+
+        Memory is layer inputs (M, B, d_model), or projected: key, value and rel_key table.
 
         Returns:
             The rows, the attention map or None, and, where memory is projected, the segment's key, value and table.
@@ -79,7 +81,8 @@ class XLNetModel(PretrainedModel):
     positions; a `RankMask` makes it a language model in forward, backward or any other order.
 
     Args:
-        config: the hyperparameters. `config.mem_len` and its like may be changed later: each call reads them.
+        config: the hyperparameters. Settings such as `config.mem_len` may be changed later, because each call reads
+        them.
         backend: of the attention, None for the best available, or "reference", "torch", "cpu", "triton", "cuda".
 
     >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
@@ -124,31 +127,31 @@ class XLNetModel(PretrainedModel):
         reuse_len: int | None = None,
         output_rows: Tensor | None = None,
     ) -> XLNetOutput:
-        """Both streams, or the content stream alone where nothing is to be predicted.
+        """Compute both streams, or the content stream only where there are no targets.
 
         Args:
             input_ids: (B, L) integers; or inputs_embeds: (B, L, d_model).
             attention_mask: (B, L), 1 or True = token; or input_mask: (B, L), 1 or True = padding.
-            mems: what an earlier call returned: per layer (M, B, d_model), or `ProjectedMemory`. Every row sees all of
-                it unless `mask` says otherwise. Used whatever `use_mems` is.
-            perm_mask: (B, L, L), 1 or True = row i may not see j; everyone sees itself in the content stream. Or mask:
+            mems: memory returned by an earlier call: per layer (M, B, d_model), or `ProjectedMemory`. Every row sees
+                all of it unless `mask` hides it. Used for any `use_mems`.
+            perm_mask: (B, L, L), 1 or True = row i may not see j; content rows always see themselves. Or mask:
                 RankMask of L rows and M + L keys (or L keys: all memory visible), linear in memory.
-            target_mapping: (B, N, L), what the query stream predicts, usually one-hot rows: those cost N rows; any
-                other mapping costs L rows, as every mapping does inside torch.compile. Or target_positions: (B, N)
-                integers, which always cost N rows. Without mask and perm_mask, target_positions hide their tokens from
-                every row but their own content rows (where attn_type is "uni", the mask is causal); target_mapping
-                hides nothing, as in transformers, and a query row sees the token it is to predict. A mask of one stream
-                (`RankMask.padding`, `full`, `local`, `chunked`, `packed`) hides the tokens of targets given either way.
+            target_mapping: (B, N, L), targets of the query stream, usually one-hot rows, which cost N rows. Any other
+                mapping, and every mapping inside torch.compile, costs L rows. Or target_positions: (B, N) integers,
+                which always cost N rows. Without mask and perm_mask, target_positions hide their tokens from every row
+                but their own content rows (with attn_type "uni" the mask is causal). target_mapping hides nothing, as
+                in transformers, so a query row sees its own target. A mask of one stream (`RankMask.padding`, `full`,
+                `local`, `chunked`, `packed`) hides the targets' tokens in both cases.
             token_type_ids: (B, L) integers, segments; memory is segment 0. None: no segment term.
             use_mems: return memory; default config.use_mems_train or config.use_mems_eval.
-            output_attentions: return the attention maps, which takes the dense way through the reference backend (and
-                L query rows for any target_mapping). output_hidden_states: return every layer's input and the output.
-            mem_len, reuse_len: instead of the configuration's, for this call.
-            output_rows: (B, n) or (1, n) integers, which rows of last_hidden_state to return, from the end where
-                negative; default all. The last layer computes no others.
+            output_attentions: return the attention maps, computed by the dense reference backend (with L query rows for
+                any target_mapping). output_hidden_states: return every layer's input and the output.
+            mem_len, reuse_len: values for this call, in place of the configuration's.
+            output_rows: (B, n) or (1, n) integers, the rows of last_hidden_state to return, from the end where
+                negative; default all. The last layer computes only these.
 
-        A fully masked query row (it comes first in its order, without memory) attends to nothing; transformers
-        averages over all keys there, the hidden ones included.
+        A fully masked query row (the first in its order, without memory) gives zeros; transformers averages over all
+        keys, including hidden ones.
 
         Returns:
             `XLNetOutput`.
@@ -200,12 +203,12 @@ class XLNetModel(PretrainedModel):
         prepared = Prepared(length, rel_pos, rel_rows, mask, segment_rows, positions, mapping, output_attentions)
         rows = self.dropout(h if g is None else torch.cat([h, g], 1))
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        # The last layer computes what is returned and no more.
+        # The last layer computes only the returned rows.
         wanted = find_output_rows(output_rows, rows, 0 if g is None else length)
         brief = wanted is not None and mapping is None and not (output_hidden_states or output_attentions)
         hidden_states, attentions = [rows], []
         layer_inputs: list[Tensor] = []
-        layer_keys: list[tuple[Tensor, ...]] = []  # and values and tables
+        layer_keys: list[tuple[Tensor, ...]] = []  # keys, values and tables
         extension = None
         if use_mems and isinstance(mems, ProjectedMemory):
             extension = Extension(mems, length, mem_len, reuse_len)
@@ -225,7 +228,8 @@ class XLNetModel(PretrainedModel):
                 rows, weights, made = layer(rows, prepared, plain, projected)
             if extension is not None and projected is not None:
                 key, value = (extension.extend(*pair) for pair in zip(projected[:2], made[:2], strict=True))
-                # Steps read the table from head to head; `project_positions` leaves the heads of a row side by side.
+                # Contiguous by head, because steps read the table head by head and `project_positions` interleaves
+                # heads.
                 layer_keys.append((key, value, made[2].detach().contiguous()))
             if output_hidden_states:
                 hidden_states.append(rows)
@@ -248,10 +252,10 @@ class XLNetModel(PretrainedModel):
 
     @torch.no_grad()
     def project_mems(self, mems: list[Tensor] | None = None, batch: int = 1) -> ProjectedMemory:
-        """Memory as keys and values, projected once, for stepping through a text at inference.
+        """Project memory to keys and values once, for stepping through a text at inference.
 
         Args:
-            mems: what a call returned, or None for no memory yet.
+            mems: memory returned by a call, or None for no memory yet.
             batch: number of sequences, where mems is None.
 
         >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64, attn_type="uni")
@@ -267,7 +271,7 @@ class XLNetModel(PretrainedModel):
     def _find_positions(
         self, h: Tensor, past: int, mems: list[Tensor] | ProjectedMemory | None, mem_len: int | None
     ) -> tuple[Tensor | None, int, int]:
-        """Positions to project, or None where the memory's tables serve, and their `reach` and `behind`."""
+        """Positions to project, or None where the memory's tables suffice, and their `reach` and `behind`."""
         config, (batch, length) = self.config, h.shape[:2]
         if config.bi_data and batch % 2 and batch > 1:
             raise ValueError(
@@ -277,7 +281,7 @@ class XLNetModel(PretrainedModel):
         if isinstance(mems, ProjectedMemory):
             if mems.reach >= reach and mems.behind >= behind:
                 return None, mems.reach, mems.behind
-            # Room for the steps to come, so that tables are made a few times and not at every step.
+            # Extra room for later steps, to avoid new tables at every step.
             room = max(64, 2 * reach)
             reach, behind = max(reach, min(room, mem_len + length) if mem_len else room), max(behind, mems.behind)
         rel_pos = kept_positions(

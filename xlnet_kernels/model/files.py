@@ -1,4 +1,4 @@
-"""Files that are whole at any moment when written, and regular ones when read."""
+"""Atomic writing of files, and reading of regular files only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LARGEST_JSON = 1 << 28  # bytes: the index of 100,000 tensors takes 10 MB
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls `write` with a temporary path beside `path` and renames; a kill leaves the old file or the new one."""
+    """Call `write` with a temporary path beside `path` and rename; a kill leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -33,11 +33,11 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def check_regular(path: Path) -> None:
-    """Refuses pipes, devices and folders: reading a pipe or a device may never end.
+    """Refuse pipes, devices and folders, because reading a pipe or a device may never end.
 
     Raises:
-        OSError: there is nothing at `path`, or it may not be looked at.
-        ValueError: it is something else than a file.
+        OSError: `path` is missing or cannot be accessed.
+        ValueError: it is not a file.
     """
     kind = stat.S_IFMT(os.stat(path).st_mode)
     if kind != stat.S_IFREG:
@@ -46,7 +46,7 @@ def check_regular(path: Path) -> None:
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """The file, open to be read; every OSError names it.
+    """Open a file for reading; every OSError names it.
 
     Raises:
         OSError, ValueError: as `check_regular` does.
@@ -65,7 +65,7 @@ def read_json(path: Path) -> Any:
 
     Raises:
         OSError: it is missing or cannot be read.
-        ValueError: it is something else than a file, or no JSON; the text names it.
+        ValueError: it is not a file or not JSON; the text names it.
     """
     with open_regular(path) as file:
         content = file.read(_LARGEST_JSON + 1)
@@ -75,7 +75,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(content: bytes, name: str) -> Any:
-    """The value of a JSON text, which the text of the ValueError calls `name`."""
+    """The value of a JSON text; the ValueError names it `name`."""
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -83,11 +83,11 @@ def parse_json(content: bytes, name: str) -> Any:
 
 
 def entry_of(path: Path, name: str) -> Path:
-    """`path`, or the file called `name` in it where it is a folder.
+    """`path`, or the file `name` in it if it is a folder.
 
     Raises:
-        FileNotFoundError: there is nothing at `path`; where it may be the name of a model on the Hugging Face Hub, the
-            text says how its folder is fetched.
+        FileNotFoundError: `path` is missing; where it may be the name of a model on the Hugging Face Hub, the text says
+            how to fetch its folder.
     """
     if path.is_dir():
         return path / name

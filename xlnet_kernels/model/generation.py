@@ -1,4 +1,4 @@
-"""Writing with a language model: continuing prompts, and filling in whatever is missing, in any order."""
+"""Generation with a language model: continuing prompts, and filling in missing tokens in any order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .sampling import Sampler
 
 
 class Generation(nn.Module):
-    """`generate` and `fill` of `XLNetLMHeadModel`. Dropout is off in both, and no gradient flows."""
+    """Mixin with `generate` and `fill` of `XLNetLMHeadModel`, both without dropout and gradients."""
 
     config: XLNetConfig
 
@@ -38,26 +38,26 @@ class Generation(nn.Module):
         do_sample: bool | None = None,
         watch: Callable[[list[Tensor]], Sequence[bool] | None] | None = None,
     ) -> Tensor | list[Tensor]:
-        """Continue each prompt, token by token; a token costs its own rows, not those of the text so far.
+        """Continue each prompt, token by token; keys and values of earlier tokens are cached.
 
         Args:
             prompt_ids: prompts of any lengths: a list of lists or of 1-dimensional tensors, or (B, L) integers.
             max_new_tokens: at least 1.
             temperature, top_k, top_p: see `Sampler`; temperature 0 is greedy.
-            seed: same seed, same text; prompt i draws from seed + i, whatever the other prompts are.
-            lengths: (B,), with (B, L) prompt_ids: only the first so many tokens of each row count.
+            seed: same seed, same text; prompt i draws from seed + i, independently of the other prompts.
+            lengths: (B,), with (B, L) prompt_ids: the number of valid first tokens of each row.
             eos_token_id: stops a text when it appears, one or several; default config.eos_token_id, () for none.
-            stream: what predicts a token: the "query" stream at its position (permutation LM), or the "content" stream
-                one position before (auto-regressive LM). Default "query", with attn_type="uni" "content".
-            causal_prompt: whether a prompt's tokens see only what precedes them, as they always do with the "content"
-                stream and with attn_type="uni". Otherwise all of them see each other, as context does in pre-training.
-            do_sample: False is greedy, whatever the temperature; True draws; None goes by the temperature.
-            watch: called after each token with the texts so far, prompts included; may return which of them end here,
-                one bool each (stop words), or None.
+            stream: the stream that predicts a token: "query" at its position (permutation LM), or "content" one
+                position earlier (auto-regressive LM). Default "query", with attn_type="uni" "content".
+            causal_prompt: whether a prompt's tokens see only earlier tokens, as always with the "content" stream and
+                with attn_type="uni". Otherwise all see each other, like context in pre-training.
+            do_sample: False is greedy for any temperature; True draws; None draws for a temperature above 0.
+            watch: called after each token with the texts so far, prompts included. It may return a bool for each text,
+                True to end it (stop words), or None.
 
         Returns:
-            Prompts and what follows them: a list of 1-dimensional tensors, or for (B, L) prompts one tensor, with
-            config.pad_token_id behind texts that ended early.
+            Prompts with their continuations: a list of 1-dimensional tensors, or for (B, L) prompts one tensor, with
+            config.pad_token_id after texts that ended early.
 
         Raises:
             ValueError: an argument is impossible; the text names it.
@@ -103,7 +103,7 @@ class Generation(nn.Module):
             decoder = Decoder(self, mask, ahead=not causal)
             for _ in range(max_new_tokens):
                 targets = end if by_query else end[:, :0]
-                # The target's row is the last; without one, it is that of the last token.
+                # The target's row is the last; without a target, the last token's row.
                 row = torch.full_like(end, places.shape[1]) if by_query else valid.sum(1, keepdim=True) - 1
                 logits = decoder(ids.gather(1, places), places, valid, targets, row.clamp(min=0))
                 token = sampler(logits, [1] * batch)
@@ -134,19 +134,19 @@ class Generation(nn.Module):
         token_type_ids: Tensor | None = None,
         watch: Callable[[Tensor, Tensor], object] | None = None,
     ) -> Tensor:
-        """Fill in the missing tokens, each given all that are known and those filled in before it.
+        """Fill in the missing tokens, each given the known tokens and those already filled in.
 
         Every token is predicted by the query stream, and its content stream is entered once, as in the permutation LM
         with this factorisation order (Yang et al. 2019, section 2.2). Memory is linear in L.
 
         Args:
-            input_ids: (B, L) integers; what stands at missing positions is not looked at.
-            missing: (B, L) bool, True where a token is to be found.
-            order: "left-to-right", "random", or "confident": always the position with the likeliest best token; or
-                (B, L) integers: lower ones first, positions with equal ones in one step, independently of each other.
+            input_ids: (B, L) integers, ignored at missing positions.
+            missing: (B, L) bool, True where a token is missing.
+            order: "left-to-right", "random", or "confident": always the position with the likeliest best token. Or (B,
+                L) integers: lower numbers first, equal numbers in one step, independently of each other.
             temperature, top_k, top_p, seed: as in `generate`.
             attention_mask: (B, L), 1 or True = token. token_type_ids: (B, L) integers, segments.
-            watch: called after each step with the tokens and with what is still missing, both (B, L).
+            watch: called after each step with the tokens and the still missing positions, both (B, L).
 
         Returns:
             (B, L) integers.
@@ -180,7 +180,7 @@ class Generation(nn.Module):
         sampler = Sampler(shape[0], temperature, top_k, top_p, seed)
         step_of = _steps(order, missing, sampler)
 
-        # What is not yet filled in ranks above everything: no row sees it, and it sees all that is known.
+        # Missing positions have the highest rank: no row sees them, and they see all known tokens.
         late = torch.full_like(filled, HIGHEST)
         mask = RankMask.from_order(late, missing, padding)
         places, valid = flagged_positions(~missing & ~padding)
@@ -207,7 +207,7 @@ class Generation(nn.Module):
 
 
 def _device_of(model: nn.Module, given: object) -> torch.device:
-    """Where the model's parameters are; or what it is given, where hooks bring them (from the meta device) in calls."""
+    """Device of the model's parameters, or of the input if the parameters are on the meta device."""
     device = next(model.parameters()).device
     if device.type == "meta":
         device = given.device if isinstance(given, Tensor) else torch.device("cpu")
@@ -220,7 +220,7 @@ def _texts(ids: Tensor, end: Tensor) -> list[Tensor]:
 
 
 def _most_confident(positions: Tensor, valid: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row's positions (B, N) the one whose best token is likeliest: position, validity and logits of N = 1."""
+    """Position, validity and logits (N = 1) of the position (of (B, N)) in each row with the likeliest best token."""
     confidence = logits.float().log_softmax(-1).amax(-1).masked_fill(~valid, -torch.inf)
     best = confidence.argmax(1, keepdim=True)
     chosen = logits.gather(1, best[:, :, None].expand(-1, -1, logits.shape[-1]))
@@ -228,7 +228,7 @@ def _most_confident(positions: Tensor, valid: Tensor, logits: Tensor) -> tuple[T
 
 
 def _steps(order: str | Tensor, missing: Tensor, sampler: Sampler) -> Tensor | None:
-    """(B, L), the step at which each missing position is filled in, or None where confidence decides."""
+    """Step (B, L) at which each missing position is filled in, or None for the order "confident"."""
     if isinstance(order, Tensor):
         check_tensor("order", order, tuple(missing.shape), missing, integers=True)
         order = order.long()
@@ -246,7 +246,7 @@ def _steps(order: str | Tensor, missing: Tensor, sampler: Sampler) -> Tensor | N
             f'order must be "left-to-right", "random", "confident" or integers {tuple(missing.shape)}, got '
             f"{shortened(order)}"
         )
-    # Ranks without gaps: how many different values of the row's missing positions are lower.
+    # Ranks without gaps: the number of different lower values among the row's missing positions.
     value, index = order.masked_fill(~missing, torch.iinfo(torch.int64).max).sort(1)
     new = torch.zeros_like(value)
     new[:, 1:] = value[:, 1:] != value[:, :-1]

@@ -1,6 +1,6 @@
-"""XLNetLMHeadModel, the classifiers, multiple choice and question answering: a head on an XLNetModel each.
+"""Models with a head on an XLNetModel: XLNetLMHeadModel, classifiers, multiple choice and question answering.
 
-Every `forward` passes what is not its own to the encoder: arguments have the names and meanings of `XLNetModel`, and
+Every `forward` passes other arguments than its own to the encoder, with the names and meanings of `XLNetModel`.
 `calls.model_call` shows them in its signature.
 """
 
@@ -24,12 +24,12 @@ from .inputs import check_labels, check_tensor
 from .outputs import HeadOutput, SpanOutput, rest_of
 from .tied import words_and_table
 
-# Where inputs_embeds is among the arguments that come after input_ids.
+# Index of inputs_embeds among the arguments after input_ids.
 _EMBEDS = list(inspect.signature(XLNetModel.forward).parameters).index("inputs_embeds") - len(("self", "input_ids"))
 
 
 class HeadedModel(PretrainedModel):
-    """An encoder and what `make_head` adds."""
+    """Base class of an encoder with a head, added by `make_head`."""
 
     def __init__(self, config: XLNetConfig, backend: str | None = None) -> None:
         super().__init__(config)
@@ -43,9 +43,9 @@ class HeadedModel(PretrainedModel):
 
 
 class XLNetLMHeadModel(Generation, HeadedModel):
-    """The language model: scores of every token at every target, or at every position where there are no targets.
+    """Language model: scores of every token at every target, or at every position without targets.
 
-    forward(..., labels=None): labels (B, N) for N targets, else (B, L); -100 does not count.
+    forward(..., labels=None): labels (B, N) for N targets, else (B, L); -100 is ignored.
 
     >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
     >>> lm = XLNetLMHeadModel(config)
@@ -78,16 +78,16 @@ class XLNetLMHeadModel(Generation, HeadedModel):
             logits = self.lm_loss(output.last_hidden_state)
         else:
             words, table = tied
-            inputs = inputs[:_EMBEDS] + inputs[_EMBEDS + 1 :]  # what may be there is None
+            inputs = inputs[:_EMBEDS] + inputs[_EMBEDS + 1 :]  # only None may be there
             output = self.transformer(None, *inputs, **options | {"inputs_embeds": words})
             logits = linear(output.last_hidden_state, table, self.lm_loss.bias)
         return HeadOutput(loss=_token_loss(logits, labels), logits=logits, **rest_of(output))
 
 
 class XLNetForTokenClassification(HeadedModel):
-    """One of num_labels classes for each token.
+    """Token classifier: one of num_labels classes for each token.
 
-    forward(..., labels=None): labels (B, L), -100 does not count.
+    forward(..., labels=None): labels (B, L); -100 is ignored.
 
     >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64, num_labels=5)
     >>> XLNetForTokenClassification(config)(torch.randint(100, (2, 7))).logits.shape
@@ -105,7 +105,7 @@ class XLNetForTokenClassification(HeadedModel):
 
 
 class SequenceSummary(nn.Module):
-    """A sequence as one vector: its last (XLNet's CLS), first or mean state, projected."""
+    """Sequence summary: the last (XLNet's CLS), first or mean state, projected."""
 
     def __init__(self, config: XLNetConfig) -> None:
         super().__init__()
@@ -119,23 +119,24 @@ class SequenceSummary(nn.Module):
         self.last_dropout = nn.Dropout(config.summary_last_dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(B, L, d_model), or (B, 1, d_model) of the state that is read."""
+        """Summarise (B, L, d_model), or (B, 1, d_model) of the needed state."""
         state = hidden.mean(1) if self.kind == "mean" else hidden[:, -1 if self.kind == "last" else 0]
         return self.last_dropout(self.activation(self.summary(self.first_dropout(state))))
 
 
 def _summary_rows(config: XLNetConfig, *inputs: Any) -> Tensor | None:
-    """The states that `SequenceSummary` reads, as `XLNetModel` takes them, on the inputs' device; None for all."""
+    """output_rows of `XLNetModel` for the states that `SequenceSummary` reads, on the inputs' device; None for all."""
     given = next((x for x in inputs if isinstance(x, Tensor)), None)
-    if config.summary_type == "mean" or given is None:  # the encoder says what is missing
+    # For a missing input the encoder raises the error.
+    if config.summary_type == "mean" or given is None:
         return None
     return torch.full((1, 1), -1 if config.summary_type == "last" else 0, device=given.device)
 
 
 class XLNetForSequenceClassification(HeadedModel):
-    """One of num_labels classes, several of them, or a number, for each sequence.
+    """Sequence classifier: one of num_labels classes, several classes, or a number, for each sequence.
 
-    forward(..., labels=None): what labels are goes by config.problem_type; None: a number (B,) where num_labels is 1,
+    forward(..., labels=None): config.problem_type determines the labels. None: a number (B,) where num_labels is 1,
     classes (B,) where labels are integers, else probabilities (B, num_labels) of independent classes.
 
     >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64, num_labels=3)
@@ -173,10 +174,10 @@ class XLNetForSequenceClassification(HeadedModel):
 
 
 class XLNetForMultipleChoice(HeadedModel):
-    """The best of C sequences: inputs (B, C, L), logits (B, C).
+    """Multiple choice: scores (B, C) of C sequences (B, C, L).
 
-    forward(..., labels=None): labels (B,), the right choice. All tensors have the dimension C; mems and mask are of a
-    batch of B * C.
+    forward(..., labels=None): labels (B,), the right choice. All tensors have the dimension C, except mems and mask,
+    which have a batch of B * C.
 
     >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
     >>> XLNetForMultipleChoice(config)(torch.randint(100, (2, 4, 7)), labels=torch.tensor([3, 0])).logits.shape
@@ -206,9 +207,9 @@ class XLNetForMultipleChoice(HeadedModel):
 
 
 class XLNetForQuestionAnsweringSimple(HeadedModel):
-    """Where the answer starts and ends, each by itself.
+    """Question answering with independent scores of the answer's start and end.
 
-    forward(..., start_positions=None, end_positions=None): (B,) integers; positions past the sequence do not count.
+    forward(..., start_positions=None, end_positions=None): (B,) integers; positions past the sequence are ignored.
 
     >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)
     >>> output = XLNetForQuestionAnsweringSimple(config)(torch.randint(100, (2, 7)))
@@ -237,7 +238,7 @@ class XLNetForQuestionAnsweringSimple(HeadedModel):
 
 
 def _token_loss(logits: Tensor, labels: Tensor | None) -> Tensor | None:
-    """Mean cross-entropy over the labels that count; 0, with gradients of 0, where none does."""
+    """Mean cross-entropy over the valid labels; 0, with gradients of 0, if there are none."""
     if labels is None:
         return None
     check_labels("labels", labels, logits)
@@ -245,7 +246,7 @@ def _token_loss(logits: Tensor, labels: Tensor | None) -> Tensor | None:
 
 
 def _mean_loss(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """torch's mean is NaN where all labels are ignored."""
+    """Mean cross-entropy, without torch's NaN where all labels are ignored."""
     losses = F.cross_entropy(logits, labels, ignore_index=ignored, reduction="none")
     counted = (labels != ignored).sum().clamp(min=1)
     return (losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32)) / counted).to(losses.dtype)

@@ -1,4 +1,4 @@
-"""What the model is given, checked, and the masks that come of it."""
+"""Checks of the model's inputs, and the masks made from them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..two_streams import RowPositions, check_rank_mask, stack_mask, stack_segme
 from .config import XLNetConfig
 from .memory import ProjectedMemory
 
-Targets = tuple[Tensor | None, Tensor | None, Tensor | None]  # what `find_targets` returns
+Targets = tuple[Tensor | None, Tensor | None, Tensor | None]  # result of `find_targets`
 
 
 def check_tensor(
     name: str, x: Tensor, shape: tuple, like: Tensor, integers: bool = False, floats: bool = False
 ) -> None:
-    """A tensor of that shape on like's device; of integers, or of like's dtype, if so asked.
+    """Require a tensor of that shape on like's device; optionally of integers, or of like's dtype.
 
-    A size that may be any is given by its name.
+    A name stands for an arbitrary size.
     """
     fits = isinstance(x, Tensor) and x.dim() == len(shape)
     if not fits or any(not isinstance(want, str) and want != size for size, want in zip(x.shape, shape, strict=True)):
@@ -37,7 +37,7 @@ def check_tensor(
 
 
 def check_words(input_ids: Tensor | None, inputs_embeds: Tensor | None, config: XLNetConfig, like: Tensor) -> None:
-    """One of the two: ids of the vocabulary (B, L), or embeddings (B, L, d_model)."""
+    """Require either ids of the vocabulary (B, L), or embeddings (B, L, d_model)."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError(f"give either input_ids or inputs_embeds, got {'neither' if input_ids is None else 'both'}")
     if inputs_embeds is not None:
@@ -48,13 +48,13 @@ def check_words(input_ids: Tensor | None, inputs_embeds: Tensor | None, config: 
 
 
 def check_labels(name: str, labels: Tensor, logits: Tensor) -> None:
-    """Integers in [0, classes), or -100 for what does not count."""
+    """Require integers in [0, classes), or -100 for ignored labels."""
     check_tensor(name, labels, logits.shape[:-1], logits, integers=True)
     check_range(f"{name} (-100 aside)", labels.masked_fill(labels == -100, 0), 0, logits.shape[-1])
 
 
 def check_length(name: str, value: int | None, default: int | None) -> int | None:
-    """`value`, or the configuration's."""
+    """The checked `value`, or the configuration's."""
     if value is None:
         return default
     if not is_integer(value) or value < 0:
@@ -66,7 +66,7 @@ def check_length(name: str, value: int | None, default: int | None) -> int | Non
 def check_mems(
     mems: list[Tensor] | ProjectedMemory | None, config: XLNetConfig, batch: int | None, like: Tensor, training: bool
 ) -> int:
-    """Memory that this configuration has made (of any batch size for None); returns M."""
+    """Require memory made by this configuration (of any batch size for None); returns M."""
     if mems is None:
         return 0
     if isinstance(mems, ProjectedMemory):
@@ -91,7 +91,7 @@ def check_mems(
 
 
 def find_padding(attention_mask: Tensor | None, input_mask: Tensor | None, h: Tensor) -> Tensor | None:
-    """(B, L) bool, True where there is no token."""
+    """Padding (B, L) bool, True where there is no token."""
     if attention_mask is not None and input_mask is not None:
         raise ValueError("attention_mask (1 = token) and input_mask (1 = padding) are one thing: give one of them")
     if attention_mask is not None:
@@ -121,9 +121,9 @@ def find_mask(
     mem_len: int,
     targets: Targets = (None, None, None),
 ) -> RankMask | Tensor | None:
-    """What the query stream sees: a RankMask wherever one can say it, else bool (B, L, M + L), or None for all.
+    """Mask of the query stream: a RankMask where possible, else bool (B, L, M + L), or None for full.
 
-    A mask of one stream hides the `targets`, which are from `find_targets`.
+    A mask of one stream also hides the `targets` from `find_targets`.
     """
     batch, length = h.shape[:2]
     if mask is not None and perm_mask is not None:
@@ -150,7 +150,7 @@ def find_mask(
         return mask
     if mask is None:
         everything = RankMask.padding(attention_mask=~padding, mem_len=mem_len)
-        return RankMask(everything.query_rank, everything.key_rank)  # a query row sees its own token, as published
+        return RankMask(everything.query_rank, everything.key_rank)  # a query row sees its token, as published
     hidden = F.pad(padding, (mem_len, 0))
     if isinstance(mask, Tensor):
         return mask & ~hidden[:, None]
@@ -159,7 +159,7 @@ def find_mask(
 
 
 def _with_memory(mask: RankMask, length: int, mem_len: int) -> RankMask:
-    """A mask of the segment's keys alone leaves all memory visible, as perm_mask does."""
+    """The mask with all memory visible where it has the segment's keys only, as with perm_mask."""
     if not mem_len or mask.key_rank.shape[1] != length:
         return mask
     if mask.query_floor is not None:
@@ -171,14 +171,14 @@ def _with_memory(mask: RankMask, length: int, mem_len: int) -> RankMask:
 
 
 def _same_length(length: int, mem_len: int, device: torch.device) -> RankMask:
-    """Every position sees itself and the M keys before it, in both streams."""
+    """Mask where every position sees itself and the M keys before it, in both streams."""
     row = torch.arange(length, dtype=torch.int32, device=device)[None]
     key = torch.arange(mem_len + length, dtype=torch.int32, device=device)[None]
     return RankMask(row + mem_len + 1, key, query_floor=row)
 
 
 def find_targets(target_mapping: Tensor | None, target_positions: Tensor | None, h: Tensor, as_given: bool) -> Targets:
-    """Positions of content and query rows (B, L + N) or None; the mapping, if it is dense; which targets are empty."""
+    """Positions of content and query rows (B, L + N) or None; the mapping if dense; the mask of empty targets."""
     if target_mapping is not None and target_positions is not None:
         raise ValueError("target_mapping and target_positions are one thing: give one of them")
     batch, length = h.shape[:2]
@@ -190,7 +190,7 @@ def find_targets(target_mapping: Tensor | None, target_positions: Tensor | None,
     if target_mapping is None:
         return None, None, None
     if isinstance(target_mapping, Tensor) and target_mapping.dim() == 3 and target_mapping.shape[2] > length:
-        # transformers counts columns from the end: the last one is the last token, with any number in front.
+        # As in transformers, columns count from the end: the last is the last token, with any number in front.
         before = target_mapping[:, :, :-length]
         if readable(before) and before.any():
             raise ValueError(
@@ -206,7 +206,7 @@ def find_targets(target_mapping: Tensor | None, target_positions: Tensor | None,
 
 
 def flag_targets(targets: Targets, h: Tensor) -> Tensor | None:
-    """(B, L) bool, True where a token is predicted, of what `find_targets` returns."""
+    """Mask (B, L) bool, True where a token is predicted, of `find_targets`' result."""
     positions, mapping, empty = targets
     if mapping is not None:
         return (mapping != 0).any(1)
@@ -218,7 +218,7 @@ def flag_targets(targets: Targets, h: Tensor) -> Tensor | None:
 
 
 def find_output_rows(output_rows: Tensor | None, rows: Tensor, first: int) -> Tensor | None:
-    """Which of the stacked rows (B, R, d_model) are returned, (B, n), of those from `first` on; None for all."""
+    """Indices (B, n) of the returned rows among the stacked rows, counted from `first`; None for all."""
     batch, total = rows.shape[:2]
     if output_rows is None:
         return torch.arange(first, total, device=rows.device).expand(batch, -1) if first else None
@@ -230,9 +230,9 @@ def find_output_rows(output_rows: Tensor | None, rows: Tensor, first: int) -> Te
 
 
 def _one_hot_positions(mapping: Tensor) -> tuple[Tensor, Tensor | None] | None:
-    """Positions (B, N) if every row is one-hot or zero and no position comes twice; which rows are zero, if any.
+    """Positions (B, N) if every row is one-hot or zero without repeated positions; and the mask of zero rows, if any.
 
-    None for any other mapping, and where the values cannot be read.
+    None for any other mapping, and for unreadable values.
     """
     if not readable(mapping):
         return None
@@ -252,15 +252,15 @@ def stack_rows(
     targets: Targets,
     token_type_ids: Tensor | None,
 ) -> tuple:
-    """What the attention of every layer needs of the L content rows and the query rows after them.
+    """Attention inputs of every layer for the L content rows and the query rows after them.
 
     Args:
         h: (B, L, d_model), for its shape and device.
         mask: from `find_mask`, targets: from `find_targets`.
 
     Returns:
-        mask, segment_rows, positions and mapping, as `TwoStreamAttention.attend` takes them, and which query rows are
-        empty targets (B, N), or None.
+        mask, segment_rows, positions and mapping for `TwoStreamAttention.attend`, and the mask (B, N) of empty targets
+        among query rows, or None.
     """
     positions, mapping, empty = targets
     mask = stack_mask(mask, positions, h, n_head, mem_len)
@@ -274,7 +274,7 @@ def stack_rows(
 
 
 def hide_from_rows(mask: RankMask | Tensor | None, rows: Tensor, keys: int) -> RankMask | Tensor:
-    """The mask of all rows, where `rows` (B, rows) see nothing: they give zeros, as rows of zeros in a mapping do."""
+    """The mask of all rows with `rows` (B, rows) fully masked: they give zeros, like zero rows in a mapping."""
     if isinstance(mask, Tensor):
         return mask & ~rows[:, None, :, None]
     if mask is None:

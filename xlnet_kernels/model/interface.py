@@ -1,4 +1,4 @@
-"""The questions and orders that transformers' Trainer and pipelines, PEFT and ported scripts have for a model."""
+"""Interface expected by transformers' Trainer and pipelines, PEFT and ported scripts."""
 
 from __future__ import annotations
 
@@ -13,77 +13,77 @@ from .config import XLNetConfig
 
 
 class ModelInterface(nn.Module):
-    """Methods and attributes under transformers' names; a model's own computations need none of them."""
+    """Mixin of methods and attributes with transformers' names, unused by the model's own computations."""
 
     config: XLNetConfig
     config_class = XLNetConfig
     base_model_prefix = "transformer"
     main_input_name = "input_ids"
-    accepts_loss_kwargs = False  # transformers' Trainer then passes on what the collator gives, and nothing more
+    accepts_loss_kwargs = False  # transformers' Trainer then passes only the collator's arguments
     supports_gradient_checkpointing = True
     _no_split_modules = ["XLNetLayer"]  # for FSDP's wrapping and for device maps
-    _tied_weights_keys: dict[str, str] | None = None  # for PEFT: whose weight is whose
-    _keys_to_ignore_on_save: list[str] | None = None  # for Trainer when it resumes
+    _tied_weights_keys: dict[str, str] | None = None  # for PEFT: tied parameter -> source
+    _keys_to_ignore_on_save: list[str] | None = None  # for a resuming Trainer
 
     @property
     def base_model(self) -> nn.Module:
-        """The encoder: of a model with a head its `transformer`, else the model itself."""
+        """The encoder: `transformer` of a model with a head, else the model itself."""
         return getattr(self, self.base_model_prefix, self)
 
     @property
     def device(self) -> torch.device:
-        """Of the first parameter."""
+        """Device of the first parameter."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first parameter that is a floating-point number."""
+        """Dtype of the first floating-point parameter."""
         return next(x.dtype for x in self.parameters() if x.is_floating_point())
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Numbers in all parameters; shared ones count once."""
+        """Number of elements in all parameters; shared parameters count once."""
         left_out = {id(self.get_input_embeddings().weight)} if exclude_embeddings else set()
         counted = (x for x in self.parameters() if x.requires_grad or not only_trainable)
         return sum(x.numel() for x in counted if id(x) not in left_out)
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """The module that makes vectors of tokens."""
+        """The token embedding."""
         return self.base_model.word_embedding  # type: ignore[return-value]
 
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
-        """Replace it; `tie_weights` shares its weight with the language model's output again."""
+        """Replace the token embedding; `tie_weights` shares its weight with the language model's output again."""
         self.base_model.word_embedding = embeddings
 
     def get_output_embeddings(self) -> nn.Linear | None:
-        """The module that makes scores of tokens: of the language model alone, else None."""
+        """The output layer of the language model; None for other models."""
         return getattr(self, "lm_loss", None)
 
     def set_output_embeddings(self, embeddings: nn.Module) -> None:
-        """Replace it.
+        """Replace the output layer.
 
         Raises:
-            ValueError: the model has none.
+            ValueError: the model has no output layer.
         """
         if self.get_output_embeddings() is None:
             raise ValueError(f"{type(self).__name__} scores no tokens: there is no output embedding to set")
         self.add_module("lm_loss", embeddings)
 
     def tie_weights(self) -> None:
-        """Makes shared parameters one; nothing is shared in most models."""
+        """Share tied parameters; most models have none."""
 
     @torch.no_grad()
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Embedding:
-        """Give the vocabulary another size, in the modules and in `config.vocab_size`; an optimizer must be made anew.
+        """Resize the vocabulary, in the modules and in `config.vocab_size`; requires a new optimizer.
 
         Args:
-            new_num_tokens: at least 1; None for as many as there are.
+            new_num_tokens: at least 1; None keeps the current size.
             pad_to_multiple_of: round the size up to a multiple.
-            mean_resizing: new rows are the mean of the old ones; False: drawn as XLNet initialises them.
+            mean_resizing: new rows are the mean of the old rows; False: XLNet's initialisation.
 
         Raises:
-            ValueError: a number is impossible.
+            ValueError: a number is invalid.
         """
         embedding, head = self.get_input_embeddings(), self.get_output_embeddings()
         size = embedding.weight.shape[0] if new_num_tokens is None else new_num_tokens
@@ -103,7 +103,7 @@ class ModelInterface(nn.Module):
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether training computes layers again in the backward pass."""
+        """Whether training recomputes layers in the backward pass."""
         return bool(getattr(self.base_model, "gradient_checkpointing", False))
 
     is_activation_checkpointing = is_gradient_checkpointing
@@ -111,13 +111,14 @@ class ModelInterface(nn.Module):
     def gradient_checkpointing_enable(
         self, enable: bool = True, gradient_checkpointing_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Training keeps the input of each layer and computes the layer again in the backward pass.
+        """Enable gradient checkpointing: training stores only layer inputs and recomputes layers in the backward pass.
 
         Raises:
-            ValueError: `gradient_checkpointing_kwargs`, which transformers' Trainer may give, asks for more than
+            ValueError: `gradient_checkpointing_kwargs` (from transformers' Trainer) is neither None nor
                 {"use_reentrant": False}.
         """
-        if isinstance(enable, dict):  # transformers takes the arguments first
+        # Because in transformers the first argument is gradient_checkpointing_kwargs.
+        if isinstance(enable, dict):
             enable, gradient_checkpointing_kwargs = True, enable
         if gradient_checkpointing_kwargs not in (None, {}, {"use_reentrant": False}):
             raise ValueError(
@@ -129,7 +130,7 @@ class ModelInterface(nn.Module):
                 vars(module)["gradient_checkpointing"] = enable
 
     def gradient_checkpointing_disable(self) -> None:
-        """Training keeps everything again."""
+        """Disable gradient checkpointing."""
         self.gradient_checkpointing_enable(False)
 
     def activation_checkpointing_enable(
@@ -138,7 +139,7 @@ class ModelInterface(nn.Module):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """The same by transformers' newer name and arguments; ValueError where they ask for more."""
+        """Alias of `gradient_checkpointing_enable` with transformers' newer arguments."""
         if every_n_layers != 1 or offload:
             raise ValueError(
                 f"every layer is computed again and nothing offloaded: every_n_layers must be 1 and offload False, "
@@ -162,7 +163,7 @@ class ModelInterface(nn.Module):
 
     @classmethod
     def can_generate(cls) -> bool:
-        """Whether there is a `generate`."""
+        """Whether the model has `generate`."""
         return hasattr(cls, "generate")
 
 
@@ -171,7 +172,7 @@ def _require_grad(module: nn.Module, inputs: tuple, output: Tensor) -> None:
 
 
 def _resized(old: Tensor, size: int, std: float | None) -> nn.Parameter:
-    """The first rows of a parameter, and new ones: normal(0, std), or the mean of the old ones where std is None."""
+    """Copy of a parameter with `size` rows, new rows normal(0, std), or the old rows' mean without std."""
     new = old.new_empty(size, *old.shape[1:])
     kept = min(size, old.shape[0])
     new[:kept] = old[:kept]

@@ -1,4 +1,4 @@
-"""Segment recurrence: what is kept of a segment, as layer inputs or, at inference, as projected keys and values."""
+"""Memory of segment recurrence: layer inputs or, at inference, projected keys and values."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .._torch import register
 @register
 @dataclass(eq=False)
 class ProjectedMemory:
-    """Memory that is projected once: stepping through a text with it projects nothing but the new tokens.
+    """Memory projected once, so that stepping through a text projects only the new tokens.
 
-    Made by `XLNetModel.project_mems`, given as `mems`, returned by a call that was given one. It belongs to the
-    weights it was made with, and gradients do not flow through it. Without gradients, steps write into a buffer twice
-    as long as the memory, of which each memory is a window: what a step costs does not grow with M but by its
-    attention. A memory stays as it is whatever is made of it later, also when it is used twice.
+    `XLNetModel.project_mems` makes it; a call with it as `mems` returns the next. It is valid for the weights it was
+    made with, and gradients do not flow through it. Without gradients, steps write into a buffer twice as long as the
+    memory, and each memory is a window of it. So only the attention of a step grows with M. A memory is never changed,
+    even if used twice.
 
     Attributes:
         keys, values: per layer (B, H, M, D).
         rel_keys: per layer the projected positions of distances `reach` .. -(behind - 1), (H, P, D), or (2, H, P, D)
-            with bi_data. Calls that need more make a larger table.
+            with bi_data. Calls beyond these distances make a larger table.
     """
 
     keys: list[Tensor]
@@ -32,11 +32,11 @@ class ProjectedMemory:
     rel_keys: list[Tensor] = field(default_factory=list)
     reach: int = -1
     behind: int = 0
-    written: Tensor | None = None  # on the CPU, where writing into the buffers of keys and values has come to
+    written: Tensor | None = None  # on the CPU, the end of the written part of the buffers
 
     @property
     def length(self) -> int:
-        """M."""
+        """M, the number of memory positions."""
         return self.keys[0].shape[2]
 
     def of_layer(self, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -45,7 +45,7 @@ class ProjectedMemory:
 
 
 def _kept(old: int, new: int, mem_len: int | None, reuse_len: int | None) -> tuple[int, int, int]:
-    """Of `old` and `new` positions, how many last old ones stay, and which new ones come: from where on, how many."""
+    """The number of last `old` positions that stay, and the first index and number of the `new` positions to add."""
     count = min(reuse_len, new) if reuse_len else new
     first = max(0, count - mem_len) if mem_len else 0
     count -= first
@@ -53,7 +53,7 @@ def _kept(old: int, new: int, mem_len: int | None, reuse_len: int | None) -> tup
 
 
 def keep(previous: Tensor | None, new: Tensor, mem_len: int | None, reuse_len: int | None, dim: int) -> Tensor:
-    """The memory after a segment: its first `reuse_len` positions after the old ones, the last `mem_len` of all."""
+    """Memory after a segment: old positions and the segment's first `reuse_len`, cut to the last `mem_len`."""
     old = 0 if previous is None else previous.shape[dim]
     stay, first, count = _kept(old, new.shape[dim], mem_len, reuse_len)
     new = new.narrow(dim, first, count)
@@ -66,10 +66,10 @@ _CLAIM = Lock()
 
 
 class Extension:
-    """The next memory of a `ProjectedMemory`, layer by layer: its keys and values after a segment of `length`.
+    """Builder of the next `ProjectedMemory`, layer by layer: its keys and values after a segment of `length`.
 
-    They go behind those of the memory, in its buffers, if nobody has written there and there is room; else into new
-    buffers, twice as long. A step copies what it adds, and once in M steps the M positions that stay.
+    They go into the memory's buffers, after its positions, if that place is unwritten and large enough; else into new
+    buffers, twice as long. A step copies its new positions, and every M steps the M kept positions.
     """
 
     def __init__(self, memory: ProjectedMemory, length: int, mem_len: int | None, reuse_len: int | None) -> None:
@@ -83,7 +83,7 @@ class Extension:
         self.written = memory.written if self._in_place else torch.tensor(self.stay + self.count, device="cpu")
 
     def _claim(self, memory: ProjectedMemory) -> bool:
-        """Takes the place behind this memory, if it is the last one in its buffers and the next fits in there."""
+        """Claim the place after this memory, if it is the last in its buffers and the next fits; returns success."""
         written, key, every = memory.written, memory.keys[0], (*memory.keys, *memory.values)
         if written is None or written.device.type != "cpu":
             return False
@@ -96,21 +96,22 @@ class Extension:
         if any((x.storage_offset(), x.stride(), x.shape) != (offset, strides, key.shape) for x in every):
             return False
         end = offset // width + length
-        with _CLAIM:  # another thread may go on from the same memory
+        # Locked, because another thread may continue from the same memory.
+        with _CLAIM:
             if int(written) != end or end + self.count > strides[1] // width:
                 return False
             written.add_(self.count)
         return True
 
     def extend(self, old: Tensor, new: Tensor) -> Tensor:
-        """Keys, or values, (B, H, M, D) of the next memory, from those of the memory and of the segment."""
+        """Keys, or values, (B, H, M, D) of the next memory, from those of this memory and the segment."""
         if not self._buffered:
             return keep(old, new, *self._kept, 2)
         batch, heads, length, width = old.shape
         size = (batch, heads, self.stay + self.count, width)
         if self._in_place:
             begin = old.storage_offset() + (length - self.stay) * width
-            # .data: who has saved `old` for gradients need not hear of what is written behind it
+            # .data, because writing after `old` must not invalidate tensors saved for gradients.
             kept = old.data.as_strided(size, old.stride(), begin)
         else:
             kept = new.new_empty(batch, heads, 2 * size[2], width)[:, :, : size[2]]

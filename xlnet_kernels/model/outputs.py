@@ -1,4 +1,4 @@
-"""What models return: a dictionary of what is there, which answers to numbers and attributes too."""
+"""Outputs of models: dictionaries of the existing entries, also accessible by index and attribute."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .memory import ProjectedMemory
 
 
 class ModelOutput(OrderedDict):
-    """Tensors by name, in the order of the class; a dictionary as transformers' outputs are.
+    """Ordered dictionary of tensors by name, like transformers' outputs.
 
-    What was not asked for is no entry: ``len``, ``keys()`` and numbers skip it, and its attribute is None. ``out[0]``
-    and ``out[:2]`` count what is there, ``out.to_tuple()`` is all of it; iteration goes over names. Made from what
-    makes a dictionary; entries that are None are left out. An attribute or entry may be set.
+    A value that was not requested is not an entry: ``len``, ``keys()`` and indices skip it, and its attribute is None.
+    ``out[0]`` and ``out[:2]`` index the entries, ``out.to_tuple()`` has all of them; iteration is over names. The
+    constructor takes a dictionary's arguments and drops entries that are None. Attributes and entries can be set.
 
     >>> out = XLNetOutput(last_hidden_state=torch.zeros(2, 7, 32), mems=None, attentions=())
     >>> list(out), out["last_hidden_state"] is out[0] is out.last_hidden_state, out.mems
@@ -50,19 +50,19 @@ class ModelOutput(OrderedDict):
             self[name] = value
 
     def __reduce__(self) -> tuple:
-        return type(self), (dict(self),)  # the form that torch.load(weights_only=True) reads
+        return type(self), (dict(self),)  # a form supported by torch.load(weights_only=True)
 
     def to_tuple(self) -> tuple:
-        """What is there, in order."""
+        """The existing entries, in order."""
         return tuple(self.values())
 
 
 class XLNetOutput(ModelOutput):
-    """Of `XLNetModel`; what was not asked for is None.
+    """Output of `XLNetModel`; values not requested are None.
 
-    last_hidden_state: (B, N, d_model) of the targets where there are some, else (B, L, d_model).
-    mems: one (M, B, d_model) per layer, detached, or `ProjectedMemory` where that was given.
-    hidden_states: the input of every layer and the last output, (B, L, d_model); with targets h and g take turns.
+    last_hidden_state: (B, N, d_model) of the targets if any, else (B, L, d_model).
+    mems: one (M, B, d_model) per layer, detached, or `ProjectedMemory` if given one.
+    hidden_states: the input of every layer and the last output, (B, L, d_model); with targets h and g alternate.
     attentions: per layer (B, H, L, M + L) after dropout; with targets a pair (content, query) of these.
     """
 
@@ -73,8 +73,10 @@ class XLNetOutput(ModelOutput):
 
 
 class HeadOutput(ModelOutput):
-    """Of the language model, the classifiers and multiple choice: `loss` where there were labels, `logits`, the rest
-    as in `XLNetOutput`."""
+    """Output of the language model, classifiers and multiple choice.
+
+    `loss` with labels, `logits`, and the rest of `XLNetOutput`.
+    """
 
     loss: Tensor | None
     logits: Tensor
@@ -84,7 +86,7 @@ class HeadOutput(ModelOutput):
 
 
 class SpanOutput(ModelOutput):
-    """Of `XLNetForQuestionAnsweringSimple`: start_logits and end_logits (B, L)."""
+    """Output of `XLNetForQuestionAnsweringSimple`: start_logits and end_logits (B, L)."""
 
     loss: Tensor | None
     start_logits: Tensor
@@ -95,7 +97,7 @@ class SpanOutput(ModelOutput):
 
 
 class BeamOutput(ModelOutput):
-    """Of `XLNetForQuestionAnswering`: `loss` in training, everything else without answers.
+    """Output of `XLNetForQuestionAnswering`: `loss` in training, the other entries without answers.
 
     start_top_log_probs, start_top_index: (B, S), the S = min(start_n_top, L) likeliest starts.
     end_top_log_probs, end_top_index: (B, E * S), E = min(end_n_top, L) ends for each; entry e * S + s belongs to
@@ -117,5 +119,5 @@ class BeamOutput(ModelOutput):
 
 
 def rest_of(output: XLNetOutput) -> dict[str, Any]:
-    """What a head passes on of the encoder's output: all but the last hidden state."""
+    """The encoder's output without the last hidden state."""
     return {name: value for name, value in output.items() if name != "last_hidden_state"}

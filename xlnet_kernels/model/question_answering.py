@@ -1,4 +1,4 @@
-"""XLNetForQuestionAnswering: the end of an answer given its start, searched with a beam, and whether there is one."""
+"""XLNetForQuestionAnswering: beam search for an answer's start and end, and a score of unanswerability."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .outputs import BeamOutput, rest_of
 
 
 class StartLogits(nn.Module):
-    """A score for each position as the start."""
+    """Score of each position as the start."""
 
     def __init__(self, config: XLNetConfig) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class StartLogits(nn.Module):
 
 
 class EndLogits(nn.Module):
-    """A score for each position as the end, given the state at the start."""
+    """Score of each position as the end, given the state at the start."""
 
     def __init__(self, config: XLNetConfig) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class EndLogits(nn.Module):
         self.dense_1 = nn.Linear(config.d_model, 1)
 
     def forward(self, hidden: Tensor, start: Tensor) -> Tensor:
-        """(B, S, L) from hidden (B, L, d_model) and start (B, S, d_model)."""
+        """Scores (B, S, L) from hidden (B, L, d_model) and start (B, S, d_model)."""
         both = torch.cat(torch.broadcast_tensors(hidden[:, None], start[:, :, None]), -1)
         return self.dense_1(self.LayerNorm(self.dense_0(both).tanh())).squeeze(-1)
 
 
 class AnswerClass(nn.Module):
-    """A score for there being no answer, from the states at the start and at CLS."""
+    """Score of unanswerability, from the states at the start and at CLS."""
 
     def __init__(self, config: XLNetConfig) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ class AnswerClass(nn.Module):
 
 
 class XLNetForQuestionAnswering(HeadedModel):
-    """Start, end given start, and answerability (Yang et al. 2019, as trained for SQuAD 2.0).
+    """Question answering: start, end given start, and answerability (Yang et al. 2019, as trained for SQuAD 2.0).
 
     forward(..., start_positions=None, end_positions=None, is_impossible=None, cls_index=None, p_mask=None):
-    start_positions, end_positions (B,) integers in [0, L): with both, `loss` alone is returned, otherwise the beam.
-    is_impossible (B,), 1 or True where there is no answer: enters the loss together with cls_index. cls_index (B,),
-    where CLS is, default the last position. p_mask (B, L), 1 or True where no answer can be.
+    start_positions, end_positions (B,) integers in [0, L): with both, only `loss` is returned, otherwise the beam.
+    is_impossible (B,), 1 or True where there is no answer: part of the loss, together with cls_index. cls_index (B,),
+    position of CLS, default the last. p_mask (B, L), 1 or True where an answer is impossible.
 
     >>> from xlnet_kernels import XLNetConfig
     >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64, start_n_top=3, end_n_top=2)

@@ -1,4 +1,4 @@
-"""Choosing tokens: greedy, or drawn from what temperature, top_k and top_p leave, reproducibly row by row."""
+"""Sampling of tokens: greedy, or random under temperature, top_k and top_p, reproducible row by row."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .._checks import as_python, shortened
 
 
 class Sampler:
-    """Draws tokens from scores.
+    """Sampler of tokens from scores.
 
-    Every sequence of the batch has random numbers of its own (sequence i those of ``seed + i``), drawn on the CPU: what
-    it gets depends neither on the others nor on the device.
+    Every sequence of the batch has its own random numbers (sequence i those of ``seed + i``), drawn on the CPU. So its
+    tokens depend neither on the other sequences nor on the device.
 
     Args:
         batch: B, number of sequences.
-        temperature: divides the scores; 0 takes the best one.
-        top_k: only the k best tokens.
-        top_p: of these only the best whose probabilities first reach p together (Holtzman et al. 2020).
-        seed: in [0, 2**63); None takes one from torch's own generator.
+        temperature: divides the scores; 0 takes the best token.
+        top_k: keep only the k best tokens.
+        top_p: of these keep the fewest best tokens whose probabilities sum to p (Holtzman et al. 2020).
+        seed: in [0, 2**63); None draws a seed from torch's own generator.
 
     Raises:
         ValueError: a value is impossible; the text names it.
@@ -52,7 +52,7 @@ class Sampler:
         self.generators = [torch.Generator("cpu").manual_seed(first + row) for row in range(batch)]
 
     def __call__(self, logits: Tensor, counts: list[int]) -> Tensor:
-        """Tokens (B, N) from logits (B, N, V); the first counts[i] of row i count, the others are arbitrary."""
+        """Tokens (B, N) from logits (B, N, V); the first counts[i] of row i are valid, the others arbitrary."""
         if self.temperature == 0:
             return logits.argmax(-1)
         logits, tokens = self._candidates(logits.double())
@@ -61,7 +61,7 @@ class Sampler:
         uniform = torch.zeros(logits.shape[:2], dtype=torch.float64, device="cpu")
         for row, count in enumerate(counts):
             uniform[row, :count].uniform_(generator=self.generators[row])
-        total = cumulative[..., -1:]  # one, but for rounding
+        total = cumulative[..., -1:]  # 1 up to rounding
         drawn = torch.searchsorted(cumulative, uniform.to(logits.device)[..., None] * total, right=True)
         drawn = drawn.clamp(max=logits.shape[-1] - 1)
         return (drawn if tokens is None else tokens.gather(-1, drawn)).squeeze(-1)

@@ -1,8 +1,8 @@
-"""One table for words and logits: its gradient in one piece.
+"""Tied table of embedding and logits, with its gradient in one piece.
 
-Left to autograd, the embedding's gradient is a table of zeros with some rows filled in, which is then added to the
-logits' gradient: three tables of vocabulary times width, where one is enough. On a CPU that is a tenth of a small
-model's training step.
+With plain autograd, the embedding's gradient is a table of zeros with some rows filled in, which is then added to the
+logits' gradient. These are three tables of vocabulary times width, where one is enough. On a CPU they take a tenth of a
+small model's training step.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .inputs import check_words
 
 
 def words_and_table(encoder: XLNetModel, head: nn.Linear, ids: Tensor) -> tuple[Tensor, Tensor] | None:
-    """encoder.word_embedding(ids), and the weight for `head` to use instead of its own; None where both must be called.
+    """encoder.word_embedding(ids), and a weight for `head` in place of its own; None where both modules must be called.
 
-    Served are plain modules with one weight on the CPU, when gradients are wanted: modules with hooks, wrapped,
-    parametrized or sharded by themselves, compiled graphs, traces and transforms are not.
+    Supported are plain modules with one weight on the CPU, when gradients are needed. Not supported are modules with
+    hooks, wrapped, parametrized or separately sharded modules, compiled graphs, traces and transforms.
     """
     embedding = encoder.word_embedding
     if type(embedding) is not nn.Embedding or type(head) is not Linear:
@@ -62,7 +62,8 @@ class _WordsAndTable(torch.autograd.Function):
         index, words = ids.reshape(-1), words.reshape(-1, words.shape[-1])
         if table is None:
             return words.new_zeros(ctx.shape).index_add(0, index, words), None
-        # Nobody else holds the gradient of the logits' weight, unless it is to be differentiated itself.
+        # In place, because nothing else refers to the gradient of the logits' weight, unless it is differentiated
+        # itself.
         if torch.is_grad_enabled() or is_batch_of_gradients(table) or is_batch_of_gradients(words):
             return table.index_add(0, index, words), None
         return table.index_add_(0, index, words), None

@@ -1,4 +1,4 @@
-"""Files of weights: their tensors by name, each in memory of its own."""
+"""Weight files: tensors by name, each in its own memory."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ _LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
 
 
 def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """The file that was read, and its tensors by name: strided ones on the CPU, in memory that no file changes.
+    """The path of the weight file, and its tensors by name: strided, on the CPU, independent of the file.
 
     Raises:
         FileNotFoundError: a file is missing.
         OSError: it cannot be read.
-        ValueError: it is damaged, or holds something else than such tensors; the text names it.
+        ValueError: it is damaged, or holds other things than such tensors; the text names it.
     """
     index = f"{WEIGHTS}.index.json"
     readers = ((WEIGHTS, _read_safetensors), (index, _read_shards), (_OLD_WEIGHTS, _read_pickled))
     for name, read in readers:
         path = folder / name
-        if os.path.lexists(path):  # a broken link is named, not passed over
+        # lexists, because a broken link should be an error with its name.
+        if os.path.lexists(path):
             return path, read(path)
     raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {index} nor {_OLD_WEIGHTS}")
 
@@ -56,7 +57,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
         raise ValueError(f'{index} must hold {{"weight_map": {{tensor: file, ...}}}}, got {shortened(content)}')
     state: dict[str, Tensor] = {}
     for shard in sorted(set(names.values())):
-        # Only files beside the index are read: other folders may hold files that nobody meant to load.
+        # Only files beside the index are read, to avoid loading unintended files from other folders.
         if shard in ("", ".", "..") or not shard.isprintable() or Path(shard).name != shard:
             raise ValueError(f"{index} must name files of its own folder, got {shard!r}")
         path = index.with_name(shard)
@@ -69,7 +70,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    # The library maps the file: its tensors change with the file, and the process ends where the file is cut.
+    # Not by the library, because it maps the file: tensors would change with it, and a truncated file ends the process.
     state: dict[str, Tensor] = {}
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -97,7 +98,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[int, int, str, torch.dtype, list[int]]:
-    """Begin, end, name, dtype and shape of a tensor that the header of a safetensors file describes."""
+    """Begin, end, name, dtype and shape of a tensor, from a safetensors header."""
     kind, shape, place = (entry.get(k) if isinstance(entry, dict) else None for k in ("dtype", "shape", "data_offsets"))
     if not (isinstance(kind, str) and _are_sizes(shape) and _are_sizes(place) and len(place) == 2):
         raise _damaged(path, f"{name} must have a dtype, a shape and data_offsets, got {shortened(entry)}")
@@ -117,7 +118,8 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
     with open_regular(path) as file:
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # because damaged bytes can make the unpickler raise anything
+        # Every exception, because damaged bytes can make the unpickler raise anything.
+        except Exception as error:
             raise _damaged(path, error) from error
     if not isinstance(state, dict) or not all(isinstance(x, Tensor) for x in state.values()):
         raise ValueError(f"{path} must hold tensors by name, got {type(state).__name__}")
@@ -131,7 +133,7 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
 
 
 def owned(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, contiguous, each with a storage of its own: parameters made of them are independent."""
+    """The tensors, contiguous, each with its own storage, so that parameters made from them are independent."""
     seen, found = set(), {}
     for name, x in state.items():
         x, storage = x.detach(), x.untyped_storage()
@@ -143,7 +145,7 @@ def owned(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def some(names: Iterable[str], most: int = 8) -> str:
-    """The first names in alphabetical order, and how many more there are."""
+    """The first names in alphabetical order, and the number of further names."""
     listed = sorted(names)
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 

@@ -1,4 +1,4 @@
-"""Work of an `XLNetModel` beside its forward pass, done inside its call."""
+"""Other work of an `XLNetModel` than its forward pass, done inside its call."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 class Work:
-    """What `XLNetModel` takes as `mems` to do this work in place of a forward pass.
+    """Base class of work given to `XLNetModel` as `mems`, done in place of a forward pass.
 
-    Parameters are used inside calls alone, because hooks bring them there: offloading, sharding, pruning.
+    Parameters are used inside calls only, because hooks load them there (offloading, sharding, pruning).
     """
 
     def run(self, model: XLNetModel, input_ids: Tensor | None) -> XLNetOutput:
         raise NotImplementedError
 
     def to(self, device: torch.device | str | None) -> Any:
-        """The same on `device`, for hooks that move a module's arguments."""
+        """This work on `device`, for hooks that move a module's arguments."""
         return with_tensors_on(device, self)
 
 
 @register
 @dataclass(eq=False)
 class Projection(Work):
-    """Projects memory: `XLNetModel.project_mems`."""
+    """Work that projects memory: `XLNetModel.project_mems`."""
 
     mems: list[Tensor] | None
     batch: int
@@ -56,12 +56,12 @@ class Projection(Work):
 @register
 @dataclass(eq=False)
 class Step(Work):
-    """A step of cached decoding: some content rows whose tokens are known now, and some query rows.
+    """Work of a step of cached decoding: content rows with newly known tokens, and query rows.
 
-    prepared: of these rows, without positions to project.
-    ahead: whether a row may see keys ahead of it. Without, the table of positions is half as long.
+    prepared: `Prepared` of these rows, without positions to project.
+    ahead: whether a row may see keys ahead of it. If False, the table of positions is half as long.
     wanted: (B, n), the rows to return.
-    caches: what the step before returned as `mems`, of each layer; None in the first step.
+    caches: `mems` returned by the previous step, per layer; None in the first step.
     """
 
     prepared: Prepared

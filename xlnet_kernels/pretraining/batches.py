@@ -1,4 +1,4 @@
-"""Batches for pre-training: batch k is a function of the text, the seed and k alone, so that resuming is exact."""
+"""Batches for pre-training: batch k depends only on the text, the seed and k, so that resuming is exact."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .tokens import TokenFile, Vocabulary
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One training batch.
+    """Training batch.
 
     Attributes:
         input_ids, token_type_ids: (B, L) int64.
         mask: RankMask of the segment itself, (B, L) ranks of queries and keys.
         labels: (B, N) int64, one per target, or (B, L), one per token; -100 where nothing is predicted.
-        target_positions: (B, N) int64, or None where the content stream predicts.
+        target_positions: (B, N) int64, or None for predictions by the content stream.
         is_next: (B,) int64, 1 where the second segment continues the first, 0 where it comes from elsewhere; -100
             where there is no second segment.
-        context_len: (B,) int64, how many tokens of a row's stream just before this segment belong to the same context
-            (the same document, in the same pass over the text): more memory than this must not be seen.
-        reuse_len: how many tokens of the segment the next one continues, and memory is kept of.
-        output_rows: (B, N) int64, where the content stream predicts, or None where it does so everywhere or nowhere.
+        context_len: (B,) int64, the number of tokens just before this segment that belong to the same context (the same
+            document, in the same pass over the text). Memory beyond it must be hidden.
+        reuse_len: number of first tokens of the segment kept as memory; the next segment continues after them.
+        output_rows: (B, N) int64, rows where the content stream predicts; None for all rows or none.
     """
 
     input_ids: Tensor
@@ -47,18 +47,18 @@ class Batch:
 
     @property
     def new_context(self) -> Tensor:
-        """(B,) bool, True where a new context begins: none of the memory may be seen."""
+        """(B,) bool, True where a new context begins, so that all memory is hidden."""
         return self.context_len == 0
 
     def inputs(self, mems: Sequence[Tensor] | None = None) -> dict:
-        """Keyword arguments for an XLNetLMHeadModel, whose output then has the loss, the mean over real targets.
+        """Keyword arguments for an XLNetLMHeadModel; its output then has the loss, the mean over valid targets.
 
         Args:
-            mems: of the model's output for the batch before, one (M, B, d_model) per layer, or None. Every row is shown
-                the part of it that belongs to its context.
+            mems: memory from the previous batch's output, one (M, B, d_model) per layer, or None. Every row sees the
+                part that belongs to its context.
 
         Raises:
-            ValueError: `mems` are of another batch size.
+            ValueError: `mems` have another batch size.
         """
         mask = self.mask
         if mems:
@@ -79,11 +79,11 @@ class Batch:
         }
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch on `device`."""
+        """This batch on `device`."""
         return self._map(lambda values: values.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:
-        """The same batch in page-locked memory; a DataLoader with pin_memory=True asks for it."""
+        """This batch in page-locked memory, for a DataLoader with pin_memory=True."""
         return self._map(lambda values: values.pin_memory())
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -96,10 +96,10 @@ class Batch:
 
 
 def with_memory(mask: RankMask, mem_len: int, context_len: Tensor) -> RankMask:
-    """`mask` (L keys) with `mem_len` keys of memory before them, of which each row sees the last `context_len` (B,).
+    """`mask` (L keys) with `mem_len` keys of memory in front; each row sees the last `context_len` (B,) of these.
 
     Raises:
-        ValueError: the mask has a query_floor, to which ranks of memory would have to fit.
+        ValueError: the mask has a query_floor, because ranks of memory would have to fit it.
 
     >>> mask = with_memory(RankMask.full(2, 1), 3, torch.tensor([0, 2]))
     >>> mask.to_bool().int().tolist()
@@ -115,16 +115,16 @@ def with_memory(mask: RankMask, mem_len: int, context_len: Tensor) -> RankMask:
 
 
 class PretrainingBatches(Dataset):
-    """Batch k of a text for k = 0, 1, 2, ... without end, for one of several processes.
+    """Endless dataset of a text's batches k = 0, 1, 2, ..., for one of several processes.
 
-    The text is cut into as many streams as the processes have rows in all. Batch after batch, each row reads its stream
-    on: batch k + 1 continues batch k, so that the memory of one is the context of the next, except where a document
-    ends or a new pass over the text (an epoch, which starts a little further on) begins.
+    The text is cut into one stream for each row of all processes. Batch k + 1 continues the streams of batch k, so the
+    memory of a batch is the context of the next. Exceptions are the end of a document and a new pass over the text (an
+    epoch, which starts a little further on).
 
-    With `pairs`, a sequence is `reuse_len` tokens of the stream, then [A, SEP, B, SEP, CLS]: A continues the stream and
-    B continues A or, half of the time, comes from elsewhere in the text. Their lengths are random, and A and B are cut
-    anywhere, not only between sentences. Streams advance by `reuse_len`, and only those tokens are remembered. Without
-    `pairs`, a sequence is `seq_len` tokens of the stream.
+    With `pairs`, a sequence is `reuse_len` tokens of the stream, then [A, SEP, B, SEP, CLS]. A continues the stream; B
+    continues A or, half of the time, comes from elsewhere in the text. A and B have random lengths and boundaries, also
+    inside sentences. Streams advance by `reuse_len`, and only those tokens enter the memory. Without `pairs`, a
+    sequence is `seq_len` tokens of the stream.
 
     Args:
         text: a TokenFile.
@@ -134,8 +134,8 @@ class PretrainingBatches(Dataset):
         seq_len: L.
         reuse_len: default half of seq_len; with `pairs` only.
         bi_data: the second half of the batch reads the streams of the first half backwards, from end to begin.
-        seed: decides all that is random.
-        rank, world_size: which of how many processes; all have the same batch_size, seed and text.
+        seed: of all random choices.
+        rank, world_size: index and number of processes; all have the same batch_size, seed and text.
 
     Attributes:
         steps_per_epoch: batches in one pass over the text.
@@ -202,7 +202,8 @@ class PretrainingBatches(Dataset):
         self._first = rank * self._rows
         streams = world_size * self._rows
         self._stream_len = len(text) // streams
-        least = max(streams * self._need, 3 * seq_len if pairs else 0)  # a B from elsewhere must fit beside an example
+        # 3 * seq_len, because a B from elsewhere must fit beside an example.
+        least = max(streams * self._need, 3 * seq_len if pairs else 0)
         if len(text) < least:
             raise ValueError(
                 f"text is too short: {streams} streams of sequences of {seq_len} tokens need at least {least}, it has "
@@ -237,7 +238,7 @@ class PretrainingBatches(Dataset):
         )
 
     def _row(self, epoch: int, step: int, row: int) -> tuple[Example, np.ndarray, int, int]:
-        """The example, its token types, is_next and the length of context before it."""
+        """The example, its token types, is_next and the length of its earlier context."""
         reverse, stream = row >= self._rows, self._first + row % self._rows
         rng = np.random.default_rng([self.seed, epoch, step, stream, int(reverse)])
         start = step * self._advance
@@ -260,12 +261,12 @@ class PretrainingBatches(Dataset):
         return example, types, is_next, context
 
     def _pair(self, tokens: np.ndarray, begin: int, reverse: bool, rng) -> tuple[np.ndarray, np.ndarray, int]:
-        """reuse_len tokens, A, SEP, B, SEP, CLS, their token types and whether B continues A."""
+        """Tokens (reuse_len tokens, A, SEP, B, SEP, CLS), their token types, and whether B continues A."""
         reuse = self._parts[0]
         cut = int(rng.integers(reuse + 1, self._need))
         second, is_next = tokens[cut:], int(rng.random() < 0.5)
         if not is_next:
-            # any place that shares no token with this example's own text
+            # Any place without overlap with this example's own text.
             size, end = len(second), begin + self._need
             before, after = max(0, begin - size + 1), max(0, len(self.text) - end - size + 1)
             place = int(rng.integers(before + after))
@@ -280,7 +281,7 @@ class PretrainingBatches(Dataset):
         return tokens[::-1] if reverse else tokens
 
     def _document_before(self, begin: int, reverse: bool) -> int:
-        """How many tokens of the first token's document come before it (in the order in which they are read)."""
+        """Number of tokens of the first token's document before it, in reading order."""
         bounds = self.text.bounds
         if reverse:
             last = begin + self._need - 1
@@ -291,10 +292,10 @@ class PretrainingBatches(Dataset):
 def batch_loader(
     batches: PretrainingBatches, start: int = 0, stop: int | None = None, *, num_workers: int = 0, **options
 ) -> DataLoader:
-    """A DataLoader of batches start, start + 1, ... (stop - 1), the same for any number of workers.
+    """DataLoader of batches start, start + 1, ... (stop - 1), the same for any number of workers.
 
-    Training resumes exactly with `start` = the number of batches done, given the memory of the last one. Makes no use
-    of torch's global random numbers. `options` go to the DataLoader (pin_memory, prefetch_factor, ...).
+    Training resumes exactly with `start` = the number of finished batches, given the memory of the last batch. Torch's
+    global random numbers are not used. `options` go to the DataLoader (pin_memory, prefetch_factor, ...).
     """
     steps = range(start, sys.maxsize if stop is None else stop)
     options = {"generator": torch.Generator("cpu")} | options

@@ -1,4 +1,4 @@
-"""Batches for transformers' Trainer, or any DataLoader: rows of tokens in, what a language model wants out."""
+"""Collator for transformers' Trainer or any DataLoader: turns rows of tokens into a language model's arguments."""
 
 from __future__ import annotations
 
@@ -19,32 +19,35 @@ from .tokens import Vocabulary
 
 @dataclass(frozen=True)
 class DataCollatorForPermutationLM:
-    """Rows of tokens to a batch of the permutation LM (or another objective), new targets and orders each time.
+    """Collator of token rows for the permutation LM (or another objective), with new targets and orders in each call.
 
-    What is random is drawn from torch's generator, so that `TrainingArguments(seed=...)` decides it. Rows are padded on
-    the left, with token type 3; no one sees padding, and it is never a target. How many targets a row has is of its own
-    length; rows with fewer than others have labels of -100 in the end, and with `dense` zeros in `target_mapping`.
+    Random choices use torch's generator, so `TrainingArguments(seed=...)` controls them. Rows are padded on the left,
+    with token type 3; padding is hidden from all rows and never a target. The number of targets depends on a row's own
+    length; missing targets have labels of -100 at the end, and with `dense` zeros in `target_mapping`.
 
-    transformers' DataCollatorForPermutationLanguageModeling does not train a permutation LM. It writes MASK over the
-    targets in the input, so that no target ever sees another one's token and the order decides nothing; its SEP and CLS
-    are seen by all although they see targets; it returns no attention_mask, so that padding is seen as text; spans have
-    uniform lengths and begin anywhere, and their number varies; both halves of a sequence have the same order; lengths
-    must be even; and its query stream has as many rows as there are tokens, not as there are targets.
+    transformers' DataCollatorForPermutationLanguageModeling does not train a permutation LM:
+
+    - MASK replaces the targets in the input, so no target sees another target's token and the order has no effect;
+    - SEP and CLS are visible to all rows although they see targets;
+    - there is no attention_mask, so padding is visible as text;
+    - spans have uniform lengths and arbitrary beginnings, and their number varies;
+    - both halves of a sequence have the same order, and lengths must be even;
+    - the query stream has one row for each token, not for each target.
 
     Args:
         vocabulary: its Vocabulary.
         objective: PermutationLM, AutoregressiveLM or MaskedLM.
         dense: False: `mask` (RankMask) and `target_positions`, for this package's models. True: `perm_mask` (B, L, L),
-            `target_mapping` (B, N, L) and `attention_mask` (B, L), for transformers' and accelerated ones.
+            `target_mapping` (B, N, L) and `attention_mask` (B, L), for transformers' and accelerated models.
 
     Calling it with rows (lists or 1-dimensional integer tensors), or dictionaries with `input_ids` and, if need be,
-    `token_type_ids`, gives keyword arguments of a model: input_ids and token_type_ids (B, L), what `dense` says, and
-    labels (B, N), or (B, L) of AutoregressiveLM; -100 does not count. MaskedLM adds output_rows (B, N). Trainer needs
+    `token_type_ids`, gives keyword arguments of a model: input_ids and token_type_ids (B, L), the masks of `dense`, and
+    labels (B, N), or (B, L) with AutoregressiveLM; -100 is ignored. MaskedLM adds output_rows (B, N). Trainer needs
     `TrainingArguments(remove_unused_columns=False)`.
 
     Raises:
-        ValueError: there is no row, one is empty, too short for a target and context, or holds something else than ids
-            of the vocabulary, or `dense` and an objective other than PermutationLM are combined.
+        ValueError: there is no row; a row is empty, too short for a target and context, or has other values than ids of
+            the vocabulary; or `dense` is given with another objective than PermutationLM.
 
     >>> vocabulary = Vocabulary(size=100, sep=4, cls=3, pad=5, mask=6)
     >>> batch = DataCollatorForPermutationLM(vocabulary)([list(range(10, 34)), list(range(40, 52))])
@@ -102,14 +105,14 @@ class DataCollatorForPermutationLM:
         return batch | {"perm_mask": perm_mask, "target_mapping": mapping, "attention_mask": visible}
 
     def _objective_of(self, length: int) -> Objective:
-        """For a row of that many tokens, of which one at least stays as context."""
+        """The objective for a row of `length` tokens, at least one of them as context."""
         asked = getattr(self.objective, "num_predict", None)
         if asked is None or asked < length:
             return self.objective
         return dataclasses.replace(self.objective, num_predict=max(1, length - 1))  # type: ignore[arg-type]
 
     def _padded(self, example: Example, length: int, count: int) -> Example:
-        """To `length` tokens, on the left, and `count` targets, of which the last ones are none."""
+        """The example padded on the left to `length` tokens, and at the end to `count` targets."""
         before = length - len(example.input_ids)
 
         def left(values: np.ndarray, fill: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What is predicted from what: permutation LM, auto-regressive LM and masked LM on the same model and the same text."""
+"""Training objectives: permutation LM, auto-regressive LM and masked LM on the same model and the same text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HIGHEST = np.int32(HIGHEST)
 
 
 class Example(NamedTuple):
-    """One sequence as an objective wants it, numpy: the rows of a Batch."""
+    """One row of a Batch, made by an objective, in numpy."""
 
     input_ids: np.ndarray
     query_rank: np.ndarray
@@ -32,12 +32,12 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class PermutationLM:
-    """Predict span targets in a random factorisation order, by the query stream (Yang et al. 2019, section 2).
+    """Permutation LM: the query stream predicts span targets in a random order (Yang et al. 2019, section 2).
 
     Args:
         num_predict: targets per sequence; default a sixth of the length (85 of 512).
-        perm_size: the order is random within blocks of this many positions; default the longest part. At most the
-            length of a part has an effect.
+        perm_size: the order is random within blocks of this many positions; default, and largest effective value, the
+            longest part.
         alpha, beta, max_gram: of the spans, see `orders.sample_spans`.
     """
 
@@ -52,7 +52,7 @@ class PermutationLM:
         _check_counts(self, "num_predict", "perm_size", "alpha", "beta", "max_gram")
 
     def check(self, parts: Sequence[int], specials: int) -> None:
-        """Raises ValueError where sequences of these parts, with that many special tokens, cannot hold the targets."""
+        """Raise ValueError where sequences of these parts, with that many special tokens, cannot hold the targets."""
         _num_predict(self, parts, specials)
 
     def example(self, ids: np.ndarray, vocabulary: Vocabulary, parts: Sequence[int], rng, **text) -> Example:
@@ -75,10 +75,10 @@ class PermutationLM:
 
 @dataclass(frozen=True)
 class AutoregressiveLM:
-    """Predict every next token from those before it, by the content stream; special tokens are not predicted.
+    """Auto-regressive LM: the content stream predicts every next token from earlier tokens, except special tokens.
 
     Args:
-        backward: predict every token from those after it instead. Memory, which lies before the text, is then hidden.
+        backward: predict every token from later tokens instead. Memory is then hidden, because it lies before the text.
     """
 
     backward: bool = False
@@ -117,14 +117,14 @@ class AutoregressiveLM:
 
 @dataclass(frozen=True)
 class MaskedLM:
-    """Predict the same targets as PermutationLM, each on its own, from an input where they are hidden (BERT).
+    """Masked LM (BERT): predict the targets of PermutationLM, independently, from an input where they are masked.
 
-    Of the targets `mask_rate` become MASK, `random_rate` a random token of text, and the others stay. As with
-    PermutationLM, the text that is remembered does not see what comes after it: through the memory, the next sequence
-    would see its own targets.
+    A share `mask_rate` of the targets becomes MASK, `random_rate` a random token of text; the others stay. As with
+    PermutationLM, the text that enters the memory does not see later text, because the next sequence would see its own
+    targets through the memory.
 
     Args:
-        num_predict, alpha, beta, max_gram: as in PermutationLM; one seed gives both the same number of targets, of the
+        num_predict, alpha, beta, max_gram: as in PermutationLM; with one seed both have equally many targets of the
             same kind.
     """
 
@@ -145,7 +145,7 @@ class MaskedLM:
             )
 
     def check(self, parts: Sequence[int], specials: int) -> None:
-        """Raises ValueError where sequences of these parts, with that many special tokens, cannot hold the targets."""
+        """Raise ValueError where sequences of these parts, with that many special tokens, cannot hold the targets."""
         _num_predict(self, parts, specials)
 
     def example(self, ids: np.ndarray, vocabulary: Vocabulary, parts: Sequence[int], rng, **text) -> Example:
@@ -176,13 +176,13 @@ def joint_log_prob(
     targets: Tensor,
     token_type_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The log-probability of the tokens at `targets` given the others, as the objective factorises it, in one pass.
+    """Log-probability of the tokens at `targets` given the others, in the objective's factorisation, in one pass.
 
     With the targets New, York of "New York is a city" (Yang et al. 2019, section 2.6) it is
 
     - PermutationLM: log p(New | is a city) + log p(York | New, is a city); the targets' order is the factorisation's;
     - MaskedLM: log p(New | is a city) + log p(York | is a city);
-    - AutoregressiveLM: log p(New) + log p(York | New), given what comes before (after, if backward) and nothing else.
+    - AutoregressiveLM: log p(New) + log p(York | New), given only the earlier tokens (later, if backward).
 
     Args:
         model: an XLNetLMHeadModel, in eval mode for numbers without dropout.
@@ -194,8 +194,8 @@ def joint_log_prob(
         The log-probabilities (B, N), float32 at least, and their sums (B,).
 
     Raises:
-        ValueError: targets lie outside the sequence, are named twice, or have no token to be predicted from (the first
-            position of an auto-regressive LM).
+        ValueError: targets lie outside the sequence, are repeated, or have no context (the first position of an
+            auto-regressive LM).
 
     >>> from xlnet_kernels import XLNetConfig, XLNetLMHeadModel
     >>> vocabulary = Vocabulary(size=100, sep=4, cls=3, pad=5, mask=6)
@@ -236,10 +236,10 @@ def _partial_targets(
     reverse: bool = False,
     next_id: int | None = None,
 ) -> np.ndarray:
-    """(L,) bool: span targets in each part, all of `num_predict` if there are as many ordinary tokens."""
+    """Span targets (L,) bool in each part, `num_predict` in all if there are enough ordinary tokens."""
     ordinary = ~vocabulary.special[ids]
     starts = ordinary if vocabulary.word_starts is None else vocabulary.word_starts[ids]
-    flip = slice(None, None, -1 if reverse else 1)  # words begin where they do in the text as it was written
+    flip = slice(None, None, -1 if reverse else 1)  # word boundaries are those of the original text
     shares = share_targets(_num_predict(objective, parts), ordinary, parts)
     found = []
     for share, candidates, begins in zip(shares, split_parts(ordinary, parts), split_parts(starts, parts), strict=True):
@@ -257,7 +257,7 @@ def _partial_targets(
 
 
 def _positions_and_labels(ids: np.ndarray, targets: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where the targets (L,) bool are, and their tokens, `count` of each; position 0 without a label fills them up."""
+    """Positions and tokens of targets (L,) bool, padded to `count` with position 0 without a label."""
     positions = np.zeros(count, np.int64)
     labels = np.full_like(positions, IGNORED)
     found = np.flatnonzero(targets)
@@ -266,7 +266,7 @@ def _positions_and_labels(ids: np.ndarray, targets: np.ndarray, count: int) -> t
 
 
 def _num_predict(objective: PermutationLM | MaskedLM, parts: Sequence[int], specials: int = 0) -> int:
-    """How many targets sequences of these parts have; at least one token of text stays as context."""
+    """Number of targets of sequences with these parts; at least one token of text stays as context."""
     length = sum(parts)
     count = max(1, length // 6) if objective.num_predict is None else objective.num_predict
     if count >= length - specials:
@@ -280,6 +280,7 @@ def _num_predict(objective: PermutationLM | MaskedLM, parts: Sequence[int], spec
 def _check_counts(objective: object, *names: str) -> None:
     for name in names:
         value = as_python(getattr(objective, name))
-        object.__setattr__(objective, name, value)  # the objectives are frozen
+        # Because the objectives are frozen.
+        object.__setattr__(objective, name, value)
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name} must be a positive integer, got {shortened(value)}")

@@ -1,8 +1,8 @@
-"""Which tokens are predicted, and in which order: span targets and factorisation orders of one sequence.
+"""Span targets and factorisation orders of one sequence.
 
 A sequence has one or two parts, given as their sizes: the text that becomes memory and the pair of segments after it
-(or the whole sequence as one part). Each part has its own targets and its own order, and a part sees all of the parts
-before it and nothing of those after (Yang et al. 2019, section 2.5, and the data the published models were trained on).
+(or the whole sequence as one part). Each part has its own targets and its own order. A part sees all earlier parts and
+no later part (Yang et al. 2019, section 2.5, and the training data of the published models).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def sample_spans(
     max_gram: int = 5,
     starts: Array | None = None,
 ) -> Array:
-    """(S, 2) begin and end of n-grams, n from 1 to `max_gram` with p(n) ~ 1/n, in order and apart from each other.
+    """Begin and end (S, 2) of disjoint n-grams in order, n from 1 to `max_gram` with p(n) ~ 1/n.
 
-    An n-gram lies at a random place between n * alpha / beta tokens of its own, so that about beta / (alpha + beta) of
-    all tokens are covered. With `starts` (length,) bool it moves on to the next token that begins a word.
+    An n-gram lies at a random place among n * alpha / beta other tokens, so that about beta / (alpha + beta) of all
+    tokens are covered. With `starts` (length,) bool it moves to the next token that begins a word.
 
     >>> spans = sample_spans(np.random.default_rng(0), 512)
     >>> bool((spans[1:, 0] >= spans[:-1, 1]).all()), int(spans[-1, 1]) <= 512
@@ -60,19 +60,19 @@ def sample_spans(
 
 @lru_cache
 def _chances_below(max_gram: int) -> list[float]:
-    """For n = 1 .. max_gram - 1 the chance of an n-gram of at most n, p(n) ~ 1/n."""
+    """Probability of an n-gram of at most n for n = 1 .. max_gram - 1, p(n) ~ 1/n."""
     chance = 1 / np.arange(1, max_gram + 1)
     return np.cumsum(chance / chance.sum())[:-1].tolist()
 
 
 def span_targets(rng: np.random.Generator, candidates: Array, num_predict: int, **spans) -> Array:
-    """(L,) bool, True for exactly `num_predict` of the candidates: whole spans where they suffice, then single tokens.
+    """Targets (L,) bool, True for exactly `num_predict` of the candidates: whole spans first, then single tokens.
 
     Args:
         candidates: (L,) bool, False where a token must not be a target (SEP, CLS, padding).
         num_predict: number of targets.
         spans: alpha, beta, max_gram and starts of `sample_spans`. Where its spans hold more than `num_predict` tokens,
-            some are left out at random, so that no place in the sequence is predicted more often than another.
+            some are dropped at random, so that all places in the sequence are predicted equally often.
 
     Raises:
         ValueError: there are fewer candidates than targets.
@@ -94,7 +94,7 @@ def span_targets(rng: np.random.Generator, candidates: Array, num_predict: int, 
 
 
 def share_targets(num_predict: int, candidates: Array, parts: Sequence[int]) -> list[int]:
-    """How many of `num_predict` targets each part gets: its share by size, rounded up, and what others cannot hold.
+    """Number of targets of each part: its share of `num_predict` by size, rounded up, plus the excess of other parts.
 
     >>> share_targets(85, np.ones(512, bool), (256, 256))
     [43, 42]
@@ -110,8 +110,9 @@ def share_targets(num_predict: int, candidates: Array, parts: Sequence[int]) -> 
 
 
 def block_order(rng: np.random.Generator, length: int, perm_size: int) -> Array:
-    """(L,) the step at which each position is reached: blocks of `perm_size` from left to right, in each of them the
-    same random order (the last block, where it is shorter, has that order of its positions).
+    """Step (L,) at which each position is reached: blocks of `perm_size` from left to right, with one random order.
+
+    The last block may be shorter; it has the order of its positions.
 
     >>> block_order(np.random.default_rng(0), 6, 3).tolist()
     [2, 0, 1, 5, 3, 4]
@@ -125,20 +126,20 @@ def block_order(rng: np.random.Generator, length: int, perm_size: int) -> Array:
 def permutation_ranks(
     order: Array, targets: Array, functional: Array, parts: Sequence[int], padding: Array | None = None
 ) -> tuple[Array, Array]:
-    """The query_rank and key_rank (L,) of a RankMask: what the query stream of a permutation LM sees.
+    """query_rank and key_rank (L,) of the RankMask for the query stream of a permutation LM.
 
-    In each part, context tokens (neither target nor functional) are seen by all and see only context; a target or
-    functional token at step t of the order is seen by the targets and functional tokens that come later, and sees
-    those that come earlier, a functional token itself too. Later parts see all of a part, earlier ones nothing.
+    In each part, context tokens (neither target nor functional) are visible to all and see only context. A target or
+    functional token is visible to later targets and functional tokens in the order, and sees earlier ones; a functional
+    token also sees itself. Later parts see all of a part, earlier parts none of it.
 
     Args:
-        order: (L,) integers, the step at which each position is reached, counted from 0 in each part.
+        order: (L,) integers, the step of each position, counted from 0 in each part.
         targets: (L,) bool.
         functional: (L,) bool, SEP and CLS: never targets, but placed in the order like them.
         parts: sizes of the parts, which add up to L.
-        padding: (L,) bool or None, True where no one may see a token.
+        padding: (L,) bool or None, True where a token is hidden from all rows.
 
-    >>> targets = np.array([False, True, True])  # the last is reached first: the second sees it
+    >>> targets = np.array([False, True, True])  # the second sees the last, which is reached first
     >>> query_rank, key_rank = permutation_ranks(np.array([0, 2, 1]), targets, np.zeros(3, bool), parts=(3,))
     >>> (key_rank < query_rank[:, None]).astype(int).tolist()
     [[1, 0, 0], [1, 0, 1], [1, 0, 0]]

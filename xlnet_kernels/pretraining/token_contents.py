@@ -1,4 +1,4 @@
-"""What an open token file holds: read by position, checked against its checksums, never mapped."""
+"""Contents of an open token file, read by position and checked against checksums, without a memory map."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ..model.files import check_regular
 
 BLOCK = 1 << 14  # bytes under one checksum
 DTYPES = {np.dtype(kind).str: np.dtype(kind) for kind in ("|u1", "<u2", "<u4")}
-# As numpy writes it. Its own reader evaluates the text as Python, and damaged text raises what a parser may raise.
+# Header written by numpy. Not read by numpy, because its reader evaluates the text as Python and may raise any parser
+# error.
 _HEADER = re.compile(
     rb"\x93NUMPY([\x01\x02])\x00(?:(?<=\x01\x00)(..)|(....))"
     rb"(\{'descr': '([^']*)', 'fortran_order': (?:False|True), 'shape': \(([^)]*)\), \} *\n)",
@@ -28,17 +29,17 @@ _position = threading.Lock()
 
 
 class Contents:
-    """An open token file.
+    """Contents of an open token file.
 
     Attributes:
-        count: of its tokens. dtype: of the ids in the file.
+        count: number of tokens. dtype: of the ids in the file.
         bounds: (documents + 1,) int64. vocab_size: every id is below it.
         checksums: (blocks,) of the tokens' bytes, or None in old files.
-        fingerprint: equal for two files of the same content; for old files, of the same bounds and size.
+        fingerprint: equal for files with the same content; for old files, with the same bounds and size.
 
     Raises:
         OSError: it is missing or cannot be read.
-        ValueError: it is no token file, or damaged outside its tokens.
+        ValueError: it is not a token file, or damaged outside its tokens.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,7 +63,7 @@ class Contents:
             raise self._refuse("it has no tokens; its writer was interrupted")
         rest = self._bytes(end, size - end)
         head = head[: self._begin]
-        # Without the file's own sum at the end: together with it the sum of every file would be one and the same.
+        # Without the file's own sum at the end, because with it all files would have the same sum.
         checksum = zlib.crc32(rest[:-4], zlib.crc32(head))
         self.fingerprint = size, checksum
         checked = version == 2
@@ -74,7 +75,7 @@ class Contents:
         self._take(rest, checked)
 
     def _take(self, rest: bytes, checked: bool) -> None:
-        """The arrays behind the tokens."""
+        """Read the arrays after the tokens."""
         bounds, place = self._array(rest, 0, "<i8")
         vocab_size, place = self._array(rest, place, "<i8")
         self.checksums = None
@@ -98,7 +99,7 @@ class Contents:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it was cut, or the bytes are not those that were written.
+            ValueError: the file was truncated, or its bytes were changed.
         """
         first, last, whole = (i * self.dtype.itemsize for i in (begin, end, self.count))
         if self.checksums is None or first == last:
@@ -139,7 +140,7 @@ class Contents:
             raise
 
     def _array(self, data: bytes, place: int, descr: str) -> tuple[np.ndarray, int]:
-        """The array of int64 or uint32 at `place`, and where it ends."""
+        """The array of int64 or uint32 at `place`, and its end."""
         torn = (
             f"after {self.count} tokens it has no whole document bounds, vocabulary size and checksums; it is "
             f"truncated or was written by something else"
@@ -154,7 +155,7 @@ class Contents:
         return array.astype(array.dtype.newbyteorder("=")).reshape(sizes), end
 
     def _header(self, data: bytes, place: int, reason: str) -> tuple[int, str, str, int]:
-        """The version, dtype and shape that an .npy header at `place` gives, and where it ends."""
+        """Version, dtype and shape in an .npy header at `place`, and its end."""
         found = _HEADER.match(data, place)
         if found is None or int.from_bytes(found[2] or found[3], "little") != len(found[4]):
             raise self._refuse(reason)
@@ -165,7 +166,7 @@ class Contents:
 
 
 def _pread(descriptor: int, count: int, begin: int) -> bytes:
-    """Bytes of a file; processes that forked share its position, which is therefore not used where it need not be."""
+    """Bytes of a file, read without its position where possible, because forked processes share the position."""
     if hasattr(os, "pread"):
         return os.pread(descriptor, count, begin)
     with _position:

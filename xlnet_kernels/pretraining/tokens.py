@@ -1,4 +1,4 @@
-"""Token files: the tokens of many documents in one file, and what the ids mean."""
+"""Token files, with the tokens of many documents in one file, and vocabularies."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _format = np.lib.format
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """The size of a vocabulary and its tokens that are not text.
+    """Size of a vocabulary, and its special tokens.
 
     Args:
         size: number of ids.
         sep, cls, pad, mask: ids of SEP, CLS, padding and the masked LM's MASK; all different.
         others: further ids that are never predicted (end of document, unknown, ...).
-        word_starts: (size,) bool, which tokens begin a word; spans of targets then begin there, as in the published
-            models. None: they begin anywhere.
+        word_starts: (size,) bool, True for tokens that begin a word; spans of targets then begin there, as in the
+            published models. None: they begin anywhere.
 
     Raises:
         ValueError: an id lies outside the vocabulary or is used twice.
@@ -67,9 +67,9 @@ class Vocabulary:
 
 
 class ByteTokenizer:
-    """Text as its UTF-8 bytes: 256 ids, then SEP, CLS, PAD and MASK. No file, no training, no unknown text.
+    """Tokeniser into UTF-8 bytes: 256 ids, then SEP, CLS, PAD and MASK. No file, no training, no unknown text.
 
-    Any other tokeniser serves as well: what is needed is an `encode` from text to ids and a Vocabulary.
+    Any other tokeniser can be used: it needs an `encode` from text to ids, and a Vocabulary.
 
     >>> ByteTokenizer().decode(ByteTokenizer().encode("New York"))
     'New York'
@@ -78,28 +78,28 @@ class ByteTokenizer:
     vocabulary = Vocabulary(size=260, sep=256, cls=257, pad=258, mask=259)
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """(length,) int64."""
+        """The ids of `text`, (length,) int64."""
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
         return np.frombuffer(data, np.uint8).astype(np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; special ones are left out, broken characters replaced."""
+        """The text of `ids`; special ids are left out, broken characters replaced."""
         return bytes(int(token) for token in ids if token < 256).decode("utf-8", "replace")
 
 
 def write_tokens(path: str | os.PathLike, documents: Iterable[np.ndarray], vocab_size: int) -> None:
-    """Writes a token file; `path` holds either all of it or what it held before.
+    """Write a token file; `path` is replaced atomically.
 
-    The file is four .npy arrays, one behind the other: the tokens in the smallest of uint8, uint16 and uint32 (so that
-    ``np.load(path, mmap_mode="r")`` reads them), the begin of each document and the end of the last, the vocabulary
-    size, and checksums (CRC-32): one for every 16 KiB of tokens, and one for all that is not tokens. Documents are
-    written as they come; empty ones are left out.
+    The file is four consecutive .npy arrays: the tokens in the smallest of uint8, uint16 and uint32 (so that
+    ``np.load(path, mmap_mode="r")`` reads them); the begin of each document and the end of the last; the vocabulary
+    size; and checksums (CRC-32), one for every 16 KiB of tokens and one for the rest. Documents are written one by one;
+    empty documents are left out.
 
     Args:
         documents: each a 1-dimensional array or list of ids.
 
     Raises:
-        ValueError: a document holds something else than ids of the vocabulary, or there are no tokens at all.
+        ValueError: a document has other values than ids of the vocabulary, or there are no tokens.
     """
     path = Path(path)
     if not isinstance(vocab_size, (int, np.integer)) or not 0 < vocab_size <= 2**32:
@@ -135,10 +135,10 @@ def write_tokens(path: str | os.PathLike, documents: Iterable[np.ndarray], vocab
 
 
 class TokenFile:
-    """The tokens of a file that `write_tokens` made, or a part of them, read as they are asked for.
+    """Tokens of a file written by `write_tokens`, or a part of them, read on demand.
 
-    The file stays open: one that takes its place later is not read. Each `read` compares the blocks of 16 KiB that it
-    touches with their checksums: about 10 microseconds a block. Files without checksums are read unchecked.
+    The file stays open, so a later replacement is not read. Each `read` compares its blocks of 16 KiB with their
+    checksums: about 10 microseconds a block. Files without checksums are read unchecked.
 
     Attributes:
         bounds: (documents + 1,) int64, the begin of each document and the end of the last.
@@ -148,7 +148,7 @@ class TokenFile:
     Raises:
         FileNotFoundError: there is no such file.
         OSError: it cannot be read.
-        ValueError: the file is truncated, damaged outside its tokens, or is something else; the text says where it
+        ValueError: the file is truncated, damaged outside its tokens, or not a token file; the text says where it
             fails.
     """
 
@@ -173,16 +173,16 @@ class TokenFile:
         return f"TokenFile({str(self.path)!r}, {self.begin}, {self.begin + len(self)})"
 
     def __reduce__(self):
-        # A descriptor means nothing elsewhere: workers open the file themselves.
+        # Workers open the file themselves, because a descriptor is valid in one process only.
         return _reopen, (self.path, self.begin, self.begin + len(self), self._contents.fingerprint)
 
     @property
     def tokens(self) -> np.memmap:
-        """(T,) unsigned integers, a memory map: no checksum is looked at, and a file that is cut ends the process."""
+        """Memory map (T,) of unsigned integers, without checksums; a truncated file ends the process."""
         return self._contents.mapped(self.begin, len(self))
 
     def part(self, begin: int, end: int) -> TokenFile:
-        """The tokens [begin, end) of this, for example all but the last tenth for training."""
+        """The tokens [begin, end) of this file, for example all but the last tenth for training."""
         if not 0 <= begin < end <= len(self):
             raise ValueError(f"begin and end must mark tokens of {len(self)}, got [{begin}, {end})")
         part = object.__new__(TokenFile)
@@ -191,12 +191,11 @@ class TokenFile:
         return part
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """(end - begin,) int64, the tokens there; begin and end as in a slice.
+        """The tokens [begin, end), int64; begin and end as in a slice.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: the tokens are not those that were written, the file was cut, or an id is outside the
-                vocabulary.
+            ValueError: the tokens were changed, the file was truncated, or an id is outside the vocabulary.
         """
         begin, end, _ = slice(begin, end).indices(len(self))
         ids = self._contents.read(self.begin + begin, self.begin + max(begin, end)).astype(np.int64)
@@ -209,11 +208,11 @@ class TokenFile:
         return ids
 
     def verify(self) -> None:
-        """Reads all tokens once and compares them with their checksums: a few seconds for a gigabyte.
+        """Compare all tokens with their checksums: a few seconds for a gigabyte.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it is damaged, the text says where; or it has no checksums.
+            ValueError: it is damaged (the text says where), or it has no checksums.
         """
         if self._contents.checksums is None:
             raise ValueError(f"{self.path} has no checksums: write it again with write_tokens")
@@ -222,10 +221,10 @@ class TokenFile:
 
 
 def _reopen(path: Path, begin: int, end: int, fingerprint: tuple[int, int]) -> TokenFile:
-    """The part of a file that a process passed to another one.
+    """Open the part of a file passed on by another process.
 
     Raises:
-        ValueError: another file has taken its place meanwhile.
+        ValueError: another file has replaced it.
     """
     text = TokenFile(path)
     if text._contents.fingerprint != fingerprint:
@@ -234,7 +233,7 @@ def _reopen(path: Path, begin: int, end: int, fingerprint: tuple[int, int]) -> T
 
 
 class _Checksums:
-    """CRC-32 of each block of the bytes that are added."""
+    """Accumulator of CRC-32 checksums for each block of the added bytes."""
 
     def __init__(self) -> None:
         self._found: list[int] = []
@@ -259,8 +258,8 @@ class _Checksums:
 
 
 def _header(dtype: np.dtype, count: int) -> bytes:
-    # numpy pads headers, so that one with another count is as long: 0 is written first, the true count at the end.
-    # The version (2, 0) says that checksums follow.
+    # numpy pads headers, so the length does not depend on the count: 0 is written first, the true count at the end. The
+    # version (2, 0) means that checksums follow.
     file = io.BytesIO()
     _format.write_array_header_2_0(file, {"descr": dtype.str, "fortran_order": False, "shape": (count,)})
     return file.getvalue()

@@ -158,18 +158,17 @@ def register(cls: type) -> type:
 
 
 def with_tensors_on(device: torch.device | str | None, tree: Any) -> Any:
-    """The same tree, of registered classes among others, with its tensors on `device`."""
+    """Copy of a tree, registered classes included, with its tensors on `device`."""
     return _pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
 
 
 def map_instances(cls: type, change: Callable, tree: Any) -> Any:
-    """The same tree, with every instance of `cls` changed."""
+    """Copy of a tree, with every instance of `cls` changed."""
     return _pytree.tree_map_only(cls, change, tree)
 
 
 def register_output(cls: type) -> None:
-    """Register a class of dictionaries with torch's pytrees: values are leaves or trees. Exported programs return
-    it."""
+    """Register a class of dictionaries with torch's pytrees. Exported programs return it."""
 
     def flatten(x: Any) -> tuple[list[Any], list[str]]:
         return list(x.values()), list(x)
@@ -195,6 +194,5 @@ def register_output(cls: type) -> None:
 
 
 def autocasts(device_type: str) -> bool:
-    """Whether autocast is on, for the device types that have it. A query to torch would break the graphs of torch
-    2.6."""
+    """Whether autocast is on. The device types are listed here, because a query breaks the graphs of torch 2.6."""
     return device_type in ("cpu", "cuda", "mps", "xpu") and torch.is_autocast_enabled(device_type)

@@ -100,8 +100,7 @@ def _check_all(values: list[Any], names: tuple[str, ...], sizes: dict[str, int])
 
 
 def _check(tensor: Tensor, name: str, query: Tensor, sizes: dict[str, int]) -> Tensor:
-    """Check a tensor's sizes, device and, if floating, dtype against query's; returns it expanded to its axes'
-    sizes."""
+    """Check a tensor's sizes, device and (if floating) dtype against query's; returns it expanded."""
     argument = TENSORS[name]
     axes = argument.axes_of(tensor) if isinstance(tensor, Tensor) else argument.axes.removeprefix("[B]")
     shape = tuple([sizes[axis] for axis in axes.upper()])

@@ -286,7 +286,7 @@ class RankMask:
         return cls.padding(attention_mask=seen, mem_len=mem_len)
 
     def expand(self, batch: int) -> RankMask:
-        """The same mask for `batch` sequences, from a mask of one or `batch` sequences."""
+        """This mask for `batch` sequences, from a mask of one or `batch` sequences."""
         if self.query_rank.shape[0] == batch:
             return self
         if self.query_rank.shape[0] != 1:
@@ -312,11 +312,11 @@ class RankMask:
         return self.rows(torch.arange(first, rows, device=self.query_rank.device).expand(batch, -1))
 
     def contiguous(self) -> RankMask:
-        """The same mask with contiguous vectors, because kernels copy others in every call."""
+        """This mask with contiguous vectors, because kernels copy others in every call."""
         return self._map(lambda values: values.contiguous())
 
     def to(self, device: torch.device | str) -> RankMask:
-        """The same mask on `device`."""
+        """This mask on `device`."""
         return self._map(lambda values: values.to(device))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> RankMask:
@@ -344,7 +344,7 @@ class RankMask:
         return RankMask(mask.query_rank, key_rank, mask.query_floor, mask.sees_self)
 
     def for_stream(self, stream: str) -> RankMask:
-        """The same ranks for the "content" stream (sees itself) or the "query" stream (does not).
+        """This mask's ranks for the "content" stream (sees itself) or the "query" stream (does not).
 
         Raises:
             ValueError: the mask is of `one_stream`, whose ranks show a query row its own token.
@@ -357,7 +357,7 @@ class RankMask:
         return self.seeing_self(sees_self)
 
     def seeing_self(self, sees_self: bool | Tensor) -> RankMask:
-        """The same ranks with another `sees_self`."""
+        """This mask's ranks with another `sees_self`."""
         return RankMask(self.query_rank, self.key_rank, self.query_floor, sees_self, self.one_stream)
 
     def to_bool(

@@ -26,8 +26,9 @@ class _Kept(NamedTuple):
 
 
 class PositionCache:
-    """A layer's rel_key table, cached at inference on a CPU, where its projection is up to a third of a layer's
-    products.
+    """Cache of a layer's rel_key table at inference on a CPU.
+
+    It saves up to a third of a layer's products.
 
     It serves the same positions again, and any contiguous rows in their middle, such as a Conformer's for a shorter
     audio. Positions and weights are compared by hashes of their bits, so every change is noticed and no reference is

@@ -49,7 +49,7 @@ class Prepared:
     places: int = 0
 
     def to(self, device: torch.device | str | None) -> Prepared:
-        """The same inputs on `device`."""
+        """These inputs on `device`."""
         return with_tensors_on(device, self)
 
     def of_rows(self, wanted: Tensor) -> Prepared:

@@ -14,8 +14,7 @@ from ._torch import register
 @register
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Segment term ``(query_i + bias) . embed[query_ids[i] != key_ids[j]]`` of the score (Yang et al. 2019, section
-    2.5).
+    """Segment term ``(query_i + bias) . embed[query_ids[i] != key_ids[j]]`` (Yang et al. 2019, section 2.5).
 
     Args:
         query_ids: (B, L) integers, the segment of each query row; any int32 values, because only equality counts.

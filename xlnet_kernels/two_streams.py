@@ -53,7 +53,7 @@ class RowPositions:
         object.__setattr__(self, "row", row.int())
 
     def to(self, device: torch.device | str) -> RowPositions:
-        """The same positions on `device`."""
+        """These positions on `device`."""
         return RowPositions(self.position.to(device))
 
 

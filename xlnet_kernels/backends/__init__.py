@@ -62,8 +62,7 @@ def check_name(name: str | None) -> None:
 
 
 def choose(name: str | None, device_type: str, dtype: torch.dtype, head_dim: int, check_on: torch.device | None = None):
-    """The backend module called `name`, or the best one for tensors of `dtype` and `head_dim` on
-    `device_type`.
+    """The backend module `name`, or the best for tensors of `dtype` and `head_dim` on `device_type`.
 
     `check_on`: device for the comparison of an unverified backend with the reference (self_check.py), or None.
 

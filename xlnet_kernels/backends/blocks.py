@@ -364,7 +364,10 @@ class Block:
 
 
 def by_key(band: Tensor, keys: int) -> Tensor:
-    """A view of a band (b, h, m, n + m - 1) by key, (b, h, m, n): row i from element m - 1 - i on."""
+    """View (b, h, m, n) of a band (b, h, m, n + m - 1) by key.
+
+    Row i begins at element m - 1 - i.
+    """
     rows, stride = band.shape[2], band.stride()
     first = band.storage_offset() + rows - 1
     return band.as_strided((*band.shape[:3], keys), (*stride[:2], stride[2] - 1, 1), first)

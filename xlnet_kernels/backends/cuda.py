@@ -75,8 +75,7 @@ def _names(architectures: str) -> str:
 
 
 def _code_for(architectures: str, device: tuple[int, int]) -> str | None:
-    """The kind of code for `architectures` that runs on `device`: "code" of its major version, "PTX" of an older one,
-    or None.
+    """Kind of code that runs on `device`: "code" of its major version, "PTX" of an older version, or None.
 
     A word without a number ("Hopper") is ignored, because other build systems than setup.py may write such words.
     """

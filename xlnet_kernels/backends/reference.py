@@ -106,8 +106,7 @@ def _zero_unless(read: Tensor, rows: Tensor) -> Tensor:
 
 
 def _rows_read(rel_key: Tensor, row: Tensor, visible: Tensor) -> Tensor:
-    """Mask of the rows of rel_key read by visible pairs, (B, H, P) or (H, P); `row` (B, H, L, M + K): the row of each
-    pair."""
+    """Mask (B, H, P) or (H, P) of the rows of rel_key read by visible pairs; `row`: each pair's row."""
     rows = rel_key.shape[-2]
     read = torch.zeros(*row.shape[:2], rows + 1, dtype=torch.bool, device=row.device)
     read = read.scatter(-1, torch.where(visible, row, rows).flatten(2), True)[..., :rows]

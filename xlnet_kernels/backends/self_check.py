@@ -153,8 +153,10 @@ def problems() -> tuple[Problem, ...]:
 def allowances(
     exact: dict[str, Tensor], baseline: dict[str, Tensor] | None, dtype: torch.dtype, relative: float | None = None
 ) -> dict[str, float]:
-    """The largest error that each result may have: a share of its largest element in float32 and float64; in 16 bits
-    twice (gradients: three times) that of `baseline`, the reference in that dtype.
+    """The largest allowed error of each result.
+
+    In float32 and float64 it is a share of the result's largest element. In 16 bits it is twice (gradients: three
+    times) the error of `baseline`, the reference in that dtype.
 
     Two rounding errors of the problem's largest quantities are always allowed, because some gradients cancel to zero.
     They are that of the results and that of the log-sum-exp, whose absolute error is the probabilities' relative error.

@@ -67,8 +67,7 @@ class Segments(NamedTuple):
 
 
 class RankMask(NamedTuple):
-    """Mask where row i sees key j if query_floor[i] <= key_rank[j] < query_rank[i], or j is its own key and
-    sees_self[i]."""
+    """Mask where row i sees key j if query_floor[i] <= key_rank[j] < query_rank[i], or its own key if sees_self[i]."""
 
     query_rank: Pointer = None  # (B, L) int32
     key_rank: Pointer = None  # (B, padded M + K) int32, the highest rank beyond M + K

@@ -250,8 +250,7 @@ def _main_loop(
 
 @triton.jit
 def _store_gradients(result, rows, segments, tile, alive, sums_row, out_row, acc, dS_same, dS_different, size, META):
-    """Store dQ with its segment term for existing rows, and the sums over a tile's rows; acc and dS are without
-    scale."""
+    """Store dQ with its segment term, and the sums over a tile's rows; acc and dS are unscaled."""
     D: tl.constexpr = META.HEAD_DIM
     CHUNKS: tl.constexpr = (D + META.BLOCK_D - 1) // META.BLOCK_D
     dS_same *= rows.scale

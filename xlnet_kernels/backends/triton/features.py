@@ -91,8 +91,7 @@ def is_on(name: str, capability: tuple[int, int] | None = None) -> bool:
 
 
 def refusal(capability: tuple[int, int] | None = None) -> str | None:
-    """The reason to refuse the backend on GPUs of a compute capability, or None; capability None: Triton's
-    interpreter."""
+    """The reason to refuse the backend on a GPU, or None; capability None: Triton's interpreter."""
     if capability is not None and capability[0] < 8:
         return f"it needs compute capability 8.0 or newer, this GPU has {capability[0]}.{capability[1]}"
     names = ["backend"] if capability is None or capability[0] < 10 else ["backend", "backend on sm_100"]

@@ -1,4 +1,4 @@
-"""Launches of the kernels: converts tensors to kernel arguments. The only module with both torch and the kernels."""
+"""Launches of the kernels: the only module that uses both torch and the kernels."""
 
 from __future__ import annotations
 
@@ -258,8 +258,7 @@ class Call:
         return args.KeySums(*sums.split([count * known.head_dim, count * known.head_dim, count]))
 
     def _room_for_row_bounds(self) -> tuple[Tensor | None, ...]:
-        """New tensors for the least and the largest rank and floor of every BOUND rows, in the order of their
-        positions."""
+        """New tensors for the least and the largest rank and floor of every BOUND rows, by position."""
         query, rank, floor = (self.tensors[name] for name in ("query", "query_rank", "query_floor"))
         size = (self.plan.batch, self.plan.padded_rows[2] // BOUND.value)
         return tuple(

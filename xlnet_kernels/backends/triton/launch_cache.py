@@ -91,8 +91,7 @@ class Plan:
         return None if INTERPRETED else torch.cuda.get_device_capability(self.device)
 
     def config(self, kernel: str) -> tuning.Config:
-        """Tile configuration of `kernel`, one of tuning.KERNELS, or "preprocess" for preprocess.py and
-        postprocess.py."""
+        """Tile configuration of `kernel`: one of tuning.KERNELS, or "preprocess", also for postprocess.py."""
         if kernel not in self._configs:
             name = "forward" if kernel == "preprocess" else kernel
             config = tuning.choose(name, self.kind, self.head_dim, self.capability)

@@ -38,8 +38,7 @@ class KeyOperand(NamedTuple):
 
 
 class SomeRows(NamedTuple):
-    """Rows in the order of their positions, including the last tile's padding: the first fields of shift.py's
-    RowTile."""
+    """Rows by position, including the last tile's padding: the first fields of shift.py's RowTile."""
 
     head: Any
     start: Any  # the first

@@ -92,8 +92,7 @@ def _bound_rows(given, least, largest, positions, b, first, length):
 
 @triton.jit
 def _preprocess_vectors(vectors, segments, rank_mask, positions, backward, number, length, keys):
-    """Preprocess vectors over keys and, in backward, rows, shared by all heads: program `number` of batches and
-    parts."""
+    """Preprocess vectors over keys and, in backward, rows: program `number` of batches and parts."""
     parts = tl.maximum(padded(keys), padded(length)) // PADDING
     b = (number // parts).to(tl.int64)
     first = number % parts * PADDING

@@ -264,10 +264,10 @@ def shift_folded(delayed, old, new):
 
 @triton.jit
 def shift_back_folded(dS, delayed, open):
-    """Transpose of `shift_folded`: add a folded tile of dS (128, 64) to the band; returns the complete and the open
-    block.
+    """Transpose of `shift_folded`: add a folded tile of dS (128, 64) to the band; returns both blocks.
 
-    The first half comes from `delayed`, dS of the previous tile of keys, the second half from dS.
+    The result is the complete block and the open one. The first half comes from `delayed`, dS of the previous tile of
+    keys, the second half from dS.
     """
     shape: tl.constexpr = (dS.shape[0], GROUPS, 8)
     now = split_fragment(tl.reshape(dS, shape))

@@ -36,7 +36,7 @@ def tensor_parallel_plan(model: nn.Module) -> ParallelStyle | dict[str, Parallel
 
     Raises:
         ValueError: the model has no `TwoStreamAttention`. `parallelize_module` raises it where heads are not a multiple
-        of the processes.
+            of the processes.
         RuntimeError: torch was built without torch.distributed.
 
     >>> from xlnet_kernels import XLNetConfig, XLNetModel

@@ -105,7 +105,7 @@ class RelativeAttention(Original):
             content_bias, position_bias: u and v (H, D), where `bias_names` is None.
             max_distance: the distance of the first row of a descending table, default K - 1.
             dropout: a module, whose probability counts in its training mode, or a probability for this module's
-            training mode.
+                training mode.
             scale: of the scores, default D ** -0.5; 1.0 if `query` is already scaled.
 
         Returns:

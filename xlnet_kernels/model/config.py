@@ -46,8 +46,8 @@ class XLNetConfig:
             enter the memory; None or 0 for all. use_mems_eval, use_mems_train: whether memory is returned.
         bi_data: the second half of each batch is reversed text.
         clamp_len: limit beyond which distances are equal, -1 for no limit.
-        same_length: with "uni", every position sees itself and as many keys as there are memory positions. summary_*:
-        options of the sequence vector (`XLNetForSequenceClassification`, `XLNetForMultipleChoice`).
+        same_length: with "uni", every position sees itself and as many keys as there are memory positions.
+        summary_*: options of the sequence vector (`XLNetForSequenceClassification`, `XLNetForMultipleChoice`).
         start_n_top, end_n_top: beam of `XLNetForQuestionAnswering`.
         num_labels, problem_type: of the classification heads; problem_type None: chosen by num_labels and label dtype.
         tie_word_embeddings: whether the language model's output weight is the embedding.

@@ -82,7 +82,7 @@ class XLNetModel(PretrainedModel):
 
     Args:
         config: the hyperparameters. Settings such as `config.mem_len` may be changed later, because each call reads
-        them.
+            them.
         backend: of the attention, None for the best available, or "reference", "torch", "cpu", "triton", "cuda".
 
     >>> config = XLNetConfig(vocab_size=100, d_model=32, n_layer=2, n_head=4, d_inner=64)

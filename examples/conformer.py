@@ -1,9 +1,9 @@
-"""A Conformer block in plain torch around RelPositionAttention, which has ESPnet's and NeMo's parameter names.
+"""Conformer block in plain torch around RelPositionAttention, with ESPnet's and NeMo's parameter names.
 
     python examples/conformer.py
 
-The task needs relative positions: say which symbol the frame was twelve frames ago. A convolution of seven frames alone
-does not reach that far. Some seconds on a CPU.
+The task needs relative positions: predict the symbol of the frame twelve frames ago. A convolution of seven frames does
+not reach that far. Takes some seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from xlnet_kernels.integrations.conformer import RelPositionAttention, conformer
 
 
 class ConformerBlock(nn.Module):
-    """Half a feed-forward, attention, convolution, half a feed-forward (Gulati et al. 2020, section 2.4)."""
+    """Conformer block: half feed-forward, attention, convolution, half feed-forward (Gulati et al. 2020, section
+    2.4)."""
 
     def __init__(self, d_model: int, n_head: int, d_inner: int, kernel_size: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -42,7 +43,10 @@ class ConformerBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, pos_emb: Tensor, padding: Tensor | None = None) -> Tensor:
-        """x (B, L, d_model), pos_emb (2 L - 1, d_model), padding (B, L) bool, True where there is no frame."""
+        """Apply the block to x (B, L, d_model).
+
+        pos_emb (2 L - 1, d_model); padding (B, L) bool, True where there is no frame.
+        """
         mask = None if padding is None else xk.RankMask.padding(padding)
         x = x + 0.5 * self.dropout(self.feed_forward1(x))
         x = x + self.dropout(self.attn(self.norm_attn(x), pos_emb, mask))
@@ -58,7 +62,7 @@ class ConformerBlock(nn.Module):
 
 
 class Tagger(nn.Module):
-    """Frames in, scores of symbols out."""
+    """Tagger of frames with scores of symbols."""
 
     def __init__(self, symbols: int, d_model: int = 64) -> None:
         super().__init__()
@@ -73,7 +77,7 @@ class Tagger(nn.Module):
 
 
 def make_batch(batch: int, length: int, symbols: int, delay: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Noisy frames, which of them are padding, and labels, -100 where there is none."""
+    """Noisy frames, the padding mask, and labels, -100 without a label."""
     ids = torch.randint(symbols, (batch, length))
     frames = F.one_hot(ids, symbols) + 0.1 * torch.randn(batch, length, symbols)
     padding = torch.arange(length) >= torch.randint(length // 2, length + 1, (batch, 1))
@@ -83,7 +87,7 @@ def make_batch(batch: int, length: int, symbols: int, delay: int) -> tuple[Tenso
 
 
 def main(arguments: list[str] | None = None) -> float:
-    """The accuracy on new sequences."""
+    """Train, and return the accuracy on new sequences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=number(int, 1), default=150)
     options = parser.parse_args(arguments)

@@ -1,10 +1,10 @@
-"""TwoStreamAttention in a model that is not XLNet: a network that fills gaps in sequences.
+"""TwoStreamAttention in another model than XLNet: a network that fills gaps in sequences.
 
     python examples/drop_in.py
 
-Each sequence says eight symbols twice, and a quarter of the places are gaps. A gap is filled from the same place of the
-other half, eight places before or after. The content stream runs over all places, the query stream over the gaps alone,
-at a quarter of its cost. Some seconds on a CPU.
+Each sequence repeats eight symbols twice, and a quarter of the places are gaps. A gap is filled from the same place of
+the other half, eight places earlier or later. The content stream runs over all places, the query stream over the gaps
+only, at a quarter of its cost. Takes some seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SYMBOLS, HALF, GAPS = 16, 8, 4
 
 
 class Layer(nn.Module):
-    """Where the model had nn.MultiheadAttention, a residual and a LayerNorm, it has TwoStreamAttention now."""
+    """Layer with TwoStreamAttention in place of nn.MultiheadAttention, residual and LayerNorm."""
 
     def __init__(self, d_model: int, n_head: int, d_inner: int) -> None:
         super().__init__()
@@ -37,35 +37,35 @@ class Layer(nn.Module):
 
 
 class GapFiller(nn.Module):
-    """Scores of symbols for each gap, all at once."""
+    """Network with scores of symbols for each gap, all at once."""
 
     def __init__(self, d_model: int = 64, n_layer: int = 2, n_head: int = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(SYMBOLS, d_model)
-        self.question = nn.Parameter(torch.zeros(d_model))  # what a gap is before anything is known about it
+        self.question = nn.Parameter(torch.zeros(d_model))  # initial state of a gap
         self.layers = nn.ModuleList(Layer(d_model, n_head, 2 * d_model) for _ in range(n_layer))
         self.scores = nn.Linear(d_model, SYMBOLS)
 
     def forward(self, ids: Tensor, gaps: Tensor) -> Tensor:
-        """ids (B, L), whatever stands in the gaps; gaps (B, N), their places. Gives (B, N, SYMBOLS)."""
+        """Scores (B, N, SYMBOLS) from ids (B, L), arbitrary in the gaps, and the gaps' places (B, N)."""
         h = self.embedding(ids)
         g = self.question.expand(*gaps.shape, -1)
         hidden = torch.zeros_like(ids, dtype=torch.bool).scatter(1, gaps, True)
-        mask = RankMask.padding(hidden)  # nobody sees what stands in a gap
+        mask = RankMask.padding(hidden)  # hides the gaps' ids from all rows
         for layer in self.layers:
             h, g = layer(h, g, mask, gaps)
         return self.scores(g)
 
 
 def make_batch(batch: int) -> tuple[Tensor, Tensor]:
-    """Sequences, and in each the places of its gaps, never both places of a symbol."""
+    """Sequences, and the places of their gaps, never both places of a symbol."""
     ids = torch.randint(SYMBOLS, (batch, HALF)).repeat(1, 2)
     places = torch.rand(batch, HALF).argsort(1)[:, :GAPS]
     return ids, places + HALF * torch.randint(2, places.shape)
 
 
 def main(arguments: list[str] | None = None) -> float:
-    """The accuracy on new sequences."""
+    """Train, and return the accuracy on new sequences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=number(int, 1), default=200)
     options = parser.parse_args(arguments)

@@ -1,14 +1,14 @@
-"""Perplexity and bits per byte of a language model on text, with memory, in the orders that it can read in.
+"""Perplexity and bits per byte of a language model on text, with memory, in every supported order.
 
     python examples/evaluate.py --checkpoint runs/pretrain                 the part that pretrain.py held out
     python examples/evaluate.py --checkpoint runs/pretrain --text my-folder --mem-len 0
 
-Orders: `causal`, every token from those before it; `permutation`, every token, in an order drawn at random within each
-segment; `partial`, as in pre-training: a sixth of the tokens, from all others (and, in a permutation LM, from those
-before it in the order). The first two are probabilities of the whole text, and their bits per byte compare with any
-compressor's; `partial` is none. A permutation LM can do all three, an auto-regressive LM the first (a document's first
-token aside), a masked LM the last. Memory is of the segments before, and empty where a document begins. Needs
-pip install '.[examples]'.
+Orders: `causal`, every token from earlier tokens; `permutation`, every token, in a random order within each segment;
+`partial`, as in pre-training: a sixth of the tokens, from all others (and, in a permutation LM, from earlier targets of
+the order). The first two are probabilities of the whole text, with bits per byte comparable to a compressor's;
+`partial` is not. A permutation LM supports all three, an auto-regressive LM the first (without a document's first
+token), a masked LM the last. Memory holds the previous segments, and is empty at the beginning of a document. Needs pip
+install '.[examples]'.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WRITTEN = ("results.json", "positions.png")  # into --output
 
 @dataclass
 class Tally:
-    """Losses of one order: their sum and number, also by position in the segment."""
+    """Tally of the losses of one order: sum and number, also by position in the segment."""
 
     nats: np.ndarray
     count: np.ndarray = field(init=False)
@@ -68,7 +68,7 @@ class Tally:
 
 
 def segments(text: TokenFile, length: int) -> Iterator[tuple[np.ndarray, int | None, bool]]:
-    """Each document in pieces of `length` tokens, the token after the piece, and whether a document begins with it."""
+    """Pieces of `length` tokens of each document, the next token, and whether a document begins with the piece."""
     for begin, end in zip(text.bounds[:-1].tolist(), text.bounds[1:].tolist(), strict=True):
         ids = text.read(begin, end)
         for at in range(0, len(ids), length):
@@ -77,7 +77,7 @@ def segments(text: TokenFile, length: int) -> Iterator[tuple[np.ndarray, int | N
 
 
 def inputs_of(reader: Reader, order: str, ids: np.ndarray, after: int | None, rng) -> tuple[dict, Tensor, Tensor]:
-    """What the model is given for one segment without memory, the positions of the losses, and the labels."""
+    """The model's arguments for one segment without memory, the positions of the losses, and the labels."""
     length, device = len(ids), reader.device
     tokens, places = torch.from_numpy(ids)[None], torch.arange(length)[None]
     objective, rows = OBJECTIVES[reader.objective](), None
@@ -136,10 +136,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_text(reader: Reader, text: str | None, settings: dict, folder: Path) -> tuple[TokenFile, int]:
-    """The tokens to evaluate on, written into `folder`, and how many bytes they stand for.
+    """The tokens to evaluate on, written into `folder`, and the number of bytes they stand for.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are no tokens.
     """
     if text is None and not settings:
         raise ValueError(f"--text is missing: {reader.folder} does not say what it was trained on")
@@ -152,7 +152,7 @@ def read_text(reader: Reader, text: str | None, settings: dict, folder: Path) ->
 
 
 def draw(tallies: dict[str, Tally], path: Path) -> None:
-    """Loss over the position in the segment, in sixteen bins."""
+    """Draw the loss over the position in the segment, in sixteen bins."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -172,7 +172,7 @@ def draw(tallies: dict[str, Tally], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status 0; 2 where options do not fit."""
+    """Run the command; exit status 0, or 2 for invalid options."""
     options, console = make_parser().parse_args(arguments), Console(highlight=False)
 
     def work() -> None:

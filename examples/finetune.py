@@ -1,4 +1,4 @@
-"""Fine-tunes an XLNet on a table: CSV, JSON lines or a folder of `datasets`.
+"""Fine-tune an XLNet on a table: CSV, JSON lines or a folder of `datasets`.
 
     python examples/finetune.py --checkpoint runs/pretrain --data train.csv --validation test.csv
     python examples/finetune.py --checkpoint runs/pretrain         paragraphs of Python's manual: of which topic?
@@ -11,10 +11,9 @@ Tasks and their columns (--text-column, --pair-column and --label-column name ot
     tagging         words, tags: lists, or with spaces between
     answer          text, question, the part of the text that answers it
 
-Prints what naming the majority and a bag of words reach, keeps the best model of all evaluations and stops when
---patience of them bring nothing. Writes a whole model folder, metrics.jsonl, the same for TensorBoard, and a picture.
-Ctrl-C stops and writes; after that, or a kill, --resume goes on as if it had never stopped. Needs pip install
-'.[examples]'.
+Prints the scores of the majority class and of a bag of words, keeps the best model of all evaluations and stops after
+--patience evaluations without a better one. Writes a whole model folder, metrics.jsonl, the same for TensorBoard, and a
+picture. Ctrl-C stops and writes; after that, or a kill, --resume continues exactly. Needs pip install '.[examples]'.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ from pathlib import Path
 try:
     from rich.console import Console
 
-    if importlib.util.find_spec("sklearn") is None:  # importing it takes seconds
+    # find_spec, because importing it takes seconds.
+    if importlib.util.find_spec("sklearn") is None:
         raise ImportError
 except ImportError:
     raise SystemExit("finetune.py needs rich and scikit-learn: pip install '.[examples]'") from None
@@ -40,7 +40,7 @@ from parts.folder import CHECKPOINTS, find, locked
 from parts.resume import add_optimizer_options, add_resume_options, parse
 from parts.table import Row, read_table, split
 
-# into --output, by training and by `Tuning.save`
+# Files in --output, written by training and by `Tuning.save`
 WRITTEN = ("metrics.jsonl", "curves.png", "tensorboard/events.out.tfevents.*", "config.json", "model.safetensors")
 WRITTEN += ("tokenizer.json", "tokenizer_config.json", "README.md", "results.json")
 
@@ -69,10 +69,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_rows(options: argparse.Namespace) -> tuple[labels.Columns, list[Row], list[Row]]:
-    """The columns, and the rows for training and for testing; before torch is imported, which takes seconds.
+    """The columns, and the rows for training and for testing, read before the slow import of torch.
 
     Raises:
-        ValueError: something does not fit.
+        ValueError: an option or a row is invalid.
     """
     if options.checkpoint and options.tokenizer:
         raise ValueError("--tokenizer is for models from scratch: a checkpoint has its own")
@@ -96,8 +96,9 @@ def read_rows(options: argparse.Namespace) -> tuple[labels.Columns, list[Row], l
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status 0; 1 where training failed, or the majority or mean is not beaten; 2 where options do not fit; 130
-    where interrupted.
+    """Run the command; returns its exit status.
+
+    0; 1 if training failed or the majority or mean is not beaten; 2 for invalid options; 130 if interrupted.
     """
     console = Console(highlight=False)
 

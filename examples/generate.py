@@ -1,11 +1,11 @@
-"""Writes with a language model: continues a prompt, or fills gaps in a text, in any order.
+"""Generate text with a language model: continue a prompt, or fill gaps in a text in any order.
 
     python examples/generate.py --checkpoint runs/pretrain --prompt "The value of" --count 3 --seed 1
     python examples/generate.py --checkpoint runs/pretrain --prompt "An object" --stop "." --temperature 0
     python examples/generate.py --checkpoint runs/pretrain --fill "The [6] statement is used to [8]." --order confident
 
-In --fill, [N] is a gap of N tokens. Tokens appear as they are found; text i of --count has the random numbers of seed
-+ i. What is not said comes from the checkpoint's generation_config.json. Needs pip install '.[examples]'.
+In --fill, [N] is a gap of N tokens. Tokens appear as they are generated; text i of --count has the random numbers of
+seed + i. Default settings come from the checkpoint's generation_config.json. Needs pip install '.[examples]'.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def sampling(options: argparse.Namespace, reader: Reader) -> dict:
-    """temperature, top_k and top_p: of the command line, or of the checkpoint."""
+    """temperature, top_k and top_p, from the command line or the checkpoint."""
     try:
         kept = GenerationConfig.from_pretrained(str(reader.folder), local_files_only=True)
     except OSError:  # public checkpoints have none
@@ -79,7 +79,7 @@ def proceed(reader: Reader, options: argparse.Namespace, show) -> list[str]:
     decode, stops = reader.tokenizer.decode, options.stop or []
 
     def cut(text: str) -> str:
-        """The text up to the first stop word behind the prompt, and that word."""
+        """The text up to and including the first stop word after the prompt."""
         ends = [
             text.find(word, len(options.prompt)) + len(word) for word in stops if word in text[len(options.prompt) :]
         ]
@@ -97,11 +97,11 @@ def proceed(reader: Reader, options: argparse.Namespace, show) -> list[str]:
 
 
 def fill(reader: Reader, options: argparse.Namespace, show) -> list[str]:
-    """--fill with its gaps closed; `show` gets the texts after every step, "_" for what is still missing."""
+    """The text of --fill without gaps; `show` gets the texts after every step, "_" for missing tokens."""
     if reader.objective != "permutation":
         raise ValueError(f"--fill needs a permutation LM, {reader.folder} is an {reader.objective} one")
     parts, ids, missing = GAP.split(options.fill), [], []
-    for index, part in enumerate(parts):  # text and numbers take turns
+    for index, part in enumerate(parts):  # text and numbers alternate
         found = [0] * int(part) if index % 2 else reader.tokenizer.encode(part.encode()).tolist()
         ids += found
         missing += [bool(index % 2)] * len(found)
@@ -130,7 +130,7 @@ def fill(reader: Reader, options: argparse.Namespace, show) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status 0; 2 where options do not fit."""
+    """Run the command; exit status 0, or 2 for invalid options."""
     options, console = make_parser().parse_args(arguments), Console(highlight=False)
 
     def work() -> None:

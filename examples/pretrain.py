@@ -1,14 +1,14 @@
-"""Pre-trains an XLNet on real text: permutation LM, auto-regressive LM or masked LM, on the same model and text.
+"""Pre-train an XLNet on real text: permutation LM, auto-regressive LM or masked LM, on the same model and text.
 
     python examples/pretrain.py                                 Python's manual as bytes; minutes on two cores
     python examples/pretrain.py --objective masked --text my-folder --tokenizer tokenizer.json --output runs/mine
-    python examples/pretrain.py --output runs/mine --resume     goes on as if it had never stopped, bit for bit
+    python examples/pretrain.py --output runs/mine --resume     continues exactly, bit for bit
     python examples/pretrain.py --output runs/mine --resume --steps 3000     makes more steps
     python examples/pretrain.py --checkpoint runs/mine --text other --output runs/other     trains a model further
     torchrun --nproc-per-node 2 examples/pretrain.py --parallel fsdp2
 
-Writes whole checkpoints (model, tokenizer, generation config, model card) that `from_pretrained` and transformers read,
-of which --output itself shows the newest; metrics.jsonl with a line for each step, the same for TensorBoard, and a
+Writes whole checkpoints (model, tokenizer, generation config, model card) for `from_pretrained` and transformers;
+--output itself shows the newest. Also writes metrics.jsonl with a line for each step, the same for TensorBoard, and a
 picture. Ctrl-C writes a checkpoint and stops. Needs pip install '.[examples]'.
 """
 
@@ -91,10 +91,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def begin_from(folder: Path, options: argparse.Namespace, arguments: list[str]) -> argparse.Namespace:
-    """The options, read again with the sizes and the objective of the model that is trained further.
+    """The options, parsed again with the sizes and the objective of the initial model.
 
     Raises:
-        ValueError: an option says another size, or another tokenizer.
+        ValueError: an option gives another size, or another tokenizer.
     """
     if options.tokenizer:
         raise ValueError("--tokenizer is for models from scratch: a checkpoint has its own")
@@ -108,10 +108,10 @@ def begin_from(folder: Path, options: argparse.Namespace, arguments: list[str]) 
 
 
 def train(run: Run, console: Console) -> bool:
-    """Trains to the end, to --stop-at or to a signal, and leaves a checkpoint; False after a signal.
+    """Train to the end, to --stop-at or to a signal, and write a checkpoint; returns False after a signal.
 
     Raises:
-        FloatingPointError: the loss or the gradient is not finite; checkpoints stay as they are.
+        FloatingPointError: the loss or the gradient is not finite; checkpoints are unchanged.
     """
     options, ours = run.options, run.processes
     end = min(options.steps, options.stop_at or options.steps)
@@ -134,7 +134,8 @@ def train(run: Run, console: Console) -> bool:
             status = f"loss {loss:.3f}  {speed:,.0f} tokens/s  {memory_used(ours.device)}"
             bar.update(task, completed=run.step, status=status)
             last = run.step == end
-            if stop:  # the checkpoint comes first: an evaluation takes seconds, in which the next Ctrl-C may come
+            # Checkpoint first, because the next Ctrl-C may come during an evaluation, which takes seconds.
+            if stop:
                 if ours.first:
                     console.print("stopping: writing a checkpoint")
                 run.save()
@@ -154,7 +155,7 @@ def train(run: Run, console: Console) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status 0; 1 where training failed; 2 where options do not fit; 130 where interrupted."""
+    """Run the command; exit status 0, 1 if training failed, 2 for invalid options, or 130 if interrupted."""
     console = Console(highlight=False)
     with ExitStack() as stack:
         try:

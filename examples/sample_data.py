@@ -1,4 +1,4 @@
-"""Writes data that every Python has, to try the other commands on: the texts of its manual, and a labelled table.
+"""Write sample data for the other commands from Python's manual: texts, and a labelled table.
 
     python examples/sample_data.py --output runs/data
 
@@ -18,7 +18,7 @@ from parts.table import Row
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status 0; 2 where options do not fit."""
+    """Run the command; exit status 0, or 2 for invalid options."""
     parser = make_parser(__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/data"), help="folder of all that")
     parser.add_argument("--overwrite", action="store_true", help="replace the files in --output")

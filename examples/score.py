@@ -1,11 +1,11 @@
-"""How likely a model finds text: the joint log-probability of marked words, given everything else.
+"""Score text with a model: the joint log-probability of marked words, given all other words.
 
     python examples/score.py --checkpoint runs/pretrain "The [[with]] statement" "The [[while]] statement"
     python examples/score.py --checkpoint runs/pretrain --order right-to-left "[[New York]] is a city"
 
-Words between [[ and ]] are the targets; a text without marks is a target as a whole. A permutation LM takes them one
-after the other, in --order, each given those before it; a masked LM each by itself; an auto-regressive LM sees only
-what stands to the left. Needs pip install '.[examples]'.
+Words between [[ and ]] are the targets; in a text without marks all tokens are. A permutation LM predicts them one
+after the other, in --order, each given the earlier ones; a masked LM each independently; an auto-regressive LM from the
+tokens to the left only. Needs pip install '.[examples]'.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ MARKED = re.compile(r"\[\[(.*?)\]\]", re.DOTALL)
 def score(reader: Reader, text: str, order: str) -> dict:
     """The targets' tokens with their log-probabilities (natural logarithms), and the sum."""
     parts, ids, targets = MARKED.split(text), [], []
-    for index, part in enumerate(parts):  # context and targets take turns
+    for index, part in enumerate(parts):  # context and targets alternate
         found = reader.tokenizer.encode(part.encode()).tolist()
         if index % 2 or len(parts) == 1:
             targets += range(len(ids), len(ids) + len(found))
         ids += found
     if reader.objective == "autoregressive":
-        targets = [at for at in targets if at > 0]  # the first token has nothing to be predicted from
+        targets = [at for at in targets if at > 0]  # the first token has no context
     if not targets:
         raise ValueError(f"there is nothing to score in {text!r}")
     if order != "left-to-right" and reader.objective != "permutation":
@@ -54,7 +54,7 @@ def score(reader: Reader, text: str, order: str) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status 0; 2 where options do not fit."""
+    """Run the command; exit status 0, or 2 for invalid options."""
     parser = command.make_parser(__doc__)
     add = parser.add_argument
     add("texts", nargs="*", metavar="TEXT", help="with [[targets]]")

@@ -1,9 +1,9 @@
-"""Trains a tokenizer on text: byte-level BPE, Unigram as XLNet has it, or bytes, in the form that AutoTokenizer loads.
+"""Train a tokenizer on text, for AutoTokenizer: byte-level BPE, Unigram as in XLNet, or bytes.
 
     python examples/train_tokenizer.py --text my-folder --output runs/tokenizer
     python examples/train_tokenizer.py --kind unigram --vocab-size 32000 --text my-folder --output runs/tokenizer
 
-The folder goes to `pretrain.py --tokenizer`; every checkpoint has a copy. Needs pip install '.[examples]'.
+Give the folder to `pretrain.py --tokenizer`; every checkpoint has a copy. Needs pip install '.[examples]'.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parts.tokenizer import KINDS, train_tokenizer
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status 0; 2 where options do not fit."""
+    """Run the command; exit status 0, or 2 for invalid options."""
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--text", metavar="PATH", help="a file or a folder; default the manual that comes with Python")
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not any(documents):
             raise ValueError(f"--text: {options.text} holds no text")
         check_output(options.output, options.overwrite, {"--text": options.text})
-        # by lines: BPE then keeps no word that a line end cuts, and memory does not grow with documents
+        # By lines, to avoid BPE words across line ends and memory that grows with documents.
         lines = (line for document in documents for line in document.splitlines(keepends=True))
         made = train_tokenizer(options.kind, lines, options.vocab_size, show_progress=console.is_terminal)
         clear(options.output, ("tokenizer.json", "tokenizer_config.json"))

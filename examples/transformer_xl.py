@@ -1,9 +1,9 @@
-"""A Transformer-XL decoder on the operator: causal, and each segment sees the keys and values of those before it.
+"""Transformer-XL decoder with the operator: causal, and each segment sees the keys and values of earlier segments.
 
     python examples/transformer_xl.py
 
 The task needs memory: symbols repeat after 24, and are read in segments of 16. With memory the loss goes to zero;
-without, it stays near log 8 = 2.08. Some seconds on a CPU.
+without, it stays near log 8 = 2.08. Takes some seconds on a CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SYMBOLS, PERIOD, SEGMENT, MEMORY = 8, 24, 16, 32
 
 
 class DecoderLayer(nn.Module):
-    """Relative attention and a feed-forward network, normalised before each (Dai et al. 2019, section 3.3)."""
+    """Layer of relative attention and feed-forward, each after a norm (Dai et al. 2019, section 3.3)."""
 
     def __init__(self, d_model: int, n_head: int, d_inner: int) -> None:
         super().__init__()
@@ -36,7 +36,10 @@ class DecoderLayer(nn.Module):
         self.feed_forward = nn.Sequential(nn.Linear(d_model, d_inner), nn.ReLU(), nn.Linear(d_inner, d_model))
 
     def forward(self, h: Tensor, mems: Tensor | None, positions: Tensor) -> Tensor:
-        """h (B, L, d_model), mems (B, M, d_model) or None, positions (M + L + 1, d_model): distances M + L .. 0."""
+        """Apply the layer to h (B, L, d_model), with mems (B, M, d_model) or None.
+
+        positions (M + L + 1, d_model) are for distances M + L .. 0.
+        """
         x = self.norm_attn(h)
         memory = None
         if mems is not None:
@@ -46,7 +49,7 @@ class DecoderLayer(nn.Module):
             self.heads(self.query(x)),
             self.heads(self.key(x)),
             self.heads(self.value(x)),
-            self.heads(self.position(positions)),  # rows end at distance 0, so keys ahead are not seen: no mask
+            self.heads(self.position(positions)),  # rows end at distance 0, so keys ahead are invisible without a mask
             content_bias=self.content_bias,
             position_bias=self.position_bias,
             memory=memory,
@@ -55,12 +58,12 @@ class DecoderLayer(nn.Module):
         return h + self.feed_forward(self.norm_feed_forward(h))
 
     def heads(self, x: Tensor) -> Tensor:
-        """(..., L, d_model) -> (..., H, L, D)"""
+        """Heads (..., H, L, D) of (..., L, d_model)."""
         return x.unflatten(-1, (self.n_head, -1)).transpose(-3, -2)
 
 
 class TransformerXL(nn.Module):
-    """A language model that gives back the memory for the next segment: the inputs of its layers."""
+    """Language model that also returns the memory for the next segment: the inputs of its layers."""
 
     def __init__(self, d_model: int = 64, n_layer: int = 2, n_head: int = 4) -> None:
         super().__init__()
@@ -82,13 +85,13 @@ class TransformerXL(nn.Module):
 
 
 def train(steps: int, mem_len: int) -> float:
-    """The loss of the last tenth of the segments, per symbol."""
+    """Train, and return the loss per symbol of the last tenth of the segments."""
     torch.manual_seed(0)
     model = TransformerXL()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     mems, losses, begin = None, [], 0
     for _ in range(steps):
-        if begin == 0 or begin > 8 * PERIOD:  # the next stretch of text; there is nothing to remember
+        if begin == 0 or begin > 8 * PERIOD:  # new text, without memory
             text, begin, mems = torch.randint(SYMBOLS, (16, PERIOD)), PERIOD, None
         places = torch.arange(begin, begin + SEGMENT + 1) % PERIOD
         scores, kept = model(text[:, places[:-1]], mems, mem_len)
@@ -96,7 +99,7 @@ def train(steps: int, mem_len: int) -> float:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if begin > 2 * PERIOD:  # from here on memory holds a whole period
+        if begin > 2 * PERIOD:  # memory holds a whole period from this position on
             losses.append(loss.item())
         mems, begin = kept if mem_len else None, begin + SEGMENT
     losses = losses[-max(1, len(losses) // 10) :]
@@ -104,9 +107,9 @@ def train(steps: int, mem_len: int) -> float:
 
 
 def main(arguments: list[str] | None = None) -> tuple[float, float]:
-    """The losses with memory and without."""
+    """Train, and return the losses with memory and without."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=number(int, 3), default=250)  # the third is the first whose memory is whole
+    parser.add_argument("--steps", type=number(int, 3), default=250)  # the third is the first with full memory
     options = parser.parse_args(arguments)
     losses = tuple(train(options.steps, mem_len) for mem_len in (MEMORY, 0))
     print(f"loss with {MEMORY} symbols of memory {losses[0]:.3f}, without {losses[1]:.3f}")

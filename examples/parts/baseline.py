@@ -1,4 +1,4 @@
-"""What must be beaten: the majority, or the mean, and a bag of words (scikit-learn)."""
+"""Baselines: the majority, or the mean, and a bag of words (scikit-learn)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parts.tasks import Classification, Regression, Task
 
 
 def baselines(task: Task, training: Sequence[Row], testing: Sequence[Row]) -> dict[str, scores.Metrics]:
-    """Metrics of the baselines by name; none for tasks whose answers are no single class or number."""
+    """Metrics of the baselines by name; none for tasks without a single class or number as answer."""
     texts, others = ([" ".join(filter(None, task.texts(row))) for row in rows] for rows in (training, testing))
     wanted = [row[task.columns.label] for row in training]
     if isinstance(task, Classification):

@@ -1,4 +1,4 @@
-"""Model cards made from what a run knows: data, objective, steps, losses, the commit it was made with."""
+"""Model cards with the facts of a run: data, objective, steps, losses and commit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ same = {model}.from_pretrained("this folder")  # transformers' own
 
 
 def commit() -> str:
-    """The commit of the source tree that is imported, or the version where it is none."""
+    """The commit of the imported source tree, or the version of an installed package."""
     root, git = Path(xk.__file__).parents[1], ["git", "-C"]
     try:
         head = subprocess.run([*git, str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
@@ -37,7 +37,7 @@ def commit() -> str:
 
 
 def of_pretraining(run: Run) -> ModelCard:
-    """The card of a language model as it stands in its run."""
+    """The card of a run's current language model."""
     options, corpus, config = run.options, run.corpus, run.config
     data = "the manual that comes with Python" if options.text is None else f"`{Path(options.text).name}`"
     before = f"from `{options.checkpoint.name}`, " if options.checkpoint else ""
@@ -58,7 +58,7 @@ def of_pretraining(run: Run) -> ModelCard:
 
 
 def make(title: str, rows: dict[str, str], model: type, pipeline: str) -> ModelCard:
-    """A card with a table of facts and how to load the model."""
+    """A card with a table of facts and code to load the model."""
     made = {"made with": f"xlnet_kernels {commit()}, torch {torch.__version__}"}
     table = "\n".join(f"| {name} | {value} |" for name, value in (rows | made).items())
     header = ModelCardData(library_name="transformers", pipeline_tag=pipeline, tags=["xlnet"])

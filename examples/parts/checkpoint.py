@@ -1,9 +1,10 @@
-"""Checkpoints that are whole at any moment: folders step-00000100, written under another name and renamed.
+"""Atomic checkpoints: folders step-00000100, written under another name and renamed.
 
 Each is a whole model folder (config, weights, tokenizer, generation config, model card; `from_pretrained` and
-`AutoTokenizer` read it) and holds what a run needs to go on: settings.json, training/ (the optimiser's tensors, in
-shards, by torch.distributed.checkpoint), and for each process its random numbers and memory, process-R.pt. The run's
-folder shows the files of the newest one. Nothing of it is unpickled: JSON, safetensors, and torch's weights_only=True.
+`AutoTokenizer` read it) and holds the state of a run: settings.json, training/ (the optimiser's tensors, in shards, by
+torch.distributed.checkpoint), and for each process its random numbers and memory, process-R.pt. The run's folder shows
+the files of the newest checkpoint. Nothing is unpickled: files are JSON, safetensors, or read with torch's
+weights_only=True.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from parts.parallel import Processes
 from xlnet_kernels.model.checkpoint import PretrainedModel
 
 DAMAGED = (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError)
-warnings.filterwarnings("ignore", "torch.distributed is .* single process")  # as is meant
+warnings.filterwarnings("ignore", "torch.distributed is .* single process")  # intended here
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run, one after the other; all processes call it together.
+    """Writer of a run's checkpoints, one after the other; all processes call it together.
 
-    The optimiser's state, twice the model, goes through torch.distributed.checkpoint: each process writes what it has.
-    The first process writes the model. A kill leaves the checkpoints that were there before; what it left half-written
-    is cleaned up by the next one.
+    The optimiser's state, twice the model, is written by torch.distributed.checkpoint: each process writes its shards.
+    The first process writes the model. A kill leaves the earlier checkpoints unchanged; the next checkpoint cleans up a
+    half-written one.
 
     Args:
         output: the folder.
-        keep: how many of the newest to keep.
-        background: `save` returns when the state is copied, and training goes on while it is written.
+        keep: number of newest checkpoints to keep.
+        background: `save` returns when the state is copied, and training continues while it is written.
     """
 
     def __init__(self, output: Path, keep: int, processes: Processes, background: bool = False) -> None:
@@ -68,12 +69,12 @@ class Checkpoints:
         settings: dict[str, Any],
         describe: Callable[[Path], None],
     ) -> None:
-        """Writes the checkpoint of a step, and removes old ones.
+        """Write the checkpoint of a step, and remove old ones.
 
         Args:
-            model: as it is trained, maybe wrapped; make() is the model as it is saved.
-            own: what this process needs to go on, beside the optimiser and random numbers; tensors, numbers, text.
-            describe: writes what belongs to the model besides config and weights into a folder.
+            model: the trained model, possibly wrapped; make() returns the model to save.
+            own: state of this process besides the optimiser and random numbers; tensors, numbers, text.
+            describe: writes the model's files besides config and weights into a folder.
         """
         self.finish()
         ours = self.processes
@@ -92,7 +93,7 @@ class Checkpoints:
             _tensors(get_optimizer_state_dict(model, optimizer)), storage_writer=writer, process_group=ours.saving
         )
         if ours.first:
-            if self.background:  # the next step changes these very tensors
+            if self.background:  # the next step changes these tensors
                 weights = copy.deepcopy(weights)
             written = self._thread.submit(self._publish, written, make, weights, unfinished)
         self._written = written
@@ -100,7 +101,7 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> None:
-        """Until the last checkpoint is whole, in all processes."""
+        """Wait until the last checkpoint is complete, in all processes."""
         if self._written is not None:
             self._written.result()
             self._written = None
@@ -109,7 +110,8 @@ class Checkpoints:
     def _publish(
         self, written: Future, make: Callable[[], PretrainedModel], weights: dict[str, Any], unfinished: Path
     ) -> None:
-        written.result()  # in this process only when all others have written too
+        # Done in this process only after all others have written.
+        written.result()
         with torch.device("meta"):
             whole = make()
         whole.load_state_dict(weights, assign=True)
@@ -138,9 +140,9 @@ def load_model(kind: type[PretrainedModel], checkpoint: Path, backend: str | Non
 
 
 def load_training(checkpoint: Path, model: nn.Module, optimizer: Optimizer, processes: Processes) -> dict[str, Any]:
-    """Puts the optimiser's tensors and the random numbers where they were; returns what the process saved as its own.
+    """Restore the optimiser's tensors and the random numbers; returns the process's own saved state.
 
-    Learning rates and the like stay as they are: they follow from the options and the step.
+    Learning rates are not restored, because they follow from the options and the step.
 
     Raises:
         ValueError: a file is missing or damaged.
@@ -150,7 +152,7 @@ def load_training(checkpoint: Path, model: nn.Module, optimizer: Optimizer, proc
     try:
         reader = shards.Reader(folder)
         saved = reader.read_metadata().state_dict_metadata
-        # Parameters that never had a gradient have no state.
+        # Parameters without any gradient so far have no state.
         had = {name for name in state["state"] if any(key.startswith(f"{name}/") for key in saved)}
         state["state"] = {name: values for name, values in state["state"].items() if name in had}
         tensors = _tensors(state)

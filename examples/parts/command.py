@@ -1,4 +1,4 @@
-"""What every command has: help that shows defaults, errors of one line, outputs that are not overwritten unasked."""
+"""Shared code of commands: help with defaults, one-line errors, protection of existing outputs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from pathlib import Path
 
 from parts.folder import LOCK
 
-BACKENDS = ("cpu", "cuda", "triton", "torch", "reference")  # of the attention, told before torch is imported
+BACKENDS = ("cpu", "cuda", "triton", "torch", "reference")  # of the attention, listed here to avoid importing torch
 
 
-_HARD = "\xa0"  # a space at which textwrap does not break
+_HARD = "\xa0"  # a space without line breaks in textwrap
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Descriptions as wide as the terminal, and each option's default, unless its help names one or there is none."""
+    """Help formatter: descriptions as wide as the terminal, and each option's default, unless its help names one."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Paragraphs are wrapped anew; indented lines stay lines. Of those that are too long, words beside a command go
-        below it, a command goes on between options, and the rest goes on further in.
+        """Wrap paragraphs again, and keep indented lines.
+
+        If an indented line is too long, words beside a command go below it, a command breaks between options, and other
+        text continues with more indentation.
         """
         lines: list[str] = []
         for line in text.strip().splitlines():
@@ -49,7 +51,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsH
         return f"{wrapped}\n{further}{words.strip()}" if words else wrapped
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        """What an option without a metavar takes: by its type, not its own name again."""
+        """Metavar of an option by its type, not its name."""
         kind = getattr(action.type, "__name__", "")
         return {"int": "N", "float": "X", "Path": "PATH"}.get(kind) or super()._get_default_metavar_for_optional(action)
 
@@ -61,7 +63,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsH
 
 
 def number(kind: type, least: float, below: float = math.inf) -> Callable[[str], float]:
-    """An argparse type: an int or float in [least, below)."""
+    """Type for argparse: an int or float in [least, below)."""
 
     def parse(text: str) -> float:
         value = kind(text)
@@ -69,7 +71,7 @@ def number(kind: type, least: float, below: float = math.inf) -> Callable[[str],
             raise argparse.ArgumentTypeError(f"must be in [{least}, {below}), got {text}")
         return value
 
-    parse.__name__ = kind.__name__  # what argparse calls it where the text is no number
+    parse.__name__ = kind.__name__  # its name in argparse's errors
     return parse
 
 
@@ -78,7 +80,7 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def add_place(parser: argparse.ArgumentParser) -> None:
-    """--device, --backend and --threads; `parallel.settle_place` completes them."""
+    """Add --device, --backend and --threads; `parallel.settle_place` completes them."""
     add = parser.add_argument_group("place").add_argument
     add("--device", choices=("cpu", "cuda"), help="where to run; default cuda where there is one")
     add("--backend", choices=BACKENDS, help="of the attention; default the best there is")
@@ -86,7 +88,7 @@ def add_place(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse(name: str, work: Callable[[], object]) -> int:
-    """Runs a command; what does not fit (ValueError, OSError) becomes one line and exit status 2; Ctrl-C, 130."""
+    """Run a command; errors (ValueError, OSError) become one line and exit status 2, Ctrl-C 130."""
     try:
         status = work()
         return status if type(status) is int else 0
@@ -99,16 +101,17 @@ def refuse(name: str, work: Callable[[], object]) -> int:
 
 
 def protect(output: Path, inputs: Mapping[str, str | Path | None]) -> None:
-    """Raises ValueError where `output` is or holds the working directory or an input, or is a file within an input.
+    """Raise ValueError if `output` is or contains the working directory or an input, or is a file within an input.
 
     Args:
-        inputs: what the command reads, by the name to call it by; None where it is not given.
+        inputs: the command's input paths by name; None if not given.
     """
     place = output.resolve()
     for name, given in {**inputs, "the working directory": Path.cwd()}.items():
         if given is None:
             continue
-        shown = Path(given, "config.json")  # a run's folder shows files of a checkpoint, which may be elsewhere
+        # Resolved too, because a run's folder shows files of a checkpoint, which may be elsewhere.
+        shown = Path(given, "config.json")
         paths = [Path(given).resolve(), *([shown.resolve().parent] if shown.exists() else [])]
         inside = output.is_file() and name in inputs and any(place.is_relative_to(path) for path in paths)
         if inside or any(path.is_relative_to(place) for path in paths):
@@ -118,11 +121,11 @@ def protect(output: Path, inputs: Mapping[str, str | Path | None]) -> None:
 def check_output(
     output: Path, overwrite: bool, inputs: Mapping[str, str | Path | None] | None = None, *, folder: bool = True
 ) -> None:
-    """Whether a command may write its folder, or its file, to `output`. Removes nothing: `clear` does.
+    """Check that a command may write its folder, or its file, to `output`; `clear` then removes old files.
 
     Raises:
-        ValueError: it is a file where a folder is wanted, or the reverse; there is something, and `overwrite` is False;
-            or something there is to be read (`protect`).
+        ValueError: it is a file in place of a folder, or the reverse; it exists, and `overwrite` is False; or it
+            overlaps with an input (`protect`).
     """
     if output.exists() and output.is_dir() != folder:
         kinds = ("file", "folder")
@@ -134,7 +137,7 @@ def check_output(
 
 
 def clear(output: Path, names: Iterable[str]) -> None:
-    """Removes the files of these names or patterns from a folder: those of the run before. All others stay."""
+    """Remove the files of these names or patterns, left by an earlier run, from a folder; other files stay."""
     for name in names:
         for path in output.glob(name):
             if path.is_file() or path.is_symlink():

@@ -1,4 +1,4 @@
-"""Text from anywhere as a token file: Python's own manual, any file or folder."""
+"""Token files of any text: Python's own manual, a file or a folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xlnet_kernels.pretraining import TokenFile, Vocabulary, write_tokens
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokens of a text, their tokenizer, how many bytes they stand for, and a digest that tells texts apart."""
+    """Tokens of a text, with their tokenizer, the number of bytes they stand for, and a digest of the text."""
 
     text: TokenFile
     tokenizer: TextTokenizer
@@ -34,10 +34,10 @@ class Corpus:
         return {"bytes": self.bytes, "tokens": len(self.text), "sha256": self.sha256}
 
     def split(self, held_out: float) -> tuple[TokenFile, TokenFile]:
-        """All but the last share of the tokens, and these.
+        """Split off the last share of the tokens.
 
         Raises:
-            ValueError: there is nothing left on one side.
+            ValueError: one side is empty.
         """
         end = len(self.text) - round(len(self.text) * held_out)
         if not 0 < end < len(self.text):
@@ -45,14 +45,14 @@ class Corpus:
         return self.text.part(0, end), self.text.part(end, len(self.text))
 
     def describe(self, nats: float) -> str:
-        """A loss per token, also as bits per byte of text, by which runs with other tokenizers can be compared."""
+        """Text of a loss per token, also in bits per byte, to compare runs with different tokenizers."""
         bits = nats / math.log(2) * len(self.text) / self.bytes
         return f"{nats:.3f} nats per token, {bits:.3f} bits per byte"
 
 
 @lru_cache(maxsize=8)
 def unigram_entropy(text: TokenFile) -> float:
-    """Nats per token: the loss of the best model that knows how frequent tokens are, and nothing else."""
+    """Nats per token of the best model that depends on token frequencies only."""
     counts = np.zeros(text.vocab_size, np.int64)
     for begin in range(0, len(text), 1 << 22):
         counts += np.bincount(text.read(begin, min(begin + (1 << 22), len(text))), minlength=len(counts))
@@ -65,10 +65,10 @@ def prepare(path: Path, text: str | None, tokenizer: TextTokenizer, known: dict 
 
     Args:
         text: a file, a folder, or None for Python's manual.
-        known: `facts` of the corpus that `path` already holds if it is there; written again if it is not.
+        known: `facts` of the corpus in `path`, if it exists; written again if not.
 
     Raises:
-        ValueError: there is no text, it is not what the tokenizer reads, or it is not the known one.
+        ValueError: there is no text, the tokenizer cannot read it, or it is not the known text.
     """
     size = known["bytes"] if known else 0
     if known is None or not path.exists():
@@ -98,10 +98,10 @@ def prepare(path: Path, text: str | None, tokenizer: TextTokenizer, known: dict 
 
 
 def read_documents(text: str | None) -> Iterator[tuple[str, bytes]]:
-    """Names and contents: of the manual's topics, of a file, or of all files under a folder (but hidden ones).
+    """Names and contents of the manual's topics, of a file, or of all files under a folder (except hidden files).
 
     Raises:
-        ValueError: there is nothing at `text`.
+        ValueError: `text` does not exist.
     """
     if text is None:
         yield from ((name, topic.encode()) for name, topic in sorted(pydoc_data.topics.topics.items()))

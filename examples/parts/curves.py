@@ -1,4 +1,4 @@
-"""Pictures of what metrics.jsonl holds."""
+"""Pictures of the numbers in metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def draw_curves(metrics: Path) -> None:
-    """Draws every number of `metrics` over the steps, into curves.png beside it, where matplotlib is installed."""
+    """Draw every number of `metrics` over the steps, into curves.png beside it, if matplotlib is installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -20,7 +20,7 @@ def draw_curves(metrics: Path) -> None:
                 steps, values = curves.setdefault(name, ([], []))
                 steps.append(line["step"])
                 values.append(value)
-    # A training and a validation loss belong together.
+    # A training loss and its validation loss share a panel.
     panels = [name for name in curves if not name.startswith("validation_") or name[11:] not in curves]
     if not panels:
         return

@@ -1,4 +1,4 @@
-"""The folder of a run: its checkpoints step-00000100, the newest one shown as its own files, a lock. Needs no torch."""
+"""Folder of a run: checkpoints step-00000100, links to the newest one's files, and a lock. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 LATEST, TRAINING, LOCK = "latest", "training", ".lock"
-CHECKPOINTS = "checkpoints"  # folder of them in --output of finetune.py, until training has come to its end
+CHECKPOINTS = "checkpoints"  # folder of them in --output of finetune.py, until training has ended
 
 
 @contextmanager
 def locked(output: Path) -> Iterator[None]:
-    """The folder, made if need be, for one writer alone. A killed process lets go of it too.
+    """Lock the folder, made if missing, for a single writer. The lock ends with its process.
 
     Raises:
-        ValueError: another run writes there, files cannot be written there, or its file system has no locks.
+        ValueError: another run writes there, the folder is not writable, or its file system has no locks.
     """
     made = not output.exists()
     file = _lock(output)
@@ -34,9 +34,10 @@ def locked(output: Path) -> Iterator[None]:
         yield
     finally:
         if fcntl is None:
-            file.close()  # because Windows removes no open file
-        with suppress(PermissionError):  # because the next writer may have opened it there
-            (output / LOCK).unlink(missing_ok=True)  # elsewhere while it is held: `_lock` looks whether it is there
+            file.close()  # because Windows cannot remove an open file
+        # Because the next writer may have opened it on Windows.
+        with suppress(PermissionError):
+            (output / LOCK).unlink(missing_ok=True)  # elsewhere while held: `_lock` checks that the file exists
         file.close()
         if made:
             with suppress(OSError):  # a folder with files stays
@@ -55,20 +56,20 @@ def _lock(output: Path) -> IO[str]:
                 file.write(f"process {os.getpid()} on {socket.gethostname()}")
                 file.flush()
                 return file
-            file.close()  # its last owner removed it before it was held
+            file.close()  # its last owner removed the file before the lock was taken
     except OSError as error:
         raise ValueError(f"--output {output} cannot be written: {error.strerror}") from None
 
 
 def _hold(file: IO[str], output: Path) -> None:
-    """Raises ValueError where another process holds it, or there are no locks."""
+    """Lock the file; raises ValueError if another process holds it, or there are no locks."""
     try:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         else:
             import msvcrt
 
-            file.seek(1 << 20)  # a byte that is not there, so that others may read the rest
+            file.seek(1 << 20)  # a byte beyond the end, so that others may read the file
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
     except OSError as error:
         file.seek(0)
@@ -85,7 +86,7 @@ def _hold(file: IO[str], output: Path) -> None:
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """Those in a folder, the newest last. Other files and folders of the user may lie beside them."""
+    """The checkpoints in a folder, newest last. The folder may have other files and folders."""
     found = (path for path in output.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name, re.ASCII))
     return sorted(found, key=step_of)
 
@@ -100,10 +101,10 @@ def step_of(checkpoint: Path) -> int:
 
 
 def find(path: Path) -> Path:
-    """A checkpoint, or the newest one in the output folder of a run.
+    """The checkpoint at `path`, or the newest in the output folder of a run.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no checkpoint.
     """
     found = path if (path / "config.json").exists() else latest(path)
     if found is None:
@@ -112,7 +113,7 @@ def find(path: Path) -> Path:
 
 
 def read_settings(checkpoint: Path) -> dict[str, Any]:
-    """What settings.json holds.
+    """The content of settings.json.
 
     Raises:
         ValueError: it is missing or damaged.
@@ -128,7 +129,7 @@ def read_settings(checkpoint: Path) -> dict[str, Any]:
 
 
 def remove(output: Path) -> None:
-    """Removes all checkpoints in a folder."""
+    """Remove all checkpoints in a folder."""
     for link in output.glob("*"):
         if link.is_symlink() and (link.name == LATEST or os.readlink(link).startswith(LATEST)):
             link.unlink()
@@ -137,7 +138,7 @@ def remove(output: Path) -> None:
 
 
 def show(output: Path, newest: Path) -> None:
-    """Makes `output` itself a model folder: links to the files of LATEST, which is a link that is switched at once."""
+    """Make `output` itself a model folder: links to the files of LATEST, a link that is switched atomically."""
     switched = output / f".{LATEST}"
     try:
         switched.unlink(missing_ok=True)
@@ -147,19 +148,20 @@ def show(output: Path, newest: Path) -> None:
             shown = output / path.name
             if path.suffix != ".pt" and path.name != TRAINING and not shown.exists() and not shown.is_symlink():
                 shown.symlink_to(Path(LATEST, path.name))
-    except OSError:  # no links here: `find` knows the newest checkpoint anyway
+    except OSError:  # without links `find` still finds the newest checkpoint
         switched.unlink(missing_ok=True)
 
 
 def remove_one(folder: Path) -> None:
-    """Removes a checkpoint; a half of one does not look like one."""
+    """Remove a checkpoint; a half-removed one is not taken for a checkpoint."""
     half = folder.with_name(f".{folder.name}.unfinished")
-    shutil.rmtree(half, ignore_errors=True)  # of a kill; renaming takes no folder that has files
+    # Left by a kill; removed because renaming needs an empty target.
+    shutil.rmtree(half, ignore_errors=True)
     shutil.rmtree(folder.rename(half))
 
 
 def sync(path: Path) -> None:
-    """Onto the disk, so that a power cut after the renaming finds the contents too."""
+    """Flush to the disk, so that the contents survive a power cut after the renaming."""
     if os.name != "posix":  # elsewhere folders cannot be opened
         return
     descriptor = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""A checkpoint for reading and writing: model, tokenizer, and how it was trained to predict."""
+"""Checkpoint for inference: model, tokenizer and training objective."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OBJECTIVES = {"permutation": PermutationLM, "autoregressive": AutoregressiveLM, 
 
 @dataclass(frozen=True)
 class Reader:
-    """A language model in evaluation mode."""
+    """Language model in evaluation mode, with its tokenizer."""
 
     folder: Path
     model: xk.XLNetLMHeadModel
@@ -28,7 +28,7 @@ class Reader:
 
     @property
     def objective(self) -> str:
-        """What pretrain.py left in config.json; a public XLNet is a permutation LM."""
+        """The objective, written by pretrain.py in config.json; a public XLNet is a permutation LM."""
         return self.model.config.extra.get("objective", "permutation")
 
     @property
@@ -40,7 +40,7 @@ def read_config(folder: Path) -> xk.XLNetConfig:
     """The config.json of a language model's folder.
 
     Raises:
-        ValueError: it is missing, damaged, or another kind of model's.
+        ValueError: it is missing, damaged, or of another kind of model.
     """
     try:
         config = xk.XLNetConfig.from_file(folder)
@@ -69,7 +69,7 @@ def load_reader(options: argparse.Namespace) -> Reader:
     """The model of --checkpoint on --device.
 
     Raises:
-        ValueError: it is not there, damaged, or its tokenizer is not its own.
+        ValueError: it is missing or damaged, or its tokenizer does not fit.
     """
     settle_place(options)
     if options.threads:

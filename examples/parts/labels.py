@@ -1,4 +1,4 @@
-"""What the label column of a table says for each task, read without torch, and what is refused."""
+"""Reading and checking the label column of a table for each task, without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parts.table import Row, cut, some
 
 @dataclass(frozen=True)
 class Columns:
-    """Which column is what; `pair` may be missing."""
+    """Names of the columns; `pair` may be missing."""
 
     text: str = "text"
     pair: str | None = None
@@ -21,10 +21,10 @@ class Columns:
 
 
 def check(task: str, training: Sequence[Row], testing: Sequence[Row], columns: Columns) -> None:
-    """Refuses rows that the task cannot read, and columns that cannot be what they are named as.
+    """Refuse rows that the task cannot read, and columns with unsuitable contents.
 
     Raises:
-        ValueError: it names the column and what is needed.
+        ValueError: a row or column is invalid; the text names the column and the need.
     """
     for row in (*training, *testing):
         READERS[task](row, columns)
@@ -45,12 +45,12 @@ def _all_labels(task: str, rows: Sequence[Row], columns: Columns) -> list[str]:
 
 
 def class_names(labels: Iterable[str]) -> list[str]:
-    """Each once, numbers first."""
+    """The different class names, numbers first."""
     return sorted(set(labels), key=_numbers_first)
 
 
 def check_classes(classes: Sequence[str], count: int, column: str) -> None:
-    """ValueError where the classes of `count` labels are too few or too many to be classes."""
+    """Raise ValueError if there are too few or too many classes among `count` labels."""
     if len(classes) < 2:
         raise ValueError(f"--data: column {column!r} has {len(classes)} class, two are needed")
     if len(classes) > max(20, count // 2):
@@ -63,7 +63,7 @@ def check_classes(classes: Sequence[str], count: int, column: str) -> None:
 
 
 def index_of(classes: Sequence[str], label: str) -> int:
-    """The class's number; ValueError where the training rows have no such class."""
+    """The class's number; ValueError if the training rows lack the class."""
     try:
         return classes.index(label)
     except ValueError:
@@ -76,13 +76,13 @@ def class_of(row: Row, columns: Columns) -> str:
     if isinstance(value, (list, dict)):
         raise _wrong(columns.label, "one label in each row", value)
     label = str(value)
-    if not label.strip() or value != value:  # the last is NaN, which tables have for nothing
+    if not label.strip() or value != value:  # NaN stands for an empty field
         raise ValueError(f"--data: column {columns.label!r} is empty in a row: {show(row)}")
     return label
 
 
 def number_of(row: Row, columns: Columns) -> float:
-    """The number that the row is to be given."""
+    """The number in the row's label."""
     try:
         value = float(row[columns.label])
     except (TypeError, ValueError, OverflowError):
@@ -93,7 +93,7 @@ def number_of(row: Row, columns: Columns) -> float:
 
 
 def choice_of(row: Row, columns: Columns) -> int:
-    """The index of the right one of `choices_of`."""
+    """The index of the right choice in `choices_of`."""
     count, value = len(choices_of(row, columns)), row[columns.label]
     try:
         index = int(value)
@@ -110,7 +110,7 @@ def choices_of(row: Row, columns: Columns) -> list[Any]:
 
 
 def words_of(row: Row, columns: Columns) -> list[str]:
-    """The words that are tagged."""
+    """The words to tag."""
     return [str(word) for word in _list(row, columns.text)]
 
 
@@ -125,7 +125,7 @@ def tags_of(row: Row, columns: Columns) -> list[str]:
 
 
 def answer_of(row: Row, columns: Columns) -> str:
-    """The part of the text that answers."""
+    """The answer, a part of the text."""
     answer = str(row[columns.label])
     if not answer.strip() or answer not in str(row[columns.text]):
         raise ValueError(f"--data: the answer {cut(answer)!r} is not in its context, in {show(row)}")
@@ -151,13 +151,13 @@ def _wrong(column: str, needed: str, value: object) -> ValueError:
 
 
 def _list(row: Row, name: str) -> list[Any]:
-    """A list, or its JSON, or words with spaces between (as CSV has them)."""
+    """The list in a field: a list, its JSON, or words separated by spaces (in CSV)."""
     value = row[name]
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.lstrip().startswith("[") else value.split()
         except (ValueError, RecursionError):
-            value = value.split()  # words, of which the first begins with a bracket
+            value = value.split()  # words, the first beginning with a bracket
     if not isinstance(value, (list, tuple)) or not value:
         raise _wrong(name, "a list, or words with spaces between", row[name])
     return list(value)
@@ -168,4 +168,5 @@ def _numbers_first(label: str) -> tuple[int, float, str]:
         number = float(label)
     except ValueError:
         number = math.nan
-    return (1, 0.0, label) if math.isnan(number) else (0, number, label)  # because NaN would leave no order
+    # Because NaN has no order.
+    return (1, 0.0, label) if math.isnan(number) else (0, number, label)

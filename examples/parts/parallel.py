@@ -1,4 +1,4 @@
-"""One process or several: started by torchrun, replicated (DDP) or sharded (FSDP2), or alone."""
+"""Parallel training: several processes by torchrun, replicated (DDP) or sharded (FSDP2), or a single process."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ import xlnet_kernels as xk
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among `world_size`; everything works without a process group too."""
+    """This process among `world_size`; also works without a process group."""
 
     rank: int
     world_size: int
     device: torch.device
-    saving: dist.ProcessGroup | None = None  # another group, for checkpoints that are written while training goes on
+    saving: dist.ProcessGroup | None = None  # another group, for checkpoints written during training
 
     @property
     def first(self) -> bool:
         return self.rank == 0
 
     def mean(self, *values: float) -> list[float]:
-        """Each value's mean over the processes, the same in all of them."""
+        """Each value's mean over the processes, equal in all of them."""
         if not dist.is_initialized():
             return list(values)
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -48,13 +48,13 @@ class Processes:
         return values[0]
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait for all processes."""
         if dist.is_initialized():
             dist.barrier()
 
 
 def settle_place(options: argparse.Namespace) -> None:
-    """Fills in --device; ValueError where the device or the backend of the attention is not there."""
+    """Complete --device; raises ValueError if the device or the backend of the attention is unavailable."""
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no CUDA device")
@@ -65,7 +65,7 @@ def settle_place(options: argparse.Namespace) -> None:
 
 @contextmanager
 def processes(device: str) -> Iterator[Processes]:
-    """The processes torchrun started, joined in a group for as long as this lasts, or this one alone."""
+    """Context with the processes of torchrun joined in a group, or with this process only."""
     place = torch.device(device)
     if "RANK" not in os.environ:
         yield Processes(0, 1, place)
@@ -84,7 +84,7 @@ def processes(device: str) -> Iterator[Processes]:
 
 
 def distribute(model: xk.XLNetLMHeadModel, kind: str, device: torch.device) -> nn.Module:
-    """The model for training in all processes: as it is, under DDP, or sharded layer by layer (FSDP2)."""
+    """The model for training in all processes: unchanged, under DDP, or sharded layer by layer (FSDP2)."""
     if not dist.is_initialized():
         return model
     if kind == "ddp":
@@ -92,7 +92,7 @@ def distribute(model: xk.XLNetLMHeadModel, kind: str, device: torch.device) -> n
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    # mems are views, and nothing changes them in place.
+    # Ignored, because mems are views that nothing changes in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for layer in model.transformer.layer:

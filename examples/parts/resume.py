@@ -1,4 +1,4 @@
-"""Options of training, which may have begun before: what --resume takes from the checkpoint, and what it refuses."""
+"""Options of training, and --resume: settings taken from the checkpoint, and refused changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from parts import folder as folders
 from parts.command import number
 
-# What a resumed run may choose anew: it changes no number, or only how they are rounded.
+# Options that a resumed run may change, because they change no number, or only rounding.
 FREE = {"output", "resume", "overwrite", "save_every", "keep", "async_save", "eval_batches", "stop_at", "workers"}
 FREE |= {"device", "backend", "threads", "compile", "parallel"}
 
@@ -18,7 +18,7 @@ FREE |= {"device", "backend", "threads", "compile", "parallel"}
 def add_optimizer_options(
     parser: argparse.ArgumentParser, *, steps: int, lr: float, layer_decay: float, batch: str = "sequences per step"
 ) -> None:
-    """Options of the optimiser; `batch` says what --batch-size counts."""
+    """Add the optimiser's options; `batch` is the help of --batch-size."""
     add = parser.add_argument_group("optimiser").add_argument
     add(
         "--steps",
@@ -38,7 +38,7 @@ def add_optimizer_options(
 
 
 def add_resume_options(add: Callable[..., Any], overwrites: str) -> None:
-    """--resume, --overwrite, --save-every, --async-save."""
+    """Add --resume, --overwrite, --save-every and --async-save."""
     add("--resume", action="store_true", help="go on from the last checkpoint, with its settings")
     add("--overwrite", action="store_true", help=overwrites)
     add("--save-every", type=number(int, 1), default=100, metavar="STEPS", help="write a checkpoint so often")
@@ -49,14 +49,14 @@ def add_resume_options(add: Callable[..., Any], overwrites: str) -> None:
 def parse(
     parser: argparse.ArgumentParser, arguments: list[str], folder: str = "", free: frozenset[str] = frozenset()
 ) -> tuple[argparse.Namespace, Path | None]:
-    """The options, and the checkpoint to resume from, whose settings they are then.
+    """The options, and the checkpoint to resume from; its settings then become the options.
 
     Args:
         folder: of checkpoints, within --output.
-        free: names of options beside `FREE` that may change.
+        free: names of further options that may change, besides `FREE`.
 
     Raises:
-        ValueError: options contradict the checkpoint, or there is one that would be lost, or none to resume from.
+        ValueError: options contradict the checkpoint, a checkpoint would be lost, or there is none to resume from.
     """
     options = parser.parse_args(arguments)
     last = folders.latest(options.output / folder)
@@ -82,6 +82,6 @@ def parse(
 
 
 def to_keep(options: argparse.Namespace, free: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """The options that a checkpoint keeps, for JSON."""
+    """The options stored in a checkpoint, for JSON."""
     kept = {name: value for name, value in vars(options).items() if name not in FREE | free}
     return {name: str(value) if isinstance(value, Path) else value for name, value in kept.items()}

@@ -1,4 +1,4 @@
-"""A pre-training run: model, optimiser, batches and memory, made new or as a checkpoint holds them."""
+"""Pre-training run: model, optimiser, batches and memory, new or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from parts.tokenizer import TextTokenizer, load_tokenizer
 from parts.training import make_optimizer
 from xlnet_kernels.pretraining import AutoregressiveLM, Batch, MaskedLM, PermutationLM, PretrainingBatches, batch_loader
 
-FREE = frozenset({"eval_every"})  # what --resume may change, beside what it may in every run
+FREE = frozenset({"eval_every"})  # options that --resume may change, besides those of every run
 
 
 @dataclass
 class Run:
-    """A training run as it stands before its next step."""
+    """State of a training run before its next step."""
 
     options: argparse.Namespace
     processes: Processes
@@ -47,14 +47,14 @@ class Run:
     losses: dict[str, float] = field(default_factory=dict)
 
     def loss(self, batch: Batch, mems: list[Tensor] | None) -> tuple[Tensor, list[Tensor] | None]:
-        """The loss of a batch, and the memory after it."""
+        """The loss of a batch, and the next memory."""
         batch = batch.to(self.processes.device)
         with torch.autocast(batch.input_ids.device.type, torch.bfloat16, enabled=self.options.dtype == "bfloat16"):
             output = self.model(**batch.inputs(mems))
         return output.loss, output.mems
 
     def new_mems(self) -> list[Tensor] | None:
-        """Memory before the first batch: empty places, which `Batch.inputs` hides, so that shapes never change."""
+        """Memory of the first batch: empty places, hidden by `Batch.inputs`, so that shapes never change."""
         if not self.options.mem_len:
             return None
         shape = (self.config.mem_len, self.training.batch_size, self.config.d_model)
@@ -87,7 +87,7 @@ class Run:
         )
 
     def describe(self, folder: Path) -> None:
-        """Writes what makes a checkpoint complete: tokenizer, generation config and model card."""
+        """Write the other files of a checkpoint: tokenizer, generation config and model card."""
         tokenizer, ends = self.corpus.tokenizer, ("bos_token_id", "eos_token_id", "pad_token_id")
         tokenizer.save(folder)
         ids = {name: value for name, value in tokenizer.config().items() if name in ends}
@@ -96,10 +96,10 @@ class Run:
 
 
 def make_run(options: argparse.Namespace, last: Path | None, ours: Processes) -> Run:
-    """Everything ready for the next step.
+    """The run, ready for its next step.
 
     Raises:
-        ValueError: something does not fit.
+        ValueError: an option is invalid.
     """
     settings = read_settings(last) if last else {"world_size": ours.world_size}
     if settings.get("world_size") != ours.world_size:
@@ -114,7 +114,8 @@ def make_run(options: argparse.Namespace, last: Path | None, ours: Processes) ->
     corpus = _prepare_once(options, tokenizer, settings.get("text"), ours)
     batches = [make_batches(options, corpus, part, ours) for part in corpus.split(options.held_out)]
 
-    torch.manual_seed(options.seed)  # all processes begin with the same weights
+    # So that all processes begin with the same weights.
+    torch.manual_seed(options.seed)
     if last:
         model = checkpoint.load_model(xk.XLNetLMHeadModel, last, options.backend, ours.device)
     elif begin:
@@ -127,11 +128,11 @@ def make_run(options: argparse.Namespace, last: Path | None, ours: Processes) ->
     else:
         model = xk.XLNetLMHeadModel(make_config(options, corpus), options.backend).to(ours.device)
     config = model.config
-    # Only the query stream begins with it.
+    # Trained only with the permutation objective, because only the query stream uses it.
     model.transformer.mask_emb.requires_grad_(options.objective == "permutation")
     if options.compile:
         model.compile()
-    torch.manual_seed(options.seed + ours.rank)  # dropout differs
+    torch.manual_seed(options.seed + ours.rank)  # different dropout in each process
     step = settings.get("step", 0)
     wrapped = distribute(model, options.parallel, ours.device)
     optimizer, scheduler = make_optimizer(wrapped if options.parallel == "fsdp2" else model, options, step)
@@ -140,7 +141,8 @@ def make_run(options: argparse.Namespace, last: Path | None, ours: Processes) ->
     run.mems = run.new_mems()
     if last:
         if ours.world_size > 1:
-            # DDP puts gradients in the order in which they came first, and sums are rounded by that order.
+            # An extra backward pass, because DDP orders gradients by their first arrival, and rounding of sums depends
+            # on the order.
             run.loss(batches[0][0], run.mems)[0].backward()
             optimizer.zero_grad()
         own = checkpoint.load_training(last, wrapped, optimizer, ours)
@@ -149,7 +151,7 @@ def make_run(options: argparse.Namespace, last: Path | None, ours: Processes) ->
 
 
 def make_config(options: argparse.Namespace, corpus: Corpus) -> xk.XLNetConfig:
-    """The new model of the options."""
+    """Configuration of a new model, from the options."""
     sizes = {
         "vocab_size": corpus.vocabulary.size,
         "d_model": options.d_model,
@@ -157,14 +159,14 @@ def make_config(options: argparse.Namespace, corpus: Corpus) -> xk.XLNetConfig:
         "n_head": options.heads,
         "d_inner": options.d_inner or 4 * options.d_model,
         "ff_activation": "gelu_new",
-        # 0.02 is for 1024: with it, narrow models stay for long at the frequencies of tokens
+        # Scaled because 0.02 is for width 1024: with it, narrow models long predict only token frequencies.
         "initializer_range": options.initializer_range or 0.02 * (1024 / options.d_model) ** 0.5,
     }
     return xk.XLNetConfig.from_dict(sizes | trained_as(options, corpus))
 
 
 def trained_as(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
-    """Entries of a config.json that training decides; what is predicted from the left needs no positions ahead."""
+    """Entries of config.json that depend on training; a left-to-right model needs no positions ahead."""
     memory = options.mem_len > 0
     entries = {"mem_len": options.mem_len, "use_mems_train": memory, "use_mems_eval": memory}
     entries |= {"dropout": options.dropout, "bi_data": options.bi_data, "objective": options.objective}
@@ -172,7 +174,7 @@ def trained_as(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
 
 
 def sizes_of(folder: Path) -> dict[str, Any]:
-    """The options of pretrain.py that a model decides which is trained further; --objective may differ.
+    """Options of pretrain.py that an initial model determines; --objective may differ.
 
     Raises:
         ValueError: config.json is missing or damaged.
@@ -204,7 +206,7 @@ def make_batches(options: argparse.Namespace, corpus: Corpus, text, ours: Proces
 
 
 def _prepare_once(options: argparse.Namespace, tokenizer: TextTokenizer, known: dict | None, ours: Processes) -> Corpus:
-    """The first process writes the token file; the others read what it wrote."""
+    """Prepare the corpus: the first process writes the token file, the others read it."""
     where = (options.output / "tokens", options.text, tokenizer)
     corpus = prepare(*where, known) if ours.first else None
     facts = ours.share(corpus and corpus.facts)

@@ -1,4 +1,4 @@
-"""Text and labelled rows from Python's manual, which every Python has."""
+"""Text and labelled rows from the manual that comes with Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONGEST = 8
 
 
 def texts() -> dict[str, str]:
-    """The manual's topics by name, without the paragraphs that `topics` tests on: models are trained on these."""
+    """The manual's topics by name, for training: without the testing paragraphs of `topics`."""
     tested = {_plain(paragraph) for _, paragraphs, testing in _parts() if testing for paragraph in paragraphs}
     return {
         name: "\n\n".join(paragraph for paragraph in text.split("\n\n") if _plain(paragraph) not in tested)
@@ -20,7 +20,7 @@ def texts() -> dict[str, str]:
 
 
 def topics() -> tuple[list[Row], list[Row]]:
-    """Training and testing rows: parts of the longest topics, white space collapsed, labelled with the topic."""
+    """Rows for training and testing: parts of the longest topics, white space collapsed, labelled with the topic."""
     tables: tuple[list[Row], list[Row]] = ([], [])
     for name, paragraphs, testing in _parts():
         tables[testing].append({"text": _plain(" ".join(paragraphs)), "label": name})
@@ -28,7 +28,7 @@ def topics() -> tuple[list[Row], list[Row]]:
 
 
 def _parts(size: int = 240) -> Iterator[tuple[str, list[str], bool]]:
-    """Topic and paragraphs, at least `size` letters of them; whether they are for testing: one part in five.
+    """Topic, paragraphs of at least `size` letters together, and whether they are for testing: one part in five.
 
     Topics share paragraphs; each counts for the first topic that has it.
     """

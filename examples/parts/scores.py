@@ -25,7 +25,7 @@ def of_classes(found: Sequence[Any], wanted: Sequence[Any]) -> Metrics:
 
 
 def of_numbers(found: Sequence[float], wanted: Sequence[float]) -> Metrics:
-    """Root of the mean square error, and both correlations (0 where one side is constant)."""
+    """Root of the mean squared error, and both correlations (0 where one side is constant)."""
     from scipy.stats import pearsonr, spearmanr
 
     error = float(np.sqrt(np.mean((np.array(found) - np.array(wanted)) ** 2)))
@@ -35,7 +35,7 @@ def of_numbers(found: Sequence[float], wanted: Sequence[float]) -> Metrics:
 
 
 def of_tags(found: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> Metrics:
-    """Accuracy of words; F1 of spans where tags are of the BIO scheme, else the mean of all tags' F1."""
+    """Accuracy of words, and F1 of spans for the BIO scheme, else the mean of all tags' F1."""
     pairs = [pair for one, other in zip(found, wanted, strict=True) for pair in zip(one, other, strict=True)]
     accuracy = sum(one == other for one, other in pairs) / max(1, len(pairs))
     if not all(tag == "O" or re.match(r"[BI]-", tag) for _, tag in pairs):
@@ -49,7 +49,7 @@ def of_tags(found: Sequence[Sequence[str]], wanted: Sequence[Sequence[str]]) -> 
 
 
 def bio_spans(tags: Sequence[str]) -> list[tuple[int, int, str]]:
-    """Begin, end and kind of each span; an I that continues nothing begins one.
+    """Begin, end and kind of each span; an I without a span begins a new one.
 
     >>> bio_spans(["B-a", "I-a", "O", "I-b", "B-b"])
     [(0, 2, 'a'), (3, 4, 'b'), (4, 5, 'b')]

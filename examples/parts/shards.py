@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint of tensors alone, in a folder that is read without unpickling: its index is JSON."""
+"""torch.distributed.checkpoint of tensors only, with a JSON index, in a folder read without unpickling."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ INDEX = "index.json"
 
 
 class Writer(FileSystemWriter):
-    """Each process writes its shards; the first one writes where they are: [offset in the tensor, its shape, file,
-    first byte, number of bytes].
+    """Writer of shards, one process each; the first process also writes the index.
+
+    An entry is [offset in the tensor, its shape, file, first byte, number of bytes].
     """
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -43,7 +44,7 @@ class Writer(FileSystemWriter):
 
 
 class Reader(FileSystemReader):
-    """What `Writer` wrote. torch reads the shards themselves with weights_only=True.
+    """Reader of `Writer`'s folders. torch reads the shards themselves with weights_only=True.
 
     Raises:
         ValueError: the index is damaged, or names files outside the folder.

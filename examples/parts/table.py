@@ -1,4 +1,4 @@
-"""Rows of CSV, of JSON lines, or of a folder that `datasets` saved."""
+"""Rows of CSV, of JSON lines, or of a folder saved by `datasets`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 Row = dict[str, Any]
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
-LONGEST = 2**31 - 1  # a field of CSV; the largest number that every system's C long holds
+LONGEST = 2**31 - 1  # limit of a CSV field; the largest C long on every system
 MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 
@@ -22,11 +22,11 @@ def read_table(path: Path, columns: Sequence[str], option: str = "--data") -> li
     Text is UTF-8, or UTF-16 with its mark.
 
     Args:
-        columns: what every row must have.
-        option: what errors begin with.
+        columns: names that every row must have.
+        option: the beginning of errors.
 
     Raises:
-        ValueError: there is no such file, it is of another kind or damaged, or a column is missing.
+        ValueError: the file does not exist, is of another kind or damaged, or a column is missing.
     """
     try:
         rows = _read(path)
@@ -44,7 +44,7 @@ def read_table(path: Path, columns: Sequence[str], option: str = "--data") -> li
 
 
 def split(rows: list[Row], held_out: float, seed: int) -> tuple[list[Row], list[Row]]:
-    """A random share of the rows is held out.
+    """Split off a random share of the rows.
 
     Raises:
         ValueError: one side is empty.
@@ -59,13 +59,13 @@ def split(rows: list[Row], held_out: float, seed: int) -> tuple[list[Row], list[
 
 
 def some(names: Sequence[object], most: int = 8) -> str:
-    """The first few names, each cut, and how many there are besides."""
+    """The first names, each cut, and the number of further names."""
     shown = ", ".join(cut(str(name)) for name in names[:most])
     return shown + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def cut(text: str, most: int = 60) -> str:
-    """The beginning of a text, where it is long, for a message."""
+    """The text, cut to its beginning if long, for messages."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 

@@ -1,4 +1,4 @@
-"""What a row of a table becomes for each task: the model's inputs, its labels, and what is made of its outputs."""
+"""Tasks: conversion of a table's rows to the model's inputs and labels, and of its outputs to predictions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from parts.labels import Columns
 from parts.table import Row
 
 IGNORED = -100
-ANSWER = 30  # tokens of the longest answer that is looked for
+ANSWER = 30  # tokens of the longest answer searched for
 
 
 class Task:
-    """A task, as the classes below fill it in.
+    """Base class of tasks.
 
     Attributes:
-        model: the class of the model. metric: the one that early stopping watches, higher is better.
-        labels: the names of the classes, where there are some.
+        model: the class of the model. metric: the name of the metric for early stopping, higher is better.
+        labels: the names of the classes, if any.
     """
 
     model: type[Any]
@@ -35,7 +35,7 @@ class Task:
         self.tokenizer, self.columns, self.length = tokenizer, columns, length
 
     def read_labels(self, rows: Sequence[Row]) -> None:
-        """Learns the classes of the training rows."""
+        """Collect the classes of the training rows."""
 
     def config(self) -> dict[str, Any]:
         """Entries of the model's config.json."""
@@ -45,7 +45,7 @@ class Task:
         return {"id2label": names, "label2id": {name: i for i, name in enumerate(self.labels)}}
 
     def example(self, row: Row) -> dict[str, Any]:
-        """Lists of equal length under the names of the tokenizer, and labels."""
+        """The tokenizer's lists of equal length by name, and labels."""
         raise NotImplementedError
 
     def batch(self, examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
@@ -57,7 +57,7 @@ class Task:
         return {"labels": torch.tensor(given)}
 
     def predict(self, output: Any, examples: Sequence[dict[str, Any]]) -> list[Any]:
-        """What the model says of each example."""
+        """The model's prediction for each example."""
         raise NotImplementedError
 
     def measure(self, predictions: Sequence[Any], rows: Sequence[Row]) -> dict[str, float]:
@@ -68,12 +68,12 @@ class Task:
         return dict(self.tokenizer(text, pair, truncation=True, max_length=self.length, **options))
 
     def texts(self, row: Row) -> tuple[str, str | None]:
-        """The text and the second one, or None."""
+        """The text, and the second text or None."""
         return str(row[self.columns.text]), str(row[self.columns.pair]) if self.columns.pair else None
 
 
 class Classification(Task):
-    """One class for a text, or for a pair of texts."""
+    """Task of one class for a text, or for a pair of texts."""
 
     model, metric = xk.XLNetForSequenceClassification, "accuracy"
 
@@ -93,7 +93,7 @@ class Classification(Task):
 
 
 class Regression(Task):
-    """A number for a text, or for a pair of texts."""
+    """Task of a number for a text, or for a pair of texts."""
 
     model, metric = xk.XLNetForSequenceClassification, "pearson"
 
@@ -102,7 +102,7 @@ class Regression(Task):
         self.mean, self.spread = float(values.mean()), float(values.std()) or 1.0
 
     def config(self) -> dict[str, Any]:
-        # The model learns numbers of size one; its config says how to get back.
+        # The model learns normalised numbers; its config has the inverse transformation.
         return {"num_labels": 1, "problem_type": "regression", "label_mean": self.mean, "label_spread": self.spread}
 
     def example(self, row: Row) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Regression(Task):
 
 
 class Choice(Task):
-    """The right one of several continuations: `pair` holds a list of them, `label` the index of the right one."""
+    """Task of the right choice among continuations: `pair` is a list of these, `label` the index of the right one."""
 
     model, metric = xk.XLNetForMultipleChoice, "accuracy"
 
@@ -146,7 +146,7 @@ class Choice(Task):
 
 
 class Tagging(Task):
-    """One class for each word: `text` and `label` hold lists of equal length, or words with spaces between."""
+    """Task of one class for each word: `text` and `label` are lists of equal length, or words separated by spaces."""
 
     model, metric = xk.XLNetForTokenClassification, "f1"
 
@@ -175,7 +175,7 @@ class Tagging(Task):
         found, length = output.logits.argmax(-1).tolist(), output.logits.shape[1]
         offsets = [length - len(example["label"]) for example in examples]
         rows = zip(found, offsets, examples, strict=True)
-        # A word behind the last token that fits has no prediction.
+        # A word beyond the last token that fits has no prediction.
         return [[self.labels[tags[i + o]] if i >= 0 else "" for i in example["first"]] for tags, o, example in rows]
 
     def measure(self, predictions: Sequence[list[str]], rows: Sequence[Row]) -> dict[str, float]:
@@ -183,7 +183,7 @@ class Tagging(Task):
 
 
 class Answer(Task):
-    """The part of `text` (a context) that answers `pair` (a question): `label` is that part, as it stands there."""
+    """Task of an answer in `text` (a context) to `pair` (a question): `label` is that part of the text, verbatim."""
 
     model, metric = xk.XLNetForQuestionAnsweringSimple, "f1"
 
@@ -193,7 +193,7 @@ class Answer(Task):
         begin = context.find(answer)
         encoded = self.encode(context, question, return_offsets_mapping=True)
         offsets = encoded.pop("offset_mapping")
-        # Only the context is of token type 0; its SEP has no place in the text.
+        # Only the context has token type 0; its SEP has no place in the text.
         spans = [
             (i, a, b) for i, (a, b) in enumerate(offsets) if encoded["token_type_ids"][i] == 0 and a < b <= len(context)
         ]

@@ -1,4 +1,4 @@
-"""Tokenizers as folders that `AutoTokenizer` loads: bytes, or any file or folder of the tokenizers library."""
+"""Tokenizer folders for `AutoTokenizer`: bytes, or any file or folder of the tokenizers library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads and the processes of a DataLoader do not mix
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads conflict with processes of a DataLoader
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -18,26 +18,26 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from xlnet_kernels.pretraining import ByteTokenizer, Vocabulary
 
-LINES = 1024  # of text that are encoded at a time
-# What a Vocabulary needs, and what tokenizers call it; the first name is that of tokens we add.
+LINES = 1024  # of text encoded at a time
+# Special tokens of a Vocabulary, and their names in tokenizers; the first name is used for added tokens.
 SPECIAL = {
     "sep": ("<sep>", "[SEP]", "</s>"),
     "cls": ("<cls>", "[CLS]", "<s>"),
     "pad": ("<pad>", "[PAD]"),
     "mask": ("<mask>", "[MASK]"),
 }
-# The public XLNet's, at its ids 0 to 8.
+# Special tokens of the public XLNet, ids 0 to 8.
 XLNET = ("<unk>", "<s>", "</s>", "<cls>", "<sep>", "<pad>", "<mask>", "<eod>", "<eop>")
 KINDS = ("bpe", "unigram", "bytes")
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """Text to ids and back, and what the ids mean.
+    """Tokenizer of text to ids and back, with the meaning of the ids.
 
     Attributes:
         fast: transformers' tokenizer, which adds SEP, CLS and token types as in pre-training, and pads on the left.
-        is_bytes: an id below 256 is that byte; any data can be encoded, UTF-8 or not.
+        is_bytes: whether an id below 256 is that byte; then any data can be encoded, UTF-8 or not.
     """
 
     fast: PreTrainedTokenizerFast
@@ -45,10 +45,10 @@ class TextTokenizer:
     is_bytes: bool
 
     def encode(self, data: bytes) -> np.ndarray:
-        """(length,) int64 of a text, without special tokens.
+        """The ids (length,) int64 of a text, without special tokens.
 
         Raises:
-            UnicodeDecodeError: it is not UTF-8, which all but bytes need.
+            UnicodeDecodeError: the text is not UTF-8, and the tokenizer is not bytes.
         """
         if self.is_bytes:
             return ByteTokenizer().encode(data)
@@ -62,17 +62,17 @@ class TextTokenizer:
         return self.fast.decode([int(token) for token in ids], skip_special_tokens=True)
 
     def config(self) -> dict[str, int | None]:
-        """The entries of a config.json that name special tokens; None for those that the tokenizer lacks."""
+        """Entries of config.json with special tokens; None for tokens that the tokenizer lacks."""
         roles = ("bos", "eos", "pad", "sep", "cls", "mask")
         return {f"{role}_token_id": getattr(self.fast, f"{role}_token_id") for role in roles}
 
     def save(self, folder: Path) -> None:
-        """Writes tokenizer.json and tokenizer_config.json."""
+        """Write tokenizer.json and tokenizer_config.json."""
         self.fast.save_pretrained(folder)
 
 
 def load_tokenizer(path: str | Path | None) -> TextTokenizer:
-    """Of a folder that `AutoTokenizer` loads, of a tokenizer.json, or bytes. Special tokens that it lacks get new ids.
+    """The tokenizer of a folder for `AutoTokenizer`, of a tokenizer.json, or bytes; missing special tokens get new ids.
 
     Raises:
         ValueError: there is no tokenizer at `path`.
@@ -83,7 +83,8 @@ def load_tokenizer(path: str | Path | None) -> TextTokenizer:
     if path.is_dir():
         try:
             fast = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except Exception as error:  # of many kinds
+        # Every exception, because the library raises many kinds.
+        except Exception as error:
             raise ValueError(f"--tokenizer: {path} holds no tokenizer that AutoTokenizer loads: {error}") from None
         roles = {role: getattr(fast, f"{role}_token") for role in ("unk", "bos", "eos", *SPECIAL)}
         return wrap(fast.backend_tokenizer, **roles)
@@ -91,7 +92,8 @@ def load_tokenizer(path: str | Path | None) -> TextTokenizer:
         model = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--tokenizer: cannot read {path}: {error.strerror}") from None
-    except Exception as error:  # the package raises nothing more precise
+    # Every exception, because the package raises nothing more precise.
+    except Exception as error:
         raise ValueError(f"--tokenizer: {path} is no tokenizer.json: {error}") from None
     ids = model.get_vocab()
     named = {"unk": ("<unk>", "[UNK]"), "bos": ("<s>",), "eos": ("</s>",)} | SPECIAL
@@ -99,7 +101,7 @@ def load_tokenizer(path: str | Path | None) -> TextTokenizer:
 
 
 def wrap(model: Tokenizer, **roles: str | None) -> TextTokenizer:
-    """A tokenizers.Tokenizer with the special tokens, token types and padding that XLNet wants."""
+    """A tokenizers.Tokenizer completed with XLNet's special tokens, token types and padding."""
     model.no_truncation()
     model.no_padding()
     names = {role: roles.get(role) or SPECIAL[role][0] for role in SPECIAL}
@@ -138,12 +140,12 @@ def train_tokenizer(kind: str, texts: Iterator[str], vocab_size: int, show_progr
     """A new tokenizer of a text.
 
     Args:
-        kind: "bpe" (byte-level, keeps every character), "unigram" (as XLNet has it: quotes unified, white space
-            collapsed, NFKC; what it never saw becomes <unk>), or "bytes" (needs no training).
-        vocab_size: at most so many ids, special tokens included.
+        kind: "bpe" (byte-level, keeps every character), "unigram" (as in XLNet: quotes unified, white space collapsed,
+            NFKC; unknown characters become <unk>), or "bytes" (needs no training).
+        vocab_size: largest number of ids, special tokens included.
 
     Raises:
-        ValueError: vocab_size has no room for what the kind begins with.
+        ValueError: vocab_size is below the kind's initial number of ids.
     """
     if kind == "bytes":
         return load_tokenizer(None)
@@ -171,7 +173,7 @@ def train_tokenizer(kind: str, texts: Iterator[str], vocab_size: int, show_progr
 
 
 def _byte_names() -> dict[str, int]:
-    """The characters that byte-level tokenizers write for bytes: printable Latin-1 for itself, others from 256 on."""
+    """Characters for bytes in byte-level tokenizers: printable Latin-1 for itself, others from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in sorted(printable)} | {chr(256 + i): byte for i, byte in enumerate(rest)}
@@ -185,7 +187,7 @@ def _is_bytes(model: Tokenizer) -> bool:
 
 
 def _word_starts(ids: dict[str, int], size: int) -> np.ndarray | None:
-    """Which ids begin a word, by the marks of SentencePiece, byte-level BPE or WordPiece; None where there are none."""
+    """Mask of ids that begin a word, by the marks of SentencePiece, byte-level BPE or WordPiece; None without marks."""
     for mark, begins in (("▁", True), ("Ġ", True), ("##", False)):
         marked = [token for name, token in ids.items() if name.startswith(mark)]
         if marked:

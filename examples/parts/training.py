@@ -1,4 +1,4 @@
-"""What both examples share: optimiser, schedule, metrics that survive a kill, a clean stop, the progress bar."""
+"""Shared code of training: optimiser, schedule, metrics that survive a kill, a clean stop, the progress bar."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from parts.curves import draw_curves
 
 
 def make_optimizer(model: nn.Module, options: argparse.Namespace, step: int = 0) -> tuple[AdamW, LambdaLR]:
-    """AdamW with one learning rate per layer, and the schedule, of which `step` steps are done.
+    """AdamW with one learning rate per layer, and the schedule after `step` steps.
 
     A layer's rate is `layer_decay` times the next one's, and embeddings are below the first layer. It scales the
-    update; scaling the gradient, as the original does, would change little, since Adam divides by its size.
+    update, because scaling the gradient, as the original does, changes little: Adam divides by its size.
     """
     groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
     top = model.config.n_layer
@@ -44,7 +44,7 @@ def make_optimizer(model: nn.Module, options: argparse.Namespace, step: int = 0)
 
 
 def _height(name: str, top: int) -> int:
-    """0 for the embeddings, 1 for the first layer, `top` for the last one and what is above it."""
+    """Height of a parameter: 0 for embeddings, 1 for the first layer, `top` for the last layer and the head."""
     parts = name.split(".")
     if "layer" in parts:
         return int(parts[parts.index("layer") + 1]) + 1
@@ -52,7 +52,7 @@ def _height(name: str, top: int) -> int:
 
 
 def learning_rate(step: int, options: argparse.Namespace) -> float:
-    """The share of the highest learning rate at a step, counted from 0."""
+    """Share of the highest learning rate at a step, counted from 0."""
     rise = max(1, round(options.steps * options.warmup))
     if step < rise:
         return (step + 1) / (rise + 1)
@@ -61,7 +61,7 @@ def learning_rate(step: int, options: argparse.Namespace) -> float:
 
 
 def update(model: nn.Module, optimizer: AdamW, scheduler: LambdaLR, loss: torch.Tensor, clip: float) -> float:
-    """Backward pass, clipping and one step; returns the length of the gradient before clipping."""
+    """Run the backward pass, clip and make one step; returns the gradient's norm without clipping."""
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
@@ -71,11 +71,11 @@ def update(model: nn.Module, optimizer: AdamW, scheduler: LambdaLR, loss: torch.
 
 
 def check_finite(step: int, loss: float, norm: float, finish: Callable[[], None]) -> None:
-    """To be called before anything of the step is saved.
+    """Check that loss and gradient are finite, before the step is saved.
 
     Args:
-        norm: the gradient's length.
-        finish: waits until checkpoints of earlier steps are whole.
+        norm: of the gradient.
+        finish: waits until checkpoints of earlier steps are complete.
 
     Raises:
         FloatingPointError: a number is not finite.
@@ -86,12 +86,12 @@ def check_finite(step: int, loss: float, norm: float, finish: Callable[[], None]
 
 
 class Metrics:
-    """One line of JSON per event, each with its "step", readable while the run goes on; TensorBoard beside it.
+    """Writer of metrics: one line of JSON per event, with its "step", readable during the run; also TensorBoard.
 
     Args:
-        path: the file. TensorBoard's, where it is installed, go to tensorboard/ beside it, and a picture is drawn at
-            the end where matplotlib is.
-        after: lines of later steps, which a run that was killed after its last checkpoint left, are dropped.
+        path: the file. TensorBoard's files go to tensorboard/ beside it, and a picture is drawn at the end, if these are
+            installed.
+        after: lines of later steps, left by a run killed after its last checkpoint, are dropped.
         write: False in all processes but one.
     """
 
@@ -137,7 +137,7 @@ class Metrics:
 
 
 def _step(line: str) -> float:
-    """The step of a line; infinite where a kill cut the line short."""
+    """The step of a line; infinite for a line truncated by a kill."""
     try:
         return json.loads(line)["step"]
     except ValueError:
@@ -146,14 +146,17 @@ def _step(line: str) -> float:
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """A function that says whether Ctrl-C or SIGTERM came; another one, later, ends the program at once."""
+    """Context with a function that returns whether Ctrl-C or SIGTERM came; a later second one ends the program at
+    once."""
     came: list[float] = []
 
     def handle(number, frame) -> None:
         if not came:
-            os.write(2, b"\nstopping after this step\n")  # print may be at work, and must not begin again
+            # Not print, because print is not reentrant and may be running.
+            os.write(2, b"\nstopping after this step\n")
         came.append(time.monotonic())
-        if came[-1] - came[0] > 1:  # under torchrun one Ctrl-C comes twice, from the terminal and from torchrun
+        # Because under torchrun one Ctrl-C comes twice, from the terminal and from torchrun.
+        if came[-1] - came[0] > 1:
             signal.signal(number, before[number])
             signal.raise_signal(number)
 
@@ -166,13 +169,13 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
 
 
 def progress_bar(console: Console, disable: bool = False) -> Progress:
-    """A bar with a `status` text behind it."""
+    """Progress bar with a `status` text after it."""
     columns = (BarColumn(12), MofNCompleteColumn(), TextColumn("{task.fields[status]}"))
     return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=disable)
 
 
 def memory_used(device: torch.device) -> str:
-    """The highest use so far, of the device or of this process."""
+    """Text of the peak memory of the device or of this process."""
     if device.type == "cuda":
         return f"{torch.cuda.max_memory_allocated(device) / 1e6:,.0f} MB"
     try:
@@ -185,7 +188,7 @@ def memory_used(device: torch.device) -> str:
 
 
 def make_exact(threads: int | None) -> None:
-    """The same numbers in every run: deterministic kernels, and a fixed number of threads where one is given."""
+    """Make runs reproducible: deterministic kernels, and a fixed number of threads if given."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs time

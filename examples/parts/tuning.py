@@ -1,4 +1,4 @@
-"""A fine-tuning: the model with a new head, its training, and what is kept of it."""
+"""Fine-tuning: the model with a new head, its training, and the results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from parts.training import (
     update,
 )
 
-PIPELINES = {  # transformers' names
+PIPELINES = {  # names in transformers
     "classification": "text-classification",
     "regression": "text-classification",
     "choice": "multiple-choice",
@@ -52,7 +52,7 @@ SMALL = dict(d_model=128, n_layer=4, n_head=4, d_inner=512, ff_activation="gelu_
 
 @dataclass
 class Reached:
-    """How far training has come: the best metrics and their model, and how many evaluations since were no better."""
+    """Progress of training: the best metrics and their model, and the number of later evaluations."""
 
     best: Scores | None = None
     state: dict[str, torch.Tensor] | None = None
@@ -61,7 +61,7 @@ class Reached:
 
 @dataclass
 class Tuning:
-    """All that training needs."""
+    """State of a fine-tuning."""
 
     options: argparse.Namespace
     task: Task
@@ -69,10 +69,10 @@ class Tuning:
     model: torch.nn.Module
     training: list[Row]
     testing: list[Row]
-    last: Path | None = None  # the checkpoint to go on from
+    last: Path | None = None  # the checkpoint to resume from
 
     def __post_init__(self) -> None:
-        # All of them at once, so that a row that does not fit is found before anything is written.
+        # All of them at once, to find an invalid row before anything is written.
         self.examples, self.others = (
             [self.task.example(row) for row in rows] for rows in (self.training, self.testing)
         )
@@ -90,7 +90,7 @@ class Tuning:
         return self.task.measure(predictions, self.testing)
 
     def batches(self) -> Iterator[list]:
-        """The examples of each step, epoch after epoch, each in an order of its own."""
+        """The examples of each step, epoch after epoch, in a new order each."""
         rng, order, size = np.random.default_rng(self.options.seed), np.empty(0, np.int64), self.options.batch_size
         while True:
             while len(order) < size:
@@ -99,11 +99,11 @@ class Tuning:
             yield [self.examples[i] for i in chosen]
 
     def rows(self) -> str:
-        """A fingerprint of all rows."""
+        """Hash of all rows."""
         return hashlib.sha256(repr((self.training, self.testing)).encode()).hexdigest()
 
     def save(self, found: dict[str, Scores], steps: int) -> None:
-        """Writes the model folder, with a card of what was reached."""
+        """Write the model folder, with a card of the results."""
         options, output = self.options, self.options.output
         self.model.save_pretrained(output)
         self.tokenizer.save(output)
@@ -123,7 +123,7 @@ def make_model(options: argparse.Namespace, task: Task, tokenizer: TextTokenizer
     """The model of `last`, or else the checkpoint's encoder with a new head, or a small model from scratch.
 
     Raises:
-        ValueError: the checkpoint is damaged, or another vocabulary's.
+        ValueError: the checkpoint is damaged, or has another vocabulary.
     """
     head = {"dropout": options.dropout, "use_mems_eval": False, "use_mems_train": False, "bi_data": False}
     torch.manual_seed(options.seed)
@@ -144,10 +144,10 @@ def make_model(options: argparse.Namespace, task: Task, tokenizer: TextTokenizer
 def prepare(
     options: argparse.Namespace, last: Path | None, columns: Columns, training: list[Row], testing: list[Row]
 ) -> Tuning:
-    """Classes, tokenizer and model of rows that `labels.check` passed; those of `last`, to go on from.
+    """Classes, tokenizer and model for rows checked by `labels.check`; those of `last` to resume.
 
     Raises:
-        ValueError: something does not fit.
+        ValueError: an option or a row is invalid.
     """
     make_exact(options.threads)
     settle_place(options)
@@ -162,13 +162,13 @@ def prepare(
 
 
 def train(tuning: Tuning, console: Console) -> tuple[Scores, int, bool]:
-    """Trains until the steps, the patience or the user end it; the model is then the best of all evaluations.
+    """Train until the steps, the patience or the user ends it; the model is then the best of all evaluations.
 
     Returns:
-        Its metrics, the steps that were taken, and whether training came to an end by itself.
+        Its metrics, the number of steps, and whether training was completed.
 
     Raises:
-        FloatingPointError: the loss or the gradient is not finite; checkpoints stay as they are.
+        FloatingPointError: the loss or the gradient is not finite; checkpoints are unchanged.
     """
     options, task, model, reached = tuning.options, tuning.task, tuning.model, Reached()
     device = torch.device(options.device)
@@ -204,7 +204,7 @@ def train(tuning: Tuning, console: Console) -> tuple[Scores, int, bool]:
             if stop and step < options.steps:
                 console.print("stopping: writing a checkpoint")
             if stop and not due:
-                save()  # before an evaluation that a run without a stop would not make
+                save()  # skips an evaluation that an uninterrupted run would not make
             if stop or due:
                 found = tuning.evaluate()
                 metrics.write(step=step, **{f"validation_{name}": value for name, value in found.items()})

@@ -1,8 +1,8 @@
-"""Builds the library of kernels and the fast path, and records what was decided; what is static is in pyproject.toml.
+"""Build of the kernel library and the fast path, with a record of the decisions; static metadata is in pyproject.toml.
 
-xlnet_kernels/_kernels.so        csrc without csrc/fast_path, on torch's stable interface: for every torch from
+xlnet_kernels/_kernels.so        csrc without csrc/fast_path, on torch's stable ABI: for every torch from
                                  MIN_TORCH on and every Python
-xlnet_kernels/_fast_path.*.so    csrc/fast_path, for the torch and the Python at hand
+xlnet_kernels/_fast_path.*.so    csrc/fast_path, for the present torch and Python
 """
 
 import json
@@ -30,7 +30,7 @@ WITHOUT_CUDA = "To have the CPU's kernels without CUDA's: FORCE_CUDA=0 pip insta
 
 
 def find(*patterns):
-    # Relative, because setuptools wants them so; sorted, so that two builds link in the same order.
+    # Relative, because setuptools needs relative paths; sorted, so that two builds link in the same order.
     return sorted(path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern))
 
 
@@ -44,17 +44,17 @@ extension = decide.extension_decision(torch=torch_version)
 cuda = bfloat16 = fast_path = decide.Decision(False, "the extension is not built")
 if extension.build:
     fast_path = decide.fast_path_decision()
-# Metadata and source archives are made without torch; only compiling needs it.
+# Only compiling needs torch; metadata and source archives do not.
 can_compile = extension.build and torch_version is not None
 
 
 def find_nvcc(cuda_home):
-    """The nvcc that cpp_extension calls. It looks for none (cuda_home is None) under a torch without CUDA."""
+    """The nvcc that cpp_extension calls; None (cuda_home is None) under a torch without CUDA."""
     return shutil.which("nvcc", path=str(Path(cuda_home, "bin")) if cuda_home else None)
 
 
 def cuda_architectures(torch, cpp_extension, nvcc):
-    """What nvcc compiles for: TORCH_CUDA_ARCH_LIST, or else the GPUs of this machine, or else every one there is."""
+    """Architectures for nvcc: TORCH_CUDA_ARCH_LIST, else the GPUs of this machine, else all."""
     asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
     flags = getattr(cpp_extension, "_get_cuda_arch_flags", list)
 
@@ -68,18 +68,19 @@ def cuda_architectures(torch, cpp_extension, nvcc):
 
     seen = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     chosen = choose(asked, seen, known_to(nvcc), torch_takes)
-    # because torch compiles for the variable, and nvcc would split a macro's value at commas
+    # In the variable, because torch compiles for it; with semicolons, because nvcc splits a macro's value at commas.
     os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(chosen.names)
     return chosen
 
 
 def make_extensions():
-    """The extensions and the command that builds them, all made by torch."""
+    """The extensions and their build command, made by torch."""
     global cuda, bfloat16
     if "CUDA_HOME" not in os.environ and "CUDA_PATH" not in os.environ and (home := decide.cuda_home()):
-        os.environ["CUDA_HOME"] = home  # torch takes nvcc's own folder for it, which may be one of links
+        # Set, because torch takes nvcc's own folder, which may consist of links.
+        os.environ["CUDA_HOME"] = home
     compiler = decide.find_compiler()[1]
-    if Path(os.environ.get("CXX", "")).is_file():  # a path with spaces, which torch gives a shell
+    if Path(os.environ.get("CXX", "")).is_file():  # a path with spaces, quoted because torch passes it to a shell
         os.environ["CXX"] = shlex.join(compiler)
     import torch
     from torch.utils import cpp_extension
@@ -97,9 +98,9 @@ def make_extensions():
     except ValueError as error:
         raise SystemExit(f"{PACKAGE}: {error}") from None
     bfloat16 = decide.bfloat16_decision(ROOT / "csrc/cpu/bfloat16/x86.cpp")
-    # psabi: vectors are only passed within one object, to inlined functions
+    # No psabi warnings, because vectors are only passed to inlined functions within one object.
     flags = ["-O3", "-g0", "-Wno-psabi", "-fvisibility=hidden"]
-    # In the command line, so that ninja compiles again after a change of torch (headers may carry older dates).
+    # In the command line, so that ninja compiles again after a change of torch (headers may have older dates).
     built_with = ("XLNET_KERNELS_TORCH_VERSION", torch.__version__)
     macros = [built_with, ("TORCH_TARGET_VERSION", decide.target_version())]
     if bfloat16.build:
@@ -120,7 +121,7 @@ def make_extensions():
         extra_compile_args={"cxx": flags, "nvcc": ["-O3", "-Xptxas", "-v", "-Xfatbin", "-compress-all", *host]},
         py_limited_api=True,
     )
-    # because the stable interface is in these two, and torch's other libraries are not to be asked for by name
+    # Only these, because the stable ABI is in them, and the library must not depend on torch's other libraries.
     library.libraries = [name for name in library.libraries if name in ("torch_cpu", "torch_cuda", "cudart")]
     modules = [library]
     if fast_path.build:
@@ -139,8 +140,8 @@ def make_extensions():
         def finalize_options(self):
             super().finalize_options()
             if not Path(self.build_temp).resolve().is_relative_to(ROOT):
-                # Editable builds get a new temporary folder each time; with the objects kept where other builds
-                # have them, ninja compiles only what has changed.
+                # Editable builds get a new temporary folder each time. Objects are kept in the folder of other builds,
+                # so that ninja compiles only changes.
                 self.build_temp = str(ROOT / "build" / f"temp.{self.plat_name}-{sys.implementation.cache_tag}")
 
         def build_extensions(self):
@@ -158,7 +159,7 @@ def make_extensions():
             *folders, name = fullname.split(".")
             return os.path.join(*folders, f"{LIBRARY}.so") if name == LIBRARY else super().get_ext_filename(fullname)
 
-        def copy_extensions_to_source(self):  # `build_ext --inplace`, and editable installs
+        def copy_extensions_to_source(self):  # for `build_ext --inplace` and editable installs
             super().copy_extensions_to_source()
             record(ROOT / PACKAGE)
 
@@ -166,7 +167,7 @@ def make_extensions():
 
 
 class NoTorch(build_ext):
-    """Stands in where torch is missing: only without build isolation, for the backend asks for torch otherwise."""
+    """Build command without torch, used only without build isolation, because the backend requires torch otherwise."""
 
     def run(self):
         raise SystemExit(
@@ -181,7 +182,7 @@ def say(line):
 
 
 def record(folder):
-    """Leaves the decisions where `xlnet_kernels.info` and the loader of the library find them."""
+    """Write the decisions for `xlnet_kernels.info` and the loader of the library."""
     facts = {
         "torch": torch_version if can_compile else None,
         "extension": str(extension),
@@ -194,7 +195,7 @@ def record(folder):
 
 
 class BuildPy(build_py):
-    """Prints and records the decisions, in pure-Python builds as well."""
+    """Build command that prints and records the decisions, in pure-Python builds as well."""
 
     def run(self):
         say(f"CPU extension: {extension}")
@@ -205,16 +206,18 @@ class BuildPy(build_py):
             folder = ROOT / PACKAGE
             for pattern, decision in (("_kernels.so", extension), ("_fast_path.*.so", fast_path)):
                 for left_over in [] if decision.build else folder.glob(pattern):
-                    left_over.unlink()  # because one compiled earlier would be loaded
+                    # Because a library compiled earlier would be loaded.
+                    left_over.unlink()
         else:
             folder = Path(self.build_lib, PACKAGE)
-            shutil.rmtree(folder, ignore_errors=True)  # build/ is used again: modules deleted since would be installed
+            # Because build/ is reused: deleted modules would be installed.
+            shutil.rmtree(folder, ignore_errors=True)
         super().run()
         record(folder)
 
 
 class Wheel(bdist_wheel):
-    """Tagged for every Python where the fast path is left out."""
+    """Wheel command: tagged for every Python if the fast path is left out."""
 
     def get_tag(self):
         python, abi, platform = super().get_tag()

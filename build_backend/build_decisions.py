@@ -1,6 +1,6 @@
-"""What the build decides, as plain functions of what it finds: extension or not, CUDA or not, how many jobs.
+"""Decisions of the build, as plain functions of the environment: extension, CUDA, number of jobs.
 
-Imports nothing but the standard library, so that the PEP 517 backend, setup.py and the tests can all use it.
+Imports only the standard library, so that the PEP 517 backend, setup.py and the tests can use it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 from cuda_architectures import Architectures
 
-MIN_TORCH = (2, 10)  # for compiling: its stable interface has all that the kernels need
+MIN_TORCH = (2, 10)  # for compiling, because its stable ABI has everything that the kernels need
 TORCH_REQUIREMENT = f"torch>={MIN_TORCH[0]}.{MIN_TORCH[1]}"
 # A translation unit that includes torch's headers and many template instances peaks at 1-2 GB.
 BYTES_PER_JOB = 2 * 2**30
-# Programs that call the compiler that follows them
+# Launchers: programs that call the compiler given after them
 LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")
-# Compiles csrc/cpu/bfloat16/x86.cpp with its instructions
+# Macro that enables the instructions in csrc/cpu/bfloat16/x86.cpp
 BFLOAT16_MACRO = "XLNET_KERNELS_BFLOAT16_INSTRUCTIONS"
 
 
@@ -56,10 +56,10 @@ def torch_is_usable(version: str | None) -> bool:
 
 
 def find_compiler(environ: Mapping[str, str] = os.environ) -> tuple[str, list[str] | None]:
-    """CXX, which torch's cpp_extension will call, and its words (None: it is nowhere).
+    """CXX, called by torch's cpp_extension, and its words (None: not found).
 
-    It is what a shell takes: a compiler with flags or behind a launcher ("ccache g++ -m64"), quoted where its path has
-    spaces. A path with spaces is also taken without quotes: `shlex.join` of the words is then what a shell takes.
+    It is a shell command: a compiler with flags or after a launcher ("ccache g++ -m64"), quoted if its path has spaces.
+    A path with spaces is also valid without quotes: `shlex.join` of the words is then the shell command.
     """
     name = environ.get("CXX", "").strip() or "c++"
     words = [name] if Path(name).is_file() else _words(name)
@@ -69,7 +69,7 @@ def find_compiler(environ: Mapping[str, str] = os.environ) -> tuple[str, list[st
 
 
 def host_compiler(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """What tells nvcc its host compiler where CC is more than a program, which torch hands on as one: flags of nvcc."""
+    """Flags for nvcc's host compiler if CC is more than a program, because torch passes CC on as a single program."""
     words = _words(environ.get("CC", ""))
     if len(words) < 2:
         return []
@@ -77,7 +77,7 @@ def host_compiler(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _words(command: str) -> list[str]:
-    """As a shell splits it; one word where a quote is open."""
+    """The words of a shell command; a single word if a quote is open."""
     try:
         return shlex.split(command)
     except ValueError:
@@ -85,7 +85,7 @@ def _words(command: str) -> list[str]:
 
 
 def target_version() -> str:
-    """MIN_TORCH for TORCH_TARGET_VERSION: torch's headers then offer what that torch has, and no more."""
+    """MIN_TORCH for TORCH_TARGET_VERSION, which limits torch's headers to that version's interface."""
     return f"0x{MIN_TORCH[0]:02x}{MIN_TORCH[1]:02x}000000000000"
 
 
@@ -94,8 +94,8 @@ def extension_decision(
 ) -> Decision:
     """Whether to compile the library of kernels.
 
-    torch: the version that is there. Where there is none the backend asks for one; one that is too old stays, because
-        another torch would compile a library that this one cannot load.
+    torch: the installed version. Without one the backend requires one; an old version stays, because another torch
+        would compile a library that this torch cannot load.
     """
     skip = environ.get("XLNET_KERNELS_SKIP_EXT", "")
     if skip not in ("", "0"):
@@ -115,7 +115,7 @@ def extension_decision(
 
 
 def fast_path_decision(environ: Mapping[str, str] = os.environ) -> Decision:
-    """Whether to compile csrc/fast_path, which is for one Python and one minor version of torch."""
+    """Whether to compile csrc/fast_path, built for one Python and one minor version of torch."""
     wish = environ.get("XLNET_KERNELS_FAST_PATH", "")
     if wish == "0":
         return Decision(False, "XLNET_KERNELS_FAST_PATH=0")
@@ -129,9 +129,9 @@ def bfloat16_decision(
     system: str = platform.system(),
     machine: str = platform.machine(),
 ) -> Decision:
-    """Whether the compiler and its assembler know the matrix instructions of `source`: it is compiled to find out.
+    """Whether compiler and assembler know the matrix instructions of `source`, found by compiling it.
 
-    That is for x86-64; those of ARM are written as numbers.
+    For x86-64 only, because those of ARM are written as numbers.
     """
     name, compiler = find_compiler(environ)
     if compiler is None:
@@ -158,13 +158,13 @@ def cuda_decision(
 ) -> Decision:
     """Whether CUDA sources join the extension.
 
-    A visible GPU is no condition: containers are built without one. FORCE_CUDA=1 asks for CUDA, so that what is missing
-    is an error (ValueError) and not a CPU build; FORCE_CUDA=0 rules it out. TORCH_CUDA_ARCH_LIST asks for nothing by
-    itself, because images set it for all that is built in them.
+    A visible GPU is not required, because containers are built without one. FORCE_CUDA=1 requires CUDA: a missing part
+    is then an error (ValueError), not a CPU build. FORCE_CUDA=0 excludes CUDA. TORCH_CUDA_ARCH_LIST alone requires
+    nothing, because images set it for all their builds.
 
     Args:
         torch_cuda, nvcc_cuda: versions, e.g. "12.6"; None where unknown, torch's also without CUDA.
-        architectures: what there is to compile for, asked once everything else is there.
+        architectures: function that returns the architectures, called only when all other parts are present.
     """
     force = environ.get("FORCE_CUDA", "")
     if force == "0":
@@ -194,24 +194,24 @@ def cuda_decision(
 
 
 def cuda_home(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The CUDA toolkit that the nvcc on PATH belongs to, also where that is a link or a script; None if unknown."""
+    """The CUDA toolkit of the nvcc on PATH, also if that is a link or a script; None if unknown."""
     nvcc = shutil.which("nvcc", path=environ.get("PATH"))
     if nvcc is None:
         return None
-    with tempfile.NamedTemporaryFile(suffix=".cu") as source:  # it says where it lives before it would compile
+    with tempfile.NamedTemporaryFile(suffix=".cu") as source:  # a dry run prints its folder
         said = subprocess.run([nvcc, "--dryrun", source.name], capture_output=True, text=True).stderr
     found = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
     return str(Path(found[1].strip()).resolve()) if found else None
 
 
 def nvcc_version(nvcc: str) -> str | None:
-    """ "12.6" of an nvcc; None if it does not say."""
+    """Version of an nvcc, such as "12.6"; None if unknown."""
     found = re.search(r"release (\d+\.\d+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
     return found[1] if found else None
 
 
 def max_jobs(cores: int, free_bytes: int | None) -> int:
-    """Compilers to run at once: one per core, as far as memory lasts, at least one."""
+    """Number of parallel compilers: one per core, limited by memory, at least one."""
     return max(1, cores if free_bytes is None else min(cores, free_bytes // BYTES_PER_JOB))
 
 

@@ -1,6 +1,6 @@
-"""Which of the asked architectures the CUDA kernels are compiled for, and why others are left out.
+"""Choice of the architectures for the CUDA kernels, with reasons for those left out.
 
-Imports nothing but the standard library, as build_decisions.py.
+Imports only the standard library, like build_decisions.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import subprocess
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-LEAST = (8, 0)  # cp.async and mma of bfloat16, on which csrc/cuda is built
-# The names that torch takes in TORCH_CUDA_ARCH_LIST
+LEAST = (8, 0)  # for cp.async and mma of bfloat16, used by csrc/cuda
+# Names that torch accepts in TORCH_CUDA_ARCH_LIST
 NAMES = {
     "Kepler+Tesla": "3.7",
     "Kepler": "3.5+PTX",
@@ -32,14 +32,14 @@ NUMBER = re.compile(r"(\d+)\.(\d)(a?)(\+PTX)?")
 
 
 class Architectures(NamedTuple):
-    """`names` as TORCH_CUDA_ARCH_LIST has them, and a reason for each asked one that is not among them."""
+    """Chosen architectures: `names` for TORCH_CUDA_ARCH_LIST, and a reason for each requested one left out."""
 
     names: list[str]
     left_out: list[str]
 
 
 def known_to(nvcc: str) -> set[tuple[int, int]]:
-    """The architectures that an nvcc compiles for; empty where it does not say."""
+    """The architectures supported by an nvcc; empty if unknown."""
     said = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout
     return {(int(number[:-1]), int(number[-1])) for number in re.findall(r"compute_(\d{2,})", said)}
 
@@ -50,12 +50,12 @@ def choose(
     known: Collection[tuple[int, int]] = (),
     torch_takes: Callable[[str], bool] = lambda name: True,
 ) -> Architectures:
-    """What to compile for.
+    """The architectures to compile for.
 
     Args:
         asked: the value of TORCH_CUDA_ARCH_LIST, "" or "native" for the GPUs `seen`, or all where there are none.
-        known: what nvcc compiles for; nothing is left out where it is empty.
-        torch_takes: whether torch's cpp_extension takes a name.
+        known: architectures supported by nvcc; if empty, none are left out.
+        torch_takes: whether torch's cpp_extension accepts a name.
     """
 
     def reason(number: tuple[int, int], name: str) -> str | None:
@@ -77,7 +77,7 @@ def choose(
             left_out.append(f"{word} (no architecture that torch names)")
             continue
         number = int(found[1]), int(found[2])
-        # because wgmma of csrc/cuda/sm90 is part of 9.0a, not of 9.0
+        # 9.0a, because wgmma of csrc/cuda/sm90 is not part of 9.0.
         name = f"{found[1]}.{found[2]}" + ("a" if number == (9, 0) else found[3])
         why = reason(number, name)
         if why is None:
@@ -93,21 +93,21 @@ def choose(
 
 
 def _expanded(asked: str) -> list[tuple[str, str]]:
-    """Each word of the list and each number that it stands for."""
+    """Pairs of each word of the list and each number that it stands for."""
     names = {name.lower(): numbers for name, numbers in NAMES.items()}
     words = re.split(r"[;,\s]+", asked.strip(" ;,\t\n\"'"))
     return [(word, number) for word in words if word for number in names.get(word.lower(), word).split()]
 
 
 def _for_all(reason: Callable[[tuple[int, int], str], str | None]) -> Architectures:
-    """The default without a GPU, with PTX of the last one for those to come."""
-    # because compute_100 came with CUDA 12.8 and torch 2.7; PTX of sm_90a is of use on no other GPU
+    """The default without a GPU, with PTX of the last architecture for future GPUs."""
+    # Checked because compute_100 needs CUDA 12.8 and torch 2.7; PTX of sm_90a is useless on other GPUs.
     newest = reason((10, 0), "10.0") is None
     return Architectures(["8.0", "9.0a", "10.0+PTX"] if newest else ["8.0+PTX", "9.0a"], [])
 
 
 def _with_ptx(names: list[str]) -> list[str]:
-    """PTX of the highest architecture whose PTX later GPUs can run: none has an "a"; 8.0's where there is no other."""
+    """The names with PTX added, which later GPUs can run: of the highest architecture without an "a", else of 8.0."""
     plain = [name for name in names if not name.endswith("a")]
     if not plain:
         return ["8.0+PTX", *names]

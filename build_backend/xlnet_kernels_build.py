@@ -1,9 +1,9 @@
-"""PEP 517 backend: setuptools, building against the torch of the environment that is installed into.
+"""PEP 517 backend: setuptools, building against the torch of the target environment.
 
-The fast path's ABI is that of the torch it is compiled with. Named in `[build-system] requires`, torch would be
-downloaded a second time for every build, in whatever version is newest; left out, the isolated build would have
-none. So the environment's own site-packages come back onto the path here, behind the isolated build's packages,
-and torch is asked for only when the environment has none and there is something to compile.
+The fast path's ABI is that of the torch it is compiled with. In `[build-system] requires`, torch would be downloaded
+again for every build, in its newest version; without it, the isolated build would have no torch. So this backend adds
+the environment's own site-packages to the path, after the isolated build's packages. It requires torch only if the
+environment has none and there is something to compile.
 """
 
 import os
@@ -17,10 +17,10 @@ from build_decisions import TORCH_REQUIREMENT, extension_decision, torch_version
 
 
 def environment_paths():
-    """The site-packages folders of the running interpreter's environment, whether or not pip has hidden them."""
+    """The site-packages folders of the running interpreter's environment, even if hidden by pip."""
     paths = [*site.getsitepackages(), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    # pip hides the user's folder from isolated builds; an environment that sees the base interpreter's packages
-    # (no virtual environment, or one with --system-site-packages) sees that folder too.
+    # Because pip hides the user's folder from isolated builds. An environment with the base interpreter's packages (no
+    # virtual environment, or one with --system-site-packages) has that folder too.
     if sys.base_prefix in site.PREFIXES:
         paths.insert(0, site.getusersitepackages())
     return list(dict.fromkeys(path for path in paths if os.path.isdir(path)))
@@ -28,8 +28,8 @@ def environment_paths():
 
 def add_environment():
     for path in environment_paths():
-        if path not in sys.path:  # without isolation they are there already
-            site.addsitedir(path)  # not sys.path.append: .pth files may lead to torch
+        if path not in sys.path:  # without isolation already present
+            site.addsitedir(path)  # not sys.path.append, because torch may come from .pth files
 
 
 add_environment()

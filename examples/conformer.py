@@ -21,8 +21,7 @@ from xlnet_kernels.integrations.conformer import RelPositionAttention, conformer
 
 
 class ConformerBlock(nn.Module):
-    """Conformer block: half feed-forward, attention, convolution, half feed-forward (Gulati et al. 2020, section
-    2.4)."""
+    """Conformer block of feed-forward halves, attention and convolution (Gulati et al. 2020, section 2.4)."""
 
     def __init__(self, d_model: int, n_head: int, d_inner: int, kernel_size: int, dropout: float = 0.0) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Writes a repository for Hugging Face's `kernels` from this tree's sources.
+"""Write a repository for Hugging Face's `kernels` from this tree's sources.
 
     python build_backend/hugging_face/write.py FOLDER
     python build_backend/hugging_face/write.py FOLDER --build    and the variant for this machine's CPU and torch
@@ -13,11 +13,11 @@
                                            FOLDER)` loads it
 
 Operators are registered under the name of the extension, which differs from build to build, so that several versions
-can be loaded at once. `_ops.py` is kernel-builder's, and for --build the one made here.
+can be loaded at once. `_ops.py` is kernel-builder's; for --build it is written here.
 
-The sources know torch by its stable interface alone, so that one variant for each CUDA version serves every torch from
-that of `[torch.stable-abi]` on. `kernel-builder upload` goes to `repo-id`; `kernels.get_kernel` loads repositories of
-publishers that Hugging Face trusts, and others with trust_remote_code=True alone.
+The sources use torch's stable ABI only, so one variant for each CUDA version serves every torch from that of
+`[torch.stable-abi]` on. `kernel-builder upload` goes to `repo-id`. `kernels.get_kernel` loads repositories of
+publishers that Hugging Face trusts, and others only with trust_remote_code=True.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ sys.path.insert(0, str(ROOT / "build_backend"))
 import build_decisions as decide  # noqa: E402
 
 NAME = "xlnet_kernels"
-VERSION = 0  # by their convention: not yet stable
-# What needs more than torch and the standard library, or is of the package alone
+VERSION = 0  # not yet stable, by kernel-builder's convention
+# Modules that need more than torch and the standard library, or belong to the package only
 LEFT_OUT = ("model", "pretraining", "integrations", "info.py", "tensor_parallel.py", "_parallel_styles.py", "_ops.py")
 LEFT_OUT += ("__main__.py", "_library_file.py", "_sources.py", "py.typed", "_build_info.json")
-REPOSITORY = "xlnet-kernels/xlnet-kernels"  # on the Hub; nothing is published there
+REPOSITORY = "xlnet-kernels/xlnet-kernels"  # name on the Hub; nothing is published there
 STABLE = ".".join(map(str, decide.MIN_TORCH))
 TARGET = (f"-DTORCH_TARGET_VERSION={decide.target_version()}",)  # kernel-builder's own for `[torch.stable-abi]`
 NAMESPACE = "#define XLNET_KERNELS_NAMESPACE "
 CXX_FLAGS = ("-O3", "-Wno-psabi")
-# kernel-builder's GCC knows the instructions, elsewhere than on x86-64 x86.cpp is empty; --build asks the compiler
+# Always set, because kernel-builder's GCC knows the instructions, and x86.cpp is empty elsewhere; --build checks.
 BFLOAT16_FLAG = f"-D{decide.BFLOAT16_MACRO}=1"
 OPS = """import torch
 
@@ -83,7 +83,7 @@ def sources(folder: Path, *patterns: str) -> list[str]:
 
 
 def build_toml(folder: Path) -> str:
-    """The CUDA extension serves CPU tensors too, so it has the sources of both."""
+    """Text of build.toml; the CUDA extension has the CPU's sources too, because it also serves CPU tensors."""
     of_cuda = [f"csrc/cuda/{name}.h" for name in ("heuristics", "kernels", "tile_sizes")]
     cpu = sources(folder, "csrc/*.cpp", "csrc/*.h", "csrc/stable/*.*", "csrc/cpu/**/*.*", *of_cuda)
     cuda = sources(folder, "csrc/cuda/**/*.*")
@@ -103,7 +103,7 @@ def build_toml(folder: Path) -> str:
 
 
 def build(folder: Path) -> Path:
-    """Compiles the CPU's variant with the torch that is here; returns its folder."""
+    """Compile the CPU variant with the installed torch; returns its folder."""
     from torch.utils import cpp_extension
 
     digest = runpy.run_path(str(ROOT / NAME / "_sources.py"))["digest"]

@@ -89,8 +89,8 @@ class Metrics:
     """Writer of metrics: one line of JSON per event, with its "step", readable during the run; also TensorBoard.
 
     Args:
-        path: the file. TensorBoard's files go to tensorboard/ beside it, and a picture is drawn at the end, if these are
-            installed.
+        path: the file. TensorBoard's files go to tensorboard/ beside it, and a picture is drawn at the end, if the
+            packages are installed.
         after: lines of later steps, left by a run killed after its last checkpoint, are dropped.
         write: False in all processes but one.
     """

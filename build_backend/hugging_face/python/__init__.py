@@ -1,6 +1,6 @@
 """Transformer-XL and XLNet attention, forward and backward, memory linear in length.
 
-The operator, its masks and modules of the package `xlnet_kernels`, whose documentation holds here; the XLNet model,
+The operator, masks and modules of the package `xlnet_kernels`, whose documentation applies. The XLNet model,
 pre-training and the integrations of the package are left out.
 """
 

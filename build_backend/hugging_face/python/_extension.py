@@ -1,4 +1,4 @@
-"""The compiled library, loaded by kernel-builder's `_ops`, as the package's modules ask for it."""
+"""Compiled library, loaded by kernel-builder's `_ops`, with the interface of the package's `_extension`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers for `kernels.kernelize`: each is the `forward` of another library's module, with that module's parameters."""
+"""Layers for `kernels.kernelize`: the `forward` of other libraries' modules, with those modules' parameters."""
 
 import torch
 from torch import Tensor, nn
@@ -7,10 +7,10 @@ from .functional import rel_attention
 
 
 class ParakeetEncoderAttention(nn.Module):
-    """transformers' ParakeetEncoderAttention, self-attention with relative positions, without a map of scores.
+    """Layer for transformers' ParakeetEncoderAttention: self-attention with relative positions, without a stored map.
 
-    Fully masked rows give o_proj of zeros, where transformers gives it the average of all values. The second output,
-    the attention map, is None.
+    Fully masked rows give o_proj of zeros; in transformers, of the average of all values. The second output, the
+    attention map, is None.
     """
 
     can_torch_compile = True
@@ -33,15 +33,17 @@ class ParakeetEncoderAttention(nn.Module):
         attention_mask: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, None]:
-        """hidden_states (B, L, d_model), position_embeddings (1 or B, 2 L - 1, d_model), attention_mask (B, 1, L, L),
-        True, or 0 of a float mask, where a row may attend."""
+        """Attend to hidden_states (B, L, d_model), with position_embeddings (1 or B, 2 L - 1, d_model).
+
+        attention_mask (B, 1, L, L) is True, or 0 in a float mask, where a row may attend.
+        """
         length, width = hidden_states.shape[1], self.head_dim
         query, key, value = (
             projection(hidden_states).unflatten(-1, (-1, width)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if position_embeddings.stride(0) == 0:
-            position_embeddings = position_embeddings[:1]  # of the batch, expanded
+            position_embeddings = position_embeddings[:1]  # equal for the whole batch
         rel_key = self.relative_k_proj(position_embeddings).unflatten(-1, (-1, width)).transpose(-3, -2)
         mask = attention_mask
         if mask is not None and mask.dtype != torch.bool:

@@ -1,27 +1,26 @@
-# `make` alone prints this text.
+# `make` without a target prints this text.
 #
-# `make test` and `make bench` do everything on a fresh machine: environment, dependencies, build, run.
-# Both pick up what has changed since the last time and cost nothing when nothing has. Each installs its own tools alone.
+# `make test` and `make bench` do everything on a fresh machine: environment, dependencies, build, run. Both rebuild
+# only changed parts. Each installs its own tools only.
 #
 #   make bench ARGS="--device cpu --plot"     arguments for benchmarks/attn.py, such as --budget: 240 seconds by default,
-#                                             plus at most the one measurement that has begun
+#                                             plus at most one running measurement
 #   make test ARGS="-m 'not slow'"            arguments for pytest
 #   make test TORCH="torch==2.8.0"            another torch
 #   make test PYTHON=python3.12               another interpreter
 #
-# `make test-machine` runs the GPU kernels as their compilers left them, on the host (benchmarks/lib/machine). It takes
-# hours; `make test` has a sample of it. Run again it goes on with what has not passed, or starts anew where a source has
-# changed.
+# `make test-machine` runs the compiled GPU kernels on the host (benchmarks/lib/machine). It takes hours; `make test`
+# has a sample of it. A second run continues with tests that have not passed, or starts anew after a change of sources.
 #
-# `make gpu-counts` counts what the GPU kernels execute, beside plain flash attention, on the same machine.
+# `make gpu-counts` counts the instructions of the GPU kernels and of plain flash attention, on the host.
 #
-# `make bench-suite` keeps the operator's time in multiples of plain SDPA's; with COMPARE=1 it compares with what was kept
-# instead, and fails where something has become slower.
+# `make bench-suite` stores the operator's time in multiples of plain SDPA's; with COMPARE=1 it compares with the stored
+# times instead, and fails if the operator is slower.
 #
-# `make docs` writes the docstrings into docs/api, makes a site of all pages, build/docs/index.html, and checks its links.
+# `make docs` writes the docstrings into docs/api, builds the site, build/docs/index.html, and checks its links.
 #
-# `make gpu-check` tests and measures on this machine's GPU with the torch, Triton and pytest that PYTHON has, without
-# network and without an environment of its own, in less than eight minutes. OUT=FOLDER: where its results go.
+# `make gpu-check` tests and measures on this machine's GPU with PYTHON's torch, Triton and pytest, without network or a
+# new environment, in less than eight minutes. OUT=FOLDER: folder of the results.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -76,7 +75,7 @@ gpu-check:
 clean:
 	rm -rf $(VENV) build dist *.egg-info xlnet_kernels/*.so xlnet_kernels/_build_info.json
 
-# Each stamp holds the choice it was made for, and is written again only when that changes.
+# Each stamp has the choice it was made for, and is written again only when the choice changes.
 $(VENV)/interpreter: FORCE
 	@echo '$(PYTHON)' | cmp -s - $@ || { \
 	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -88,7 +87,7 @@ $(VENV)/interpreter: FORCE
 $(VENV)/torch: $(VENV)/interpreter FORCE
 	@echo '$(TORCH)' | cmp -s - $@ || { $(RUN) -m pip install '$(TORCH)' && echo '$(TORCH)' > $@; }
 
-# What `make test` runs needs the tools of all three; `make bench` and `make docs` install their own alone.
+# `make test` needs the tools of all three; `make bench` and `make docs` install only their own.
 $(VENV)/installed: EXTRAS := bench,docs,test
 $(VENV)/installed: COVERED := $(VENV)/bench $(VENV)/docs
 $(VENV)/bench: EXTRAS := bench

@@ -11,7 +11,7 @@ Tasks and their columns (--text-column, --pair-column and --label-column name ot
     tagging         words, tags: lists, or with spaces between
     answer          text, question, the part of the text that answers it
 
-Prints the scores of the majority class and of a bag of words, keeps the best model of all evaluations and stops after
+Prints the scores of the majority class and of a bag of words. Keeps the best model of all evaluations, and stops after
 --patience evaluations without a better one. Writes a whole model folder, metrics.jsonl, the same for TensorBoard, and a
 picture. Ctrl-C stops and writes; after that, or a kill, --resume continues exactly. Needs pip install '.[examples]'.
 """

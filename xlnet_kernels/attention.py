@@ -162,8 +162,8 @@ class TwoStreamAttention(nn.Module):
                 also sees itself. None: all keys are visible but the tokens at target_positions, which only their own
                 content rows see; where rel_pos ends at distance 0, all earlier keys. Without target_positions g then
                 needs a mask, because it would see its own token. A mask of one stream (`RankMask.padding`, `full`,
-                `local`, `chunked`, `packed`, or dense with one row for all) hides the tokens at target_positions in the
-                same way, from content rows too.
+                `local`, `chunked`, `packed`, or dense with one row for all) likewise hides the tokens at
+                target_positions, from content rows too.
             rel_pos: (P, d_model) or (B, P, d_model), row p encodes distance M + L - p; P = M + 2 L, or M + L + 1 where
                 keys ahead are invisible. Default: sinusoidal, both directions.
             segment_ids: (B, L) integers, or None for no segment term. Memory is segment 0.

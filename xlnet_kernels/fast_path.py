@@ -25,8 +25,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def attend(call: Call, backend: str | None) -> tuple[Tensor, Tensor] | None:
     """The output and the log-sum-exp of an unchecked call; None where `functional` must handle it.
 
-    These are calls with a possible error, dropout or a dense mask, backends other than "cpu" and "cuda", and calls
-    under compilers, transforms, modes, subclasses or autocast.
+    These are calls with a possible error, dropout or a dense mask, and backends other than "cpu" and "cuda". So are
+    calls under compilers, transforms, modes, subclasses or autocast.
     """
     query = call.query
     if _fast_path is None or type(query) not in _PLAIN or query.dim() != 4:

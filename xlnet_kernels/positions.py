@@ -72,8 +72,8 @@ def relative_positions(
 
 def kept_positions(h: Tensor, key_len: int, query_len: int, d_model: int, **options) -> Tensor:
     """`relative_positions` in h's dtype and device, cached for layers and steps with the same arguments."""
-    # Not cached under a compiler, a fake mode or a transform, or while a CUDA graph is captured, because later calls
-    # could not use such a result.
+    # Not cached under a compiler, a fake mode, a transform or CUDA graph capture, because later calls could not use
+    # such a result.
     plain = readable(h) and not transformed() and not in_dispatch_mode()
     plain = plain and not (h.is_cuda and torch.cuda.is_current_stream_capturing())
     compute = _kept if plain else relative_positions

@@ -15,7 +15,7 @@
 Operators are registered under the name of the extension, which differs from build to build, so that several versions
 can be loaded at once. `_ops.py` is kernel-builder's; for --build it is written here.
 
-The sources use torch's stable ABI only, so one variant for each CUDA version serves every torch from that of
+The sources use torch's stable ABI only. So one variant for each CUDA version serves every torch from that of
 `[torch.stable-abi]` on. `kernel-builder upload` goes to `repo-id`. `kernels.get_kernel` loads repositories of
 publishers that Hugging Face trusts, and others only with trust_remote_code=True.
 """

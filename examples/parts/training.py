@@ -146,8 +146,7 @@ def _step(line: str) -> float:
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Context with a function that returns whether Ctrl-C or SIGTERM came; a later second one ends the program at
-    once."""
+    """Context with a function that returns whether Ctrl-C or SIGTERM came; a later second one ends the program."""
     came: list[float] = []
 
     def handle(number, frame) -> None:

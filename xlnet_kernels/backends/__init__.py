@@ -1,8 +1,13 @@
 """Implementations of the operator.
 
-Each is a module with `DEVICE` and `DTYPES` (the supported device type and dtypes, None for all), `max_head_dim(dtype)`
-(the largest head_dim, None for all), `unavailable()` (why it cannot be used on this machine, or None) and
-`rel_attention(call)` as in reference.py. To add a backend, write such a module and name it here.
+Each is a module with:
+
+- `DEVICE` and `DTYPES`: the supported device type and dtypes, None for all;
+- `max_head_dim(dtype)`: the largest head_dim, None for all;
+- `unavailable()`: the reason why it cannot be used on this machine, or None;
+- `rel_attention(call)` as in reference.py.
+
+To add a backend, write such a module and name it here.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ def _probabilities(block: Block) -> tuple[Tensor, Tensor, Tensor]:
 class _Sums:
     """Gradients of the inputs that need them, summed block by block in the dtype of the scores.
 
-    Where that dtype is wider than the inputs', only the current heads have sums over rows, because those of all heads
-    would take twice the memory of the gradients.
+    Where that dtype is wider than the inputs', only the current heads have sums over rows. Those of all heads would
+    take twice the memory of the gradients.
     """
 
     def __init__(self, call: BlockedCall, needs: list[bool]) -> None:

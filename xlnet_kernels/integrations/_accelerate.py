@@ -4,9 +4,9 @@ Each module of the model that the registry (`_libraries`) knows gets another cla
 a stand-in. Parameters, buffers, hooks and attributes are unchanged, other models of the same class are not affected,
 and pickle and copy.deepcopy work.
 
-A stand-in is a class given to `register`, or the class of the same name in the module of this package that `LIBRARIES`
-names (imported when a model has such a module). It derives from the library's class, or is a mixin placed before it. It
-overrides methods, above all `forward`, and
+A stand-in is a class given to `register`, or the class of the same name in a module of this package. `LIBRARIES` names
+that module, which is imported when a model needs it. It derives from the library's class, or is a mixin placed before
+it. It overrides methods, above all `forward`, and
 
 - uses the attributes that the library gave the instance: `__init__` never runs;
 - has ``backend = None`` as a class attribute where it calls the operator; `accelerate` sets it in the instance;

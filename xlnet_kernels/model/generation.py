@@ -136,8 +136,8 @@ class Generation(nn.Module):
     ) -> Tensor:
         """Fill in the missing tokens, each given the known tokens and those already filled in.
 
-        Every token is predicted by the query stream, and its content stream is entered once, as in the permutation LM
-        with this factorisation order (Yang et al. 2019, section 2.2). Memory is linear in L.
+        The query stream predicts every token, and its content stream is entered once. This is the permutation LM with
+        this factorisation order (Yang et al. 2019, section 2.2). Memory is linear in L.
 
         Args:
             input_ids: (B, L) integers, ignored at missing positions.

@@ -135,7 +135,7 @@ class Plan:
         """Number of tiles in a run and of copies for each group, for ordered_accumulation.py.
 
         There are enough copies for two programs on each processor. A queue keeps as many tiles busy as a tile visits
-        blocks of rel_key, so all copies but the first have about one block for each of these programs.
+        blocks of rel_key. So all copies but the first have about one block for each of these programs.
         """
         config = self.config("rows")
         tiles, blocks = -(-self.length // config.BLOCK_M), -(-min(self.keys, self.rel_len) // config.BLOCK_N)

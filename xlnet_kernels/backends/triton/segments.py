@@ -74,7 +74,7 @@ def is_same_segment(ids, segments, head, j0, size, META):
 def add_segments(score, terms, segments, head, id_least, id_largest, j0, size, META):
     """Scores (BLOCK_M, BLOCK_N) plus the segment term less `same`, in two parts.
 
-    Where all keys of the tile, with ids from id_least to id_largest, are in one segment, the term is the second part
+    The ids of the tile's keys are from id_least to id_largest. If they are equal, the term is the second part
     (BLOCK_M,), constant in a row.
     """
     term = tl.zeros((META.BLOCK_M,), tl.float32)

@@ -15,7 +15,7 @@ pair are exchanged where s is odd, and each is read from its lane. With s = 11:
     scores               11    12    13    14    15    16    17    18     columns s + place
 
 All groups do so at once, and the next group of scores begins with column 19. The 16 consecutive rows of a warp take the
-same registers, found by a branch, because selections would have to try every bit of the group's number. Backward
+same registers. A branch finds them, because selections would have to try every bit of the group's number. Backward
 *gives* dS back in the opposite order: read from lanes, exchanged, and put where `_take` found it, into the complete
 block and the next one. tests/triton/test_shift_ptx.py has a model of both in numpy.
 

@@ -26,7 +26,7 @@ from . import tuning
 from .arguments import PADDING
 from .features import is_on
 
-_LINEAR = ("query", "content_bias", "position_bias", "segment_bias")  # every score is linear in these, taken together
+_LINEAR = ("query", "content_bias", "position_bias", "segment_bias")  # every score is linear in all of these together
 _MATRICES = ("query", "key", "value", "rel_key", "memory_key", "memory_value")
 _TINY = torch.finfo(torch.float32).tiny  # replaces a scale of 0, because 0 times minus infinity is NaN
 _MOST = 8192  # plans kept, a few KB each: two (forward, backward) for each of 4096 lengths

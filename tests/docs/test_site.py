@@ -41,12 +41,12 @@ def test_api_pages_say_what_the_docstrings_say(api_pages, path):
 def test_an_entry_has_signature_arguments_errors_and_example(api_pages):
     shown = (ROOT / "docs/api/masks.md").read_text().partition("## Segments\n")[2].partition("<!--")[0]
     head = "class Segments(query_ids: Tensor, key_ids: Tensor, embed: Tensor, bias: Tensor | None = None)"
-    assert shown.startswith(f"\n```py\n{head}\n```\n\nAdds ")
+    assert shown.startswith(f"\n```py\n{head}\n```\n\nSegment term ")
     assert "\n**Arguments**\n\n* `query_ids`: (B, L) integers" in shown and "\n**Raises**\n\n* `ValueError`: " in shown
     assert "\n```pycon\n>>> ids = " in shown and shown.endswith("torch.Size([1, 4, 5, 8])\n```\n\n")
     model = (ROOT / "docs/api/model.md").read_text()
     assert "\nclass XLNetLMHeadModel(config: XLNetConfig, backend: str | None = None)\n" in model
-    assert "\n### PretrainedModel.from_pretrained\n" in model and "\n* Prompts and what follows them: a list" in model
+    assert "\n### PretrainedModel.from_pretrained\n" in model and "\n* Prompts with their continuations: a list" in model
     assert "\n### RankMask.causal\n\n```py\ncausal(\n    batch: int,\n" in PAGES[1].read_text()
 
 

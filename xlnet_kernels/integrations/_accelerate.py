@@ -260,7 +260,7 @@ def _nothing_found(model: nn.Module) -> str:
             reason = "torch's has no relative positions"
         found.append(f"{cls.__name__} ({reason})" if reason else cls.__name__)
     return (
-        f"model must have relative attention that is known, got {', '.join(found) or type(model).__name__}; "
-        f"`python -m xlnet_kernels.info --models` lists what is known of "
-        f"{', '.join(library.name for library in LIBRARIES)}; xlnet_kernels.integrations.register makes others known"
+        f"model must have supported relative attention, got {', '.join(found) or type(model).__name__}; "
+        f"`python -m xlnet_kernels.info --models` lists the classes of "
+        f"{', '.join(library.name for library in LIBRARIES)}; xlnet_kernels.integrations.register adds others"
     )

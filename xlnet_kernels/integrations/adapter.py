@@ -46,8 +46,8 @@ def check_forward(module: nn.Module, name: str, *arguments: str) -> None:
     found = [parameter for parameter in inspect.signature(original.forward).parameters if parameter != "self"]
     if tuple(found[: len(arguments)]) != arguments:
         raise ValueError(
-            f"{original.__module__}.{name} cannot be accelerated: its forward takes ({', '.join(found)}), and "
-            f"({', '.join(arguments)}) is what is known"
+            f"{original.__module__}.{name} cannot be accelerated: its forward takes ({', '.join(found)}), "
+            f"expected ({', '.join(arguments)})"
         )
 
 
@@ -93,8 +93,8 @@ def check_no_window(window: Window | None, module: nn.Module) -> None:
     """Raise ValueError where the library's own code would compute a call that has a window."""
     if window is not None:
         raise ValueError(
-            f"{type(module).__name__} was called with what its library's code alone computes (attention maps, masks "
-            f"that are added to scores, other shapes), and that has no window: accelerate the model without window, "
+            f"{type(module).__name__} was called with options that only its library's code supports (attention maps, "
+            f"masks that are added to scores, other shapes), without a window: accelerate the model without window, "
             f"got ({window.left}, {window.right})"
         )
 

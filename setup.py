@@ -80,7 +80,8 @@ def make_extensions():
         # Set, because torch takes nvcc's own folder, which may consist of links.
         os.environ["CUDA_HOME"] = home
     compiler = decide.find_compiler()[1]
-    if Path(os.environ.get("CXX", "")).is_file():  # a path with spaces, quoted because torch passes it to a shell
+    # A path with spaces is quoted, because torch passes it to a shell.
+    if Path(os.environ.get("CXX", "")).is_file():
         os.environ["CXX"] = shlex.join(compiler)
     import torch
     from torch.utils import cpp_extension

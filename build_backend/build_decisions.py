@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from cuda_architectures import Architectures
 
-MIN_TORCH = (2, 10)  # for compiling, because its stable ABI has everything that the kernels need
+# For compiling, because its stable ABI has everything that the kernels need.
+MIN_TORCH = (2, 10)
 TORCH_REQUIREMENT = f"torch>={MIN_TORCH[0]}.{MIN_TORCH[1]}"
 # A translation unit that includes torch's headers and many template instances peaks at 1-2 GB.
 BYTES_PER_JOB = 2 * 2**30

@@ -29,7 +29,8 @@ def environment_paths():
 def add_environment():
     for path in environment_paths():
         if path not in sys.path:  # without isolation already present
-            site.addsitedir(path)  # not sys.path.append, because torch may come from .pth files
+            # Not sys.path.append, because torch may come from .pth files.
+            site.addsitedir(path)
 
 
 add_environment()

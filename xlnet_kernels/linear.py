@@ -28,7 +28,8 @@ from ._torch import (
 
 _SMALLEST = 2**21  # multiplications; in smaller products the overhead of a call exceeds the gain
 
-_FEW = "onednn for few rows"  # gradients use MKL, because their rows are weights or features
+# Gradients use MKL, because their rows are weights or features.
+_FEW = "onednn for few rows"
 _FEW_ROWS = 192
 
 # The faster library by processor (docs/linear.md), and the text that explains the choice.

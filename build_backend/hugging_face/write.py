@@ -6,11 +6,11 @@
     build.toml flake.nix CARD.md LICENSE
     csrc/                                  the C++ and CUDA sources
     torch-ext/torch_binding.cpp            the Python module that loads the operators
-    torch-ext/xlnet_kernels/               the operator, its backends and modules; in python/, beside this file, is
-                                           what differs from the package's
+    torch-ext/xlnet_kernels/               the operator, its backends and modules, with the different files of python/,
+                                           beside this file
     build/torch-stable-abi210-cpu-x86_64-linux/
-                                           what --build makes, for torch 2.10 and later; `kernels.get_local_kernel(
-                                           FOLDER)` loads it
+                                           the result of --build, for torch 2.10 and later;
+                                           `kernels.get_local_kernel(FOLDER)` loads it
 
 Operators are registered under the name of the extension, which differs from build to build, so that several versions
 can be loaded at once. `_ops.py` is kernel-builder's; for --build it is written here.

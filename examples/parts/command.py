@@ -12,7 +12,8 @@ from pathlib import Path
 
 from parts.folder import LOCK
 
-BACKENDS = ("cpu", "cuda", "triton", "torch", "reference")  # of the attention, listed here to avoid importing torch
+# Backends of the attention, listed here to avoid importing torch.
+BACKENDS = ("cpu", "cuda", "triton", "torch", "reference")
 
 
 _HARD = "\xa0"  # a space without line breaks in textwrap

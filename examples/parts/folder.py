@@ -34,7 +34,8 @@ def locked(output: Path) -> Iterator[None]:
         yield
     finally:
         if fcntl is None:
-            file.close()  # because Windows cannot remove an open file
+            # Because Windows cannot remove an open file.
+            file.close()
         # Because the next writer may have opened it on Windows.
         with suppress(PermissionError):
             (output / LOCK).unlink(missing_ok=True)  # elsewhere while held: `_lock` checks that the file exists
@@ -69,7 +70,8 @@ def _hold(file: IO[str], output: Path) -> None:
         else:
             import msvcrt
 
-            file.seek(1 << 20)  # a byte beyond the end, so that others may read the file
+            # A byte beyond the end, so that others may read the file.
+            file.seek(1 << 20)
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
     except OSError as error:
         file.seek(0)

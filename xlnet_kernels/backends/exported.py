@@ -22,7 +22,8 @@ from .._ranks import HIGHEST
 from ..call import Call, mem_len, with_memory
 from . import reference
 
-LEAST_ROWS = 64  # of a block, to avoid many small products in narrow windows
+# Rows of a block, to avoid many small products in narrow windows.
+LEAST_ROWS = 64
 
 
 def rel_attention(call: Call) -> tuple[Tensor, Tensor]:

@@ -90,7 +90,8 @@ def _probabilities(block: Block) -> tuple[Tensor, Tensor, Tensor]:
         return score, score.new_zeros(score.shape[:-1]), score.new_zeros(score.shape[:-1])
     largest = score.amax(-1)
     probability = torch.softmax(score, -1, out=block.call.scratch("probability", *score.shape))
-    total = 1 / probability.amax(-1)  # because the probability of the largest score is exp(0) / total
+    # Because the probability of the largest score is exp(0) / total.
+    total = 1 / probability.amax(-1)
     if block.masked_rows is not None:
         for values in (largest, total, probability):
             values.masked_fill_(block.masked_rows if values.dim() == 3 else block.masked_rows[..., None], 0)
@@ -140,7 +141,8 @@ class _Sums:
         if block.part.embed is not None:
             same, different = block.part.embed[:, :, None]
             of_different = (grad_score * block.different).sum(-1)[..., None]
-            of_same = grad_lse[..., None] - of_different  # because a row of dS sums to the gradient of lse
+            # Because a row of dS sums to the gradient of lse.
+            of_same = grad_lse[..., None] - of_different
             for index, weight in enumerate((of_same, of_different)):
                 if "segment_embed" in found:
                     found["segment_embed"][index, heads] += (weight * block.segmental).sum((0, 2))

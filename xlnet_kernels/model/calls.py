@@ -23,7 +23,8 @@ def model_call(encoder: Callable | None = None) -> Callable[[Forward], Forward]:
         @functools.wraps(forward)
         def call(self, *inputs: Any, return_dict: bool | None = None, **options: Any) -> Any:
             if encoder is not None:
-                options["return_dict"] = True  # for the encoder, because the head reads its output by name
+                # For the encoder, because the head reads its output by name.
+                options["return_dict"] = True
             output = forward(self, *inputs, **options)
             if return_dict is None:
                 return_dict = self.config.extra.get("return_dict", True)

@@ -29,7 +29,8 @@ _ALIASES = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
-_LARGEST = 2**31 - 1  # limit of all sizes, because kernels count rows and columns in 32 bits
+# Limit of all sizes, because kernels count rows and columns in 32 bits.
+_LARGEST = 2**31 - 1
 
 
 @dataclass

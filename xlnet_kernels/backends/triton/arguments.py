@@ -294,7 +294,8 @@ def load_or(pointer, start, index, inside, other):
     """Load elements start + index where `inside`; `other` elsewhere and where there is no pointer."""
     if pointer is None:
         return tl.full(index.shape, other, tl.int32)
-    else:  # not after a return, because Triton would compile the code anyway
+    # In a branch, because Triton would compile code after a return anyway.
+    else:
         return tl.load((pointer + start) + index, mask=inside, other=other)
 
 

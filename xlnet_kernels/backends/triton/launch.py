@@ -294,7 +294,8 @@ class Call:
                 "num_warps": config.num_warps,
                 "num_stages": config.num_stages,
                 "enable_fp_fusion": True,  # the default until Triton 3.10
-                "sanitize_overflow": False,  # also with TRITON_DEBUG=1, because shift.py and Philox count modulo 2^32
+                # Also with TRITON_DEBUG=1, because shift.py and Philox count modulo 2^32.
+                "sanitize_overflow": False,
             }
 
         elsewhere = known.device.type == "cuda" and known.device.index != torch.cuda.current_device()

@@ -28,11 +28,13 @@ from .features import is_on
 
 _LINEAR = ("query", "content_bias", "position_bias", "segment_bias")  # every score is linear in all of these together
 _MATRICES = ("query", "key", "value", "rel_key", "memory_key", "memory_value")
-_TINY = torch.finfo(torch.float32).tiny  # replaces a scale of 0, because 0 times minus infinity is NaN
+# Replaces a scale of 0, because 0 times minus infinity is NaN.
+_TINY = torch.finfo(torch.float32).tiny
 _MOST = 8192  # plans kept, a few KB each: two (forward, backward) for each of 4096 lengths
 
 plans: dict[tuple, Plan] = {}
-_inserting = threading.Lock()  # because backward runs in autograd's threads
+# A lock, because backward runs in autograd's threads.
+_inserting = threading.Lock()
 
 
 class Plan:
@@ -41,7 +43,8 @@ class Plan:
     def __init__(self, tensors: dict[str, Tensor], max_distance: int, dropout_p: float, scale: float) -> None:
         query, key, rel_key, memory_key = (tensors[name] for name in ("query", "key", "rel_key", "memory_key"))
         self.device, self.dtype = query.device, query.dtype
-        self.negated = _LINEAR if scale < 0 else ()  # because the kernels need a positive scale
+        # Because the kernels need a positive scale.
+        self.negated = _LINEAR if scale < 0 else ()
         self.scale = abs(scale) or _TINY
         self.batch, self.heads, self.length, self.head_dim = query.shape
         self.mem_len = 0 if memory_key is None else memory_key.shape[2]
@@ -60,7 +63,8 @@ class Plan:
         self.numbers = {
             "heads": self.heads, "length": self.length, "mem_len": self.mem_len, "key_len": key.shape[2],
             "rel_len": self.rel_len, "max_distance": max_distance,
-            "threshold": bits - 2**32 if bits >= 2**31 else bits,  # because kernels take int32
+            # As int32, because kernels take int32.
+            "threshold": bits - 2**32 if bits >= 2**31 else bits,
         }  # fmt: skip
         self.rows = (self.batch, self.heads, self.length)
         self.padded_keys, length = (-(-count // PADDING.value) * PADDING.value for count in (self.keys, self.length))
@@ -141,7 +145,8 @@ class Plan:
         tiles, blocks = -(-self.length // config.BLOCK_M), -(-min(self.keys, self.rel_len) // config.BLOCK_N)
         cuda = self.device.type == "cuda"
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
-        run = 1 if self.rel_len < self.keys else tiles  # 1 in a window, because neighbours visit the same blocks
+        # 1 in a window, because neighbours visit the same blocks.
+        run = 1 if self.rel_len < self.keys else tiles
         runs = tiles * self.batch * self.heads // (self.groups * run)
         return run, min(runs, -(-2 * processors // (self.groups * blocks)))
 

@@ -15,6 +15,7 @@ MOST_LETTERS = 72  # of a commit's subject
 BANNED = re.compile(r"\b(any more|of now|until now|nobody|no one(?!-)|somebody|whoever)\b", re.IGNORECASE)
 CONTINUATION = re.compile(r"(Of|The same|Those|And)\b")
 QUESTION = re.compile(r"(What|Which|How|Who|Where|Why)\b")
+REASON = re.compile(r"\b(because|to avoid)\b")
 CLAUSE = re.compile(r"(What|Who|Whoever)\b")
 SUBJECT = re.compile(r"[a-z][\w ,./-]*: \S")
 # A tool's directive, not prose.
@@ -29,7 +30,9 @@ class Prose(NamedTuple):
     """A piece of prose."""
 
     line: int
-    kind: str  # "comment", "summary" (a docstring's first paragraph), "docstring" (the rest), "heading", "paragraph"
+    # "comment", "aside" (a comment behind code), "summary" (a docstring's first paragraph), "docstring" (the rest),
+    # "heading" or "paragraph"
+    kind: str
     text: str
 
 
@@ -72,20 +75,21 @@ def cpp_prose(text: str) -> Iterator[Prose]:
             comments.append((line, is_whole, found["line"].strip("/ ")))
         elif found["block"] is not None:
             words = re.sub(r"\n\s*\*", "\n", found["block"]).strip("* \n")
-            comments.append((line, False, words))
+            comments.append((line, True, words))
     yield from _joined(comments)
 
 
 def _joined(comments: list[tuple[int, bool, str]]) -> Iterator[Prose]:
     """Comments, with those on consecutive lines of their own as one."""
     last = 0
-    begin, words = 0, []
+    begin, kind, words = 0, "comment", []
     for line, is_whole, text in [*comments, (0, False, "")]:
         if is_whole and line == last + 1 and words and text:
             words.append(text)
         else:
             if words:
-                yield Prose(begin, "comment", " ".join(words))
+                yield Prose(begin, kind, " ".join(words))
+            kind = "comment" if is_whole else "aside"
             begin, words = line, [text] if text and not DIRECTIVE.match(text) else []
         last = line if is_whole else -1
 
@@ -112,9 +116,11 @@ def problems(piece: Prose) -> list[str]:
     """The rules that a piece of prose breaks, each with the words that break it."""
     kind, text = piece.kind, _without_code(piece.text)
     found = [f"banned word: {word}" for word in BANNED.findall(text)]
-    if kind in ("comment", "heading", "summary") and (opening := CONTINUATION.match(text)):
+    if kind in ("comment", "aside", "heading", "summary") and (opening := CONTINUATION.match(text)):
         found.append(f"opening: {opening[0]}")
-    if kind in ("comment", "summary") and (opening := CLAUSE.match(text)):
+    if kind == "aside" and REASON.search(text):
+        found.append(f"a reason behind its line: {text}")
+    if kind in ("comment", "aside", "summary") and (opening := CLAUSE.match(text)):
         found.append(f"a clause in place of a noun: {text[:40]}")
     if kind == "heading" and (QUESTION.match(text) or "?" in text):
         found.append(f"question as a heading: {text}")
@@ -136,7 +142,7 @@ def subject_problems(subject: str) -> list[str]:
 def sentences(text: str) -> list[str]:
     """The sentences of a text."""
     ended = re.sub(r"\b(e\.g|i\.e|et al|cf|vs|Fig|eq)\. ", r"\1 ", text.replace("\n", " "))
-    return re.split(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_`]*[A-Z0-9`-])", ended)
+    return re.split(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_]*(?:[A-Z0-9-]|\w+\.\w))", ended)
 
 
 def count_words(sentence: str) -> int:
@@ -146,7 +152,7 @@ def count_words(sentence: str) -> int:
 
 def _without_code(text: str) -> str:
     """The text with code as one word, and links as their text."""
-    text = re.sub(r"``.*?``|`[^`]*`", "code", text, flags=re.DOTALL)
+    text = re.sub(r"``.*?``|`[^`]*`", "CODE", text, flags=re.DOTALL)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     # Shapes and formulas in parentheses, such as (B, H, L, D), count as one word too.
     return re.sub(r"\((?:[A-Z][\w +*/-]*|\d+|\.\.\.)(?:, (?:[\w +*/.-]+))*,?\)", "(shape)", text)

@@ -62,6 +62,7 @@ LONG = " ".join(["word"] * 26)
 BAD = {
     "opening of a comment": (python_prose, "x = 1\n# Of the first row.\n"),
     "opening of a comment behind a line": (python_prose, "x = 1  # those of the first row\n# And the second.\n"),
+    "reason behind a line": (python_prose, "x = 1  # because the kernels read it\n"),
     "clause": (python_prose, "# What the kernels read.\nx = 1\n"),
     "banned word in a comment": (python_prose, "# The second line of it\n# is read by nobody.\nx = 1\n"),
     "banned word in a docstring": (python_prose, 'def f():\n    """Load a row.\n\n    Not any more.\n    """\n'),
@@ -84,7 +85,7 @@ GOOD = {
     "code is one word": (python_prose, f'"""Table `{LONG}` of rows."""\n'),
     "string in C++": (cpp_prose, 'auto name = "// Those of rows";  // the name\nauto raw = R"(// And)";\n'),
     "code on a page": (page_prose, f"# Rows\n\n```python\n# Of {LONG}\n```\n\n| What | {LONG} |\n\n<!-- {LONG} -->\n"),
-    "sentences": (page_prose, f"A {LONG[:60]}. A {LONG[:60]}. `{LONG}` is code.\n* {LONG[:60]}\n"),
+    "sentences": (page_prose, f"A {LONG[:60]}. `{LONG}` {LONG[:60]}. call.py {LONG[:60]}.\n* {LONG[:60]}\n"),
 }
 
 
@@ -104,7 +105,7 @@ def test_good_prose_passes(case):
 def test_pieces_have_their_lines():
     assert list(python_prose("x = 1\n\n# A row\n# of two.\ny = 2\n")) == [Prose(3, "comment", "A row of two.")]
     assert list(cpp_prose("int x;  // a row\n\n// Two\n// rows.\n")) == [
-        Prose(1, "comment", "a row"),
+        Prose(1, "aside", "a row"),
         Prose(3, "comment", "Two rows."),
     ]
     page = "---\na: b\n---\n# Rows\n\n```\ncode\n```\n\nA row\nof two.\n\n* one\n"

@@ -1,4 +1,4 @@
-"""What the papers behind this system claim of its objectives, streams and memory, shown with small models.
+"""Claims of the papers about objectives, streams and memory, tested with small models.
 
     python experiments/objectives.py --plot                          everything, about 23 minutes of one thread
     python experiments/objectives.py --experiments trainer --plot    one of them; the file keeps the others' rows
@@ -6,10 +6,10 @@
 
 - pairs: targets depend on each other under permutation and not under masking;
 - context: both sides of context help over left-to-right, after fine-tuning;
-- memory: memory carries context over segments, and how far;
+- memory: memory carries context over segments, with its range;
 - streams: two-stream predictions know the position and not the token, a single stream's do not know the position;
-- trainer: losses of permutation, masked and autoregressive LM at equal tokens, and how long they take to reach what
-  transformers' XLNet reaches in its own Trainer.
+- trainer: losses of permutation, masked and autoregressive LM at equal tokens, and the time to reach the loss of
+  transformers' XLNet in its own Trainer.
 
 claims/ has a file for each, with its definitions and sources. All models have the tutorial's text, tokenizer and
 size, and three seeds. Times are processor time of one thread. Needs pip install '.[bench,examples]'.
@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "examples")]  # whose lib and parts these experiments use
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "examples")]  # for lib and parts
 
 from lib import session  # noqa: E402
 from lib.harness import environment, write_json  # noqa: E402
@@ -36,8 +36,8 @@ from lib.plot import plot  # noqa: E402
 from lib.report import markdown  # noqa: E402
 
 EXPERIMENTS = ("pairs", "context", "memory", "streams", "trainer")
-FIXED = ("output", "plot", "quick", "experiments", "models")  # options that are no settings of an experiment
-SIZES = {  # option: its default, what it counts
+FIXED = ("output", "plot", "quick", "experiments", "models")  # options that are not settings of an experiment
+SIZES = {  # option: default, help
     "topics": (1000, "topics of the manual, at most"),
     "vocab": (500, "ids of the tokenizer"),
     "layers": (2, "layers"),
@@ -67,7 +67,7 @@ QUICK |= dict(trainer_steps=4, trainer_every=2)
 
 
 def measure(options: argparse.Namespace, results: dict) -> None:
-    """All experiments that are asked for; the file is written after every row."""
+    """Run the chosen experiments; the file is written after every row."""
     from claims.workshop import Workshop
 
     with tempfile.TemporaryDirectory() as folder:
@@ -103,10 +103,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def begin(options: argparse.Namespace) -> dict:
-    """Results without rows of the experiments that are asked for; of others those that the file has.
+    """Initial results: the file's rows, without those of the chosen experiments.
 
     Raises:
-        ValueError: the file's rows are of other settings.
+        ValueError: the file's rows have other settings.
     """
     settings = {name: value for name, value in vars(options).items() if name not in FIXED}
     results = {"benchmark": "objectives", "environment": environment("cpu"), "settings": settings}
@@ -122,7 +122,7 @@ def begin(options: argparse.Namespace) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status 0; 2 where the file has rows of other settings."""
+    """Run the command; exit status 0, or 2 if the file has rows of other settings."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     torch.set_num_threads(options.threads)
     try:

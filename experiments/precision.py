@@ -1,19 +1,19 @@
-"""What 16 bits do to gradients and to training, with delta from the rounded output and with what rounding took from it.
+"""Effect of 16 bits on gradients and training, with delta from the rounded output and with its rounding error.
 
     python experiments/precision.py --plot                     everything
     python experiments/precision.py --sections errors cost     the operator alone
     python experiments/precision.py --quick                    tiny, to see that everything runs
 
 - errors: gradients of the biases, of rel_key, query, key and value against float64 on the same rounded inputs, where
-  rows, values, keys, rel_key and output gradients have offsets; torch's SDPA without positions beside them;
+  rows, values, keys, rel_key and output gradients have offsets; and torch's SDPA without positions;
 - cost: processor time and bytes with the residual and without, bfloat16;
 - training: the model and the batches of examples/pretrain.py, the same data and weights for every kind of arithmetic.
   At a few steps, also the error of the gradient of the position bias (r_r_bias), of both deltas at the same weights: in
-  the attention alone (against float64 on the inputs and the output gradient that it was given) and of the whole model
-  (against the model in float64). Held-out losses are of the float32 weights, in float32.
+  the attention only (against float64 on its inputs and output gradient) and of the whole model (against the model in
+  float64). Held-out losses are of the float32 weights, in float32.
 
-The 16-bit kinds are bfloat16: autocast, and a model of bfloat16 weights with float32 master weights. One kind more is
-float32 from weights that were rounded to bfloat16 once: how far two runs differ for no reason.
+The 16-bit kinds are bfloat16: autocast, and a model of bfloat16 weights with float32 master weights. A further kind is
+float32 from weights rounded to bfloat16 once, which shows the random difference of two runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "examples")]  # whose lib and parts these experiments use
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "examples")]  # for lib and parts
 
 from lib import session  # noqa: E402
 from lib.gradients import Recorder, delta_of, measure_cost, measure_errors, relative_error  # noqa: E402
@@ -48,7 +48,7 @@ QUICK |= dict(seq_len=32, mem_len=16, batch_size=2, eval_batches=1, training_hea
 
 @dataclass(frozen=True)
 class Kind:
-    """Arithmetic of a training run; `masters`: the model has bfloat16 weights, copies of float32 ones."""
+    """Arithmetic of a training run; `masters`: the model has bfloat16 weights, copies of float32 weights."""
 
     name: str
     dtype: str = "float32"
@@ -108,7 +108,7 @@ def train(kind: Kind, options: argparse.Namespace, folder: str) -> dict:
 
 
 def pretrain_options(kind: Kind, options: argparse.Namespace, folder: str) -> argparse.Namespace:
-    """Those of examples/pretrain.py."""
+    """Options of examples/pretrain.py for a kind of arithmetic."""
     from pretrain import make_parser
 
     given = {
@@ -159,7 +159,7 @@ def probe(run, batch) -> dict[str, dict]:
     with delta_of(ROUNDED):
         gradients[ROUNDED] = gradient(run)
     wide = argparse.Namespace(**vars(run.options) | {"dtype": "float32"})
-    # Weights as they are, without the hooks of the 16-bit model.
+    # A copy of the weights, without the hooks of the 16-bit model.
     model = type(run.model)(run.config, run.options.backend).double()
     model.load_state_dict(run.model.state_dict())
     exact = gradient(replace(run, model=model, options=wide, mems=narrow(run.mems, torch.float64)))
@@ -170,7 +170,7 @@ def probe(run, batch) -> dict[str, dict]:
 
 
 def measure(options: argparse.Namespace, results: dict) -> None:
-    """All sections; the file is written after every part."""
+    """Run all sections; the file is written after every part."""
 
     def keep(row: dict) -> None:
         results["rows"].append(row)

@@ -1,1 +1,1 @@
-"""What the sources of this system claim, each claim an experiment with small models: a file each, for objectives.py."""
+"""Claims of the papers, each tested by an experiment with small models in one file, for objectives.py."""

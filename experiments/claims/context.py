@@ -1,12 +1,12 @@
-"""Both sides of context help over left-to-right (Yang et al. 2019, sections 1 and 3): the accuracy of small tasks.
+"""Claim: context on both sides helps over left-to-right, in small tasks (Yang et al. 2019, sections 1 and 3).
 
 Models of the same text, tokens and parameters, pre-trained by each objective, are fine-tuned by examples/finetune.py:
 
-- classification: the tutorial's, of which topic is a paragraph? One prediction, at the end of the text;
-- tagging: which mark of punctuation stood behind a word? The marks and capitals are gone, and what decides comes
-  after the word as much as before it. Paragraphs of the same tables, in pieces of 40 words.
+- classification: the tutorial's, the topic of a paragraph. One prediction, at the end of the text;
+- tagging: the mark of punctuation after each word. Marks and capitals are removed, and the evidence lies on both sides
+  of the word. Paragraphs of the same tables, in pieces of 40 words.
 
-A model that was pre-trained from left to right is fine-tuned from left to right; others see both sides.
+A model pre-trained from left to right is fine-tuned from left to right; others see both sides.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def measure(workshop: Workshop) -> Iterator[dict]:
 
 
 def prepare(workshop: Workshop, task: str, files: tuple[Path, Path], objective: str, seed: int) -> fine_tuning.Tuning:
-    """Rows and model. Evaluated once, after the last step: nothing is chosen by the testing rows."""
+    """Rows and model. Evaluated only after the last step, to avoid choices by the testing rows."""
     options = workshop.options
     settings = {"checkpoint": workshop.pretrained(objective, seed)[0], "data": files[0], "validation": files[1]}
     settings |= {"task": task, "seed": seed, "steps": options.tuning_steps, "eval-every": options.tuning_steps}
     settings |= {"seq-len": options.tuning_length, "device": "cpu", "backend": options.backend}
     settings |= {"output": workshop.folder / "tuned"}
-    settings |= {"save-every": options.tuning_steps}  # not once
+    settings |= {"save-every": options.tuning_steps}  # none saved
     chosen = finetune.make_parser().parse_args([f"--{name}={x}" for name, x in settings.items()])
     return fine_tuning.prepare(chosen, None, *finetune.read_rows(chosen))
 
@@ -70,7 +70,7 @@ def write_tables(folder: Path, task: str) -> tuple[Path, Path]:
 
 
 def tagged(text: str) -> list[Row]:
-    """Words without marks and capitals, and the mark behind each.
+    """Words without marks and capitals, and the mark after each.
 
     >>> tagged("As is. A, b")
     [{'text': ['as', 'is', 'a', 'b'], 'label': ['none', 'stop', 'comma', 'none']}]
@@ -86,7 +86,7 @@ def tagged(text: str) -> list[Row]:
 
 
 def _baselines(tuning: fine_tuning.Tuning, task: str) -> dict[str, dict[str, float]]:
-    """What must be beaten; in tagging, that no word has a mark."""
+    """Metrics of the baselines; in tagging, no word has a mark."""
     if task == "classification":
         return baselines(tuning.task, tuning.training, tuning.testing)
     return {"majority": tuning.task.measure([[NONE] * len(row["label"]) for row in tuning.testing], tuning.testing)}

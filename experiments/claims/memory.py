@@ -1,20 +1,20 @@
-"""Memory carries context over segments (Dai et al. 2019, sections 3.2 and 4.4, appendix C).
+"""Claim: memory carries context over segments (Dai et al. 2019, sections 3.2 and 4.4, appendix C).
 
 Left-to-right models of the same text, tokens and parameters read segments of 32 tokens, each with a memory of 0 to 4
-segments before it, in training and in evaluation. Losses of the held-out text by the position in the segment: without
-memory the first tokens of a segment have no context.
+earlier segments, in training and in evaluation. Losses of the held-out text are shown by position in the segment,
+because without memory the first tokens of a segment have no context.
 
-How far a model looks is the paper's relative effective context length (RECL), of a group of models. With l_i(c, t) the
+The range of a model is the paper's relative effective context length (RECL), of a group of models. With l_i(c, t) the
 loss of model i at token t from a context of c tokens, and b(c, t) = min over i of l_i(c, t) the best of the group,
 
     f_i(c, c') = mean over t in T of min(b(c, t), l_i(c', t))
     g_i(c, c') = (exp f_i(c, c) - exp f_i(c, c')) / exp f_i(c, c)
 
-where T are the share r of tokens with the largest b(c, t). From the shortest c on, c grows by a step as long as
-g_i(c, c + step) is at least 0.01; where it stops is the RECL. It is defined for a group since gains of a model that was
-bad with little context would count for more. A context of c tokens is given as a sequence without memory: position
-encodings and weights are the same as of memory and segment together. Sixteen tokens are scored in each sequence, from
-contexts of c to c + 15 tokens.
+where T is the share r of tokens with the largest b(c, t). From the shortest c on, c grows by a step as long as
+g_i(c, c + step) is at least 0.01; the last c is the RECL. It is defined for a group, because gains of a model that is
+bad with little context would count for more. A context of c tokens is given as a sequence without memory, with the
+position encodings and weights of memory and segment together. Sixteen tokens are scored in each sequence, from contexts
+of c to c + 15 tokens.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def context_losses(model: nn.Module, text: TokenFile, contexts: list[int], windo
 
 
 def relative_context(losses: dict[int, dict[int, np.ndarray]], model: int, share: float) -> int:
-    """The RECL of one of the models, whose losses by context are given; the longest context where it never ends.
+    """The RECL of one model from the losses by context; the longest context if it never ends.
 
     >>> short, long = np.array([3.0, 3.0]), np.array([2.0, 3.0])
     >>> losses = {0: {8: short, 16: short, 24: short}, 1: {8: short, 16: long, 24: long}}

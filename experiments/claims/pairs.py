@@ -1,7 +1,7 @@
-"""Targets depend on each other under permutation and not under masking (Yang et al. 2019, section 2.6).
+"""Claim: targets depend on each other under permutation and not under masking (Yang et al. 2019, section 2.6).
 
-Of "New York is a city" BERT computes log p(New | is a city) + log p(York | is a city), and XLNet
-log p(New | is a city) + log p(York | New, is a city). So for neighbouring words A B of the held-out text:
+For "New York is a city" BERT computes log p(New | is a city) + log p(York | is a city), and XLNet log p(New | is a
+city) + log p(York | New, is a city). So for neighbouring words A B of the held-out text:
 
     gain = log p(A, B | rest) - log p(A | rest) - log p(B | rest)
 
@@ -29,7 +29,7 @@ from xlnet_kernels.pretraining import TokenFile, joint_log_prob
 from .workshop import OBJECTIVES, Workshop
 
 LONGEST = 6  # tokens of a word
-SHOWN = 6  # pairs that a row names
+SHOWN = 6  # pairs named in a row
 TOGETHER = 32  # sequences in a call
 
 
@@ -70,9 +70,9 @@ def measure(workshop: Workshop) -> Iterator[dict]:
 
 
 def find_pairs(training: TokenFile, held_out: TokenFile, tokenizer: TextTokenizer, options) -> list[Pair]:
-    """Neighbours in the held-out text that are at least `least` times neighbours in the training text.
+    """Neighbours in the held-out text that occur at least `least` times as neighbours in the training text.
 
-    Of each bin `occurrences` are kept, spread over the text.
+    From each bin `occurrences` are kept, spread over the text.
     """
     known = words(training.read(0, len(training)), tokenizer)
     single = Counter(word.text for word in known)
@@ -93,7 +93,7 @@ def find_pairs(training: TokenFile, held_out: TokenFile, tokenizer: TextTokenize
 
 
 def words(ids: np.ndarray, tokenizer: TextTokenizer) -> list[Word]:
-    """Words of letters, each of whole tokens, the first of which has the space before it."""
+    """Words of letters, each of whole tokens, with the space in the first token."""
     starts = tokenizer.vocabulary.word_starts
     assert starts is not None, "a tokenizer with marks for words"
     names = np.array(tokenizer.fast.convert_ids_to_tokens(range(tokenizer.vocabulary.size)), dtype=object)
@@ -119,7 +119,7 @@ def _alike(pairs: list[Pair]) -> dict[tuple[int, int], list[Pair]]:
 
 @torch.no_grad()
 def _terms(reader: Reader, text: torch.Tensor, pairs: list[Pair], options) -> dict[Pair, dict[str, float]]:
-    """Of each pair: log p(A, B) in either order, and the sum of log p(A) and log p(B), given the rest."""
+    """Terms of each pair: log p(A, B) in either order, and the sum of log p(A) and log p(B), given the rest."""
     objective, found = CLASSES[reader.objective](), {}
     size = pairs[0].first.end - pairs[0].first.begin
     for at in range(0, len(pairs), TOGETHER):
@@ -141,7 +141,7 @@ def _terms(reader: Reader, text: torch.Tensor, pairs: list[Pair], options) -> di
 
 
 def _begin(pair: Pair, total: int, length: int) -> int:
-    """Where a sequence begins that has the pair in its middle, as far as the text allows."""
+    """Begin of a sequence with the pair in its middle, as far as the text allows."""
     middle = (pair.first.begin + pair.second.end) // 2
     return max(0, min(middle - length // 2, total - length))
 
@@ -168,7 +168,7 @@ def _row(objective: str, scores: dict[Pair, dict[str, float]]) -> dict:
 
 
 def _examples(scores: dict[Pair, dict[str, float]]) -> list[dict]:
-    """The pairs of the highest mutual information, whatever their gain."""
+    """The pairs of the highest mutual information, regardless of gain."""
     by_text: dict[str, list[Pair]] = defaultdict(list)
     for pair in scores:
         by_text[pair.text].append(pair)

@@ -1,15 +1,15 @@
-"""Two-stream predictions know the position and not the token (Yang et al. 2019, section 2.3).
+"""Claim: two-stream predictions know the position and not the token (Yang et al. 2019, section 2.3).
 
-A single stream predicts the next token of the order from the hidden state of the one before. That state is the same
-whichever position comes next, so two positions get the same prediction; the paper's remedy is a representation that
-knows the target's position, and the two streams compute it without its token. Three identities, on held-out text:
+A single stream predicts the next token of the order from the hidden state of the previous token. That state does not
+depend on the next position, so two positions get the same prediction. The paper's remedy is a representation that knows
+the target's position, and the two streams compute it without its token. Three identities, on held-out text:
 
-- own_token: the largest change of a prediction when the token to be predicted is replaced: 0;
-- earlier_token: the same when a token that comes before it in the order is replaced: not 0;
-- other_position: two targets trade places at the end of the order, so that one and then the other is predicted from the
-  same tokens: the total variation between both predictions, 0 for the single stream and not 0 for two.
+- own_token: the largest change of a prediction when the target's token is replaced: 0;
+- earlier_token: the largest change when an earlier token of the order is replaced: not 0;
+- other_position: two targets trade places at the end of the order, so that both are predicted from the same tokens. The
+  total variation between both predictions is 0 for the single stream and not 0 for two.
 
-And what ambiguity costs: the held-out loss of a model trained with a single stream, on the same targets and orders.
+The cost of ambiguity is the held-out loss of a model trained with a single stream, on the same targets and orders.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ SINGLE, TWO = "single stream", "two streams"
 
 
 class SingleStreamLM(PermutationLM):
-    """The targets and the order of PermutationLM, each target predicted by the content row before it in the order.
+    """PermutationLM with a single stream: the previous content row of the order predicts each target.
 
-    The first is predicted by the last token of the context.
+    The last token of the context predicts the first target.
     """
 
     def example(self, ids: np.ndarray, vocabulary: Vocabulary, parts: Sequence[int], rng, **text) -> Example:
@@ -67,7 +67,7 @@ def measure(workshop: Workshop) -> Iterator[dict]:
 
 @torch.no_grad()
 def identities(run: Run) -> dict[str, float]:
-    """The three numbers above for the first held-out batch; of a single stream there is but the last."""
+    """The three identities for the first held-out batch; only the last for a single stream."""
     model, batch = run.model.eval(), run.validation[0]
     final, last, before = _end_of_order(batch.mask)
     traded = replace(batch, mask=_traded(batch, last, final))
@@ -84,8 +84,8 @@ def identities(run: Run) -> dict[str, float]:
 
 
 def _end_of_order(mask: RankMask) -> tuple[Tensor, ...]:
-    """(B, 1) each: the last target of the order, the one before it and the one before that."""
-    steps = torch.where(mask.key_rank == mask.query_rank, mask.key_rank, -1)  # context is seen before it sees
+    """The last three targets of the order, (B, 1) each, last first."""
+    steps = torch.where(mask.key_rank == mask.query_rank, mask.key_rank, -1)  # context has lower key ranks
     return steps.topk(3, 1).indices.split(1, 1)
 
 
@@ -99,7 +99,7 @@ def _traded(batch: Batch, one: Tensor, other: Tensor) -> RankMask:
 
 
 def _replaced(batch: Batch, positions: Tensor) -> Batch:
-    """Another token at these positions (B, 1)."""
+    """The batch with another token at these positions (B, 1)."""
     tokens = batch.input_ids.gather(1, positions)
     return replace(batch, input_ids=batch.input_ids.scatter(1, positions, torch.where(tokens > 0, tokens - 1, 1)))
 
@@ -115,5 +115,5 @@ def _change(one: Tensor, other: Tensor) -> float:
 
 
 def _variation(one: Tensor, other: Tensor) -> float:
-    """Half the sum of the differences of probabilities, the mean of the batch."""
+    """Total variation: half the sum of the differences of probabilities, mean over the batch."""
     return ((one.softmax(-1) - other.softmax(-1)).abs().sum(-1) / 2).mean().item()

@@ -1,17 +1,17 @@
-"""Our objectives and loop against transformers' XLNet, trained by its own Trainer with its own collator.
+"""Comparison of this package's objectives and loop with transformers' XLNet, trained by its Trainer and collator.
 
-The same text, tokenizer, rows of tokens in a batch, share of targets, architecture, first scale of the weights,
-optimiser and schedule; neither has memory. transformers' DataCollatorForPermutationLanguageModeling writes MASK over
-the targets and computes a query row for every token (DataCollatorForPermutationLM names what else it does).
+Both have the same text, tokenizer, rows of tokens in a batch, share of targets and architecture, the same initial scale
+of the weights, optimiser and schedule, and no memory. transformers' DataCollatorForPermutationLanguageModeling writes
+MASK over the targets and computes a query row for every token (DataCollatorForPermutationLM lists all differences).
 
-- "transformers, Trainer": as many steps as asked for;
+- "transformers, Trainer": the given number of steps;
 - "permutation", "masked", "autoregressive": ours, at equal tokens;
-- "permutation, half the time", "permutation, the same time": as many steps as fit into that share of what Trainer took.
+- "permutation, half the time", "permutation, the same time": as many steps as fit into that share of Trainer's time.
 
-The clock is processor time of one thread, in training alone. `held_out` is the loss that all but the autoregressive one
-can be compared by: held-out targets that transformers' collator drew, each predicted from the tokens that are no
-targets and from nothing else. transformers' is its own loss, on what it trains. Ours sees less than in its training,
-where targets see earlier ones. `own` is the held-out loss of a run's own objective.
+Time is processor time of one thread, in training only. `held_out` is a common loss of all models but the
+autoregressive: held-out targets drawn by transformers' collator, each predicted only from the tokens that are not
+targets. For transformers it is the training loss. This package's models see less than in training, where targets see
+earlier targets. `own` is the held-out loss of a run's own objective.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from xlnet_kernels.pretraining import TokenFile, batch_loader
 from .workshop import OBJECTIVES, Clock, Workshop, train
 
 HALF, SAME = "permutation, half the time", "permutation, the same time"
-TIMED = 6  # steps that are taken to know how long one takes
+TIMED = 6  # steps to measure the time of a step
 
 
 class Targets(NamedTuple):
-    """Held-out sequences, and their targets: transformers' batches, and the same for our models."""
+    """Held-out sequences and their targets: transformers' batches, and the equivalent for this package's models."""
 
     theirs: dict[str, Tensor]
     tokens: Tensor
@@ -82,7 +82,7 @@ def train_ours(name: str, run: Run, held_out: list[Targets], options: argparse.N
 
 
 def train_theirs(run: Run, workshop: Workshop, held_out: list[Targets]) -> dict:
-    """transformers' Trainer with what it has; optimiser and schedule as `run` has them."""
+    """Train with transformers' Trainer; optimiser and schedule are those of `run`."""
     options, ours = workshop.options, run.options
     warnings.filterwarnings("ignore", module="transformers")
     torch.manual_seed(ours.seed)
@@ -132,7 +132,7 @@ def train_theirs(run: Run, workshop: Workshop, held_out: list[Targets]) -> dict:
 
 
 def seconds_per_step(run: Run) -> float:
-    """Processor seconds of a step of `run`, whose weights stay as they are; the first ones are not counted."""
+    """Processor seconds of a step of `run`, with unchanged weights; the first steps are not counted."""
     times, clock = [], Clock()
     for batch in batch_loader(run.training, 0, 2 * TIMED):
         before = clock.seconds()
@@ -144,14 +144,14 @@ def seconds_per_step(run: Run) -> float:
 
 
 def their_config(run: Run) -> transformers.XLNetConfig:
-    """transformers' configuration of our model."""
+    """transformers' configuration of the same model."""
     names = ("vocab_size", "d_model", "n_layer", "n_head", "d_inner", "ff_activation", "dropout", "initializer_range")
     sizes = make_config(run.options, run.corpus).to_dict()
     return transformers.XLNetConfig(**{n: sizes[n] for n in names}, use_mems_train=False, use_mems_eval=False)
 
 
 def their_collator(workshop: Workshop) -> Callable:
-    """Of the share of targets that our objectives have."""
+    """transformers' collator, with this package's share of targets."""
     share = workshop.options.num_predict / workshop.options.seq_len
     fast = workshop.tokenizer.fast
     return transformers.DataCollatorForPermutationLanguageModeling(fast, plm_probability=share, max_span_length=5)
@@ -164,7 +164,7 @@ def cut(text: TokenFile, length: int) -> list[list[int]]:
 
 
 def draw_targets(run: Run, workshop: Workshop) -> list[Targets]:
-    """The same ones for every way."""
+    """Held-out targets, equal for all models."""
     rows, collator, found = cut(run.validation.text, run.options.seq_len), their_collator(workshop), []
     torch.manual_seed(0)
     for at in range(0, min(len(rows), workshop.options.held_out_rows), run.options.batch_size):
@@ -180,7 +180,7 @@ def draw_targets(run: Run, workshop: Workshop) -> list[Targets]:
 
 @torch.no_grad()
 def mean(model: nn.Module, held_out: list[Targets], loss: Callable, mask_id: int) -> float:
-    """Nats per target."""
+    """Mean loss in nats per target."""
     model.eval()
     total = sum(loss(model, targets, mask_id).item() * int(targets.hidden.sum()) for targets in held_out)
     model.train()
@@ -192,7 +192,7 @@ def of_theirs(model: nn.Module, targets: Targets, mask_id: int) -> Tensor:
 
 
 def of_permutation(model: nn.Module, targets: Targets, mask_id: int) -> Tensor:
-    """All targets at the same step of the order: none sees another."""
+    """Loss with all targets at one step of the order, so that no target sees another."""
     mask = xk.RankMask.from_order(torch.zeros_like(targets.tokens), targets.hidden)
     return model(targets.tokens, mask=mask, target_positions=targets.positions, labels=targets.labels).loss
 

@@ -1,4 +1,4 @@
-"""The text, the tokenizer and the small models that the experiments share: those of docs/tutorial.md."""
+"""Text, tokenizer and small models shared by the experiments: those of docs/tutorial.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARED = ("layers", "d_model", "heads", "batch_size", "seq_len", "steps", "num_p
 
 
 class Clock:
-    """Processor seconds since it was made, without those in which it was stopped."""
+    """Clock of processor seconds since its creation, except while stopped."""
 
     def __init__(self) -> None:
         self._began, self._stopped = time.process_time(), 0.0
@@ -40,11 +40,11 @@ class Clock:
 
 
 class Workshop:
-    """Makes models of one text, tokenizer and size; those that several experiments need stay in `folder`.
+    """Maker of models with one text, tokenizer and size; models for several experiments are kept in `folder`.
 
     Attributes:
         options: of objectives.py.
-        folder: texts/, tokenizer/, and a folder for each model.
+        folder: has texts/, tokenizer/, and a folder for each model.
     """
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
@@ -60,7 +60,7 @@ class Workshop:
         self.bytes = sum(len(text.encode()) for text in texts.values())
 
     def new_run(self, objective: str, seed: int, **given: Any) -> Run:
-        """A run of examples/pretrain.py before its first step: no memory and no pairs unless `given`."""
+        """New run of examples/pretrain.py, without memory and pairs unless `given`."""
         settings = {name: getattr(self.options, name) for name in SHARED} | {"mem_len": 0} | given
         settings |= {"objective": objective, "seed": seed, "device": "cpu", "backend": self.options.backend}
         settings |= {"text": self.folder / "texts", "tokenizer": self.folder / "tokenizer"}
@@ -70,7 +70,7 @@ class Workshop:
             return make_run(make_parser().parse_args(["--no-pairs", *arguments]), None, ours)
 
     def pretrained(self, objective: str, seed: int) -> tuple[Path, dict]:
-        """The folder of a model that was trained by an objective, and facts about its training."""
+        """The folder of a model trained by an objective, and facts about its training."""
         folder = self.folder / f"{objective}-{seed}"
         if not (folder / "facts.json").exists():
             run = self.new_run(objective, seed)
@@ -81,16 +81,16 @@ class Workshop:
         return folder, json.loads((folder / "facts.json").read_text())
 
     def reader(self, objective: str, seed: int) -> Reader:
-        """The same, for reading."""
+        """A `Reader` of a pre-trained model."""
         place = {"device": "cpu", "backend": self.options.backend, "threads": None}
         return load_reader(argparse.Namespace(checkpoint=self.pretrained(objective, seed)[0], **place))
 
 
 def train(run: Run, on_step: Callable[[int, Clock], None] = lambda step, clock: None) -> dict:
-    """All steps of a run.
+    """Train all steps of a run.
 
     Returns:
-        parameters, tokens that were read, processor seconds.
+        Number of parameters, number of tokens, processor seconds.
     """
     clock, options = Clock(), run.options
     for step, batch in enumerate(batch_loader(run.training, 0, options.steps), start=1):

@@ -26,7 +26,7 @@ struct InputGradients {
   std::vector<Tensor> list(const Inputs& inputs, const Needs& needs) const;
 };
 
-// What forward gives: the output, the natural log-sum-exp, and what backward needs (xlnet_kernels/ops.py).
+// Results of forward: the output, the natural log-sum-exp, and tensors for backward (xlnet_kernels/ops.py).
 struct Outputs {
   Tensor out, lse, row_max, row_sum, out_residual;
 
@@ -36,7 +36,7 @@ struct Outputs {
   void give_to(RelAttention& p) const;
 };
 
-// What backward takes beside the inputs. `check` raises ValueError unless all fits the inputs.
+// Arguments of backward beside the inputs. `check` raises ValueError unless all fit the inputs.
 struct OutputGradients {
   Tensor grad_out;
   OptionalTensor grad_lse;

@@ -28,7 +28,7 @@ struct HeadTerms {
   }
 };
 
-// What terms other than position and content need of a block of rows
+// A block of rows for all terms but position and content
 template <typename T>
 struct BlockRows {
   int64_t b, h;

@@ -74,7 +74,8 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
 #pragma unroll
     for (int r = 0; r < 2; ++r) kept[r] = kept_columns<S::KEYS>(philox, rows.row[r].index, tile.j0 + part_keys, lane.t);
   float row_max[2], kept_factor[2], delta[2];
-  for (int r = 0; r < 2; ++r) {  // read here, and not with the other row values: registers are scarce until now
+  // Not read with the other row values, because registers are scarce before this point.
+  for (int r = 0; r < 2; ++r) {
     const float* values = tile.row_values + rows.row[r].index;
     row_max[r] = rows.row[r].inside ? values[ROW_MAX * tile.all_rows] : INFINITY;  // exponentials are 0
     kept_factor[r] = kept_scale * values[INVERSE * tile.all_rows];
@@ -150,7 +151,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
 
   const KeyTile<S> tile(a, item.tile, b, item.h);
   OrderedAccumulation ordered(a, item, tiles);
-  sync_block();  // no one clears labels any more
+  sync_block();  // all labels are cleared
   const UnreadRows unread = unread_keys(call, b, tile.h);
   copy_rows_inside<S::THREADS, BLOCK_N>(memory.keys, 0, tile.key_rows, tile.j0, head_dim, thread_index(),
                                         [&](int j) { return j < keys && !unread.has(j); });
@@ -175,7 +176,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
     const bool same_shifts = consecutive && was_consecutive;
     was_consecutive = consecutive;
     const bool may_add = !ordered.is_ordered() || ordered.has_come(row_tile, of.lane.id);
-    if (!S::QUERY_AHEAD || !same_shifts) sync_block();  // no one reads query and band of the step before any more
+    if (!S::QUERY_AHEAD || !same_shifts) sync_block();  // all warps have read the last step's query and band
     if (!S::QUERY_AHEAD) {
       CopiedRows<S>(p, tile, first_row).copy(memory.queries(), tile.query_rows, head_dim);
       commit_copies();
@@ -208,7 +209,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
     steps.advance(of.lane.id);
     const CopiedRows<S> sorted(p, tile, steps.first_row());  // known by the time that they are copied
     add_value_gradient(memory, of, call.tf32, dV);
-    sync_block();  // no one reads P, dO and the window any more: the next step's come during the last products
+    sync_block();  // all warps have read P, dO and the window: the next step's arrive during the last products
     const typename S::Rows queries = memory.queries();
     if (!steps.is_at_end()) steps.copy(memory, sorted, step.row_tile != row_tile, window);
     commit_copies();

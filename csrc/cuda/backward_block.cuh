@@ -1,5 +1,5 @@
-// What a block of backward works on: its keys, the tile of rows and the window of rel_key of each step, and where its
-// gradients go.
+// Operands of a block of backward: its keys, each step's tile of rows and window of rel_key, and the addresses of its
+// gradients.
 #pragma once
 
 #include "mask.cuh"

@@ -5,7 +5,7 @@
 
 namespace xlnet_kernels::cuda {
 
-// What a warp multiplies: rows, or keys, 16 m_tile .. + 15, and one of GROUPS parts of the other dimension.
+// A warp's part of a product: rows, or keys, 16 m_tile .. + 15, and one of GROUPS parts of the other dimension.
 struct WarpPart {
   Lane lane;
   int m_tile, part;

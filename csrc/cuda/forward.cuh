@@ -24,7 +24,7 @@ DEVICE void start_scores(float (&score)[M_TILES][N][4], const float* key_bias, i
       for (int m = 0; m < M_TILES; ++m) score[m][n][i] = key_bias[8 * n + 2 * t + i % 2];
 }
 
-// What this lane knows of its rows, two in each tile of 16.
+// This lane's rows, two in each tile of 16.
 template <typename S>
 struct ForwardRows {
   RowLabels labels[S::M_TILES][2];

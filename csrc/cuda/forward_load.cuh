@@ -1,4 +1,4 @@
-// What forward's main loop works on: the block's tile of rows, and how keys, values and rel_key come to it.
+// Operands of forward's main loop: the block's tile of rows, and loads of keys, values and rel_key.
 //
 // K and V come double-buffered by cp.async. The rows of rel_key lie in a ring: from one tile to the next its window
 // moves on by BLOCK_N rows, so each row is fetched once per block.
@@ -188,7 +188,7 @@ struct ForwardPipeline {
     const int j0 = tile * S::BLOCK_N;
     next = next_tile(next_visibility);
     wait_for_copies<0>();
-    sync_block();  // this tile is here, and no one reads the one before any more
+    sync_block();  // this tile is loaded, and all warps have read the last one
     if (!has_window) {
       copy_window(rows.origin + j0);
       commit_copies();

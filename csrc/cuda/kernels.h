@@ -25,7 +25,7 @@ struct RowBounds {
 // Windows of rel_key reach beyond its first and its last row by less than this where a pair has a row in them.
 constexpr int REL_MARGIN = 3 * BOUNDS_TILE;
 
-// What blocks of forward that share a tile of rows leave of each row, as planes (splits, B, H, L).
+// Partial results of blocks of forward that share a tile of rows, as planes (splits, B, H, L).
 enum SplitValue {
   SPLIT_MAX,      // what the part's exponentials are relative to, in units of log 2
   SPLIT_SUM,      // of them; 0: the row sees no key of the part
@@ -76,7 +76,7 @@ struct Zeros {
   int64_t chunks;  // of 16 bytes
 };
 
-// What blocks of backward add up, in float32 and without the scale, which would cost 16-bit numbers some of their
+// Sums of blocks of backward, in float32 and without the scale, because it would cost 16-bit numbers some of their
 // range.
 struct Sums {
   Zeroed<float> query;       // (B, H, L, D), without the segment term
@@ -139,8 +139,8 @@ inline int64_t most_backward_tiles(const RelAttention& p) {
 
 constexpr int LEAST_SPLITS = 4, MOST_SPLITS = 32;  // fewer are not worth the launch that merges them
 
-// What `splits` is to be: 1 unless the tiles of rows leave three quarters of the device's processors idle. Every part
-// has at least `least_tiles` tiles of keys.
+// The heuristic for `splits`: 1 unless the tiles of rows leave three quarters of the device's processors idle. Every
+// part has at least `least_tiles` tiles of keys.
 inline int forward_splits(const Call& call, int processors, int least_tiles) {
   const RelAttention& p = call.p;
   const auto [block_m, block_n] =

@@ -14,9 +14,9 @@
 
 namespace xlnet_kernels::cuda {
 
-constexpr int32_t ENDED = INT32_MAX;  // of a block: it adds nothing any more
+constexpr int32_t ENDED = INT32_MAX;  // of a block that has added all its terms
 
-// What a block works on: a tile of keys of one head.
+// A block's work item: a tile of keys of one head.
 struct KeyItem {
   int tile, b, h;
 };
@@ -63,7 +63,7 @@ struct OrderedAccumulation {
   }
 };
 
-// What this block works on; none if b is no batch. Block, before it has anything in shared memory.
+// This block's work item; invalid if b >= batch. Called by the block before it has anything in shared memory.
 DEVICE KeyItem key_item(const Backward& a, int key_tiles) {
   const RelAttention& p = a.call.p;
   int32_t* const begun = a.gradients.sums.progress.data;

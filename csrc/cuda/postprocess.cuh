@@ -252,7 +252,7 @@ DEVICE void postprocess_head(const Backward& a, int h) {
   constexpr int GROUPS = POSTPROCESS_THREADS / MOST_COLUMNS;
   const int column = thread_index() % MOST_COLUMNS, group = thread_index() / MOST_COLUMNS;
   float* const scratch = postprocess_scratch();
-  sync_block();  // no one reads what was there before any more
+  sync_block();  // all warps have read the previous contents
   const auto add_parts = [&](const float* from, int parts, int kinds, int kind, int to) {
     float sum = 0;
     if (from && column < head_dim) {

@@ -1,5 +1,5 @@
-// What both passes need first: bounds of tiles, unread keys, and u.k and v.r of every key and row of rel_key; before
-// backward also unread rows of rel_key, its row statistics and the zeros that its sums begin with.
+// Launches before both passes: bounds of tiles, unread keys, and u.k and v.r of every key and row of rel_key; before
+// backward also unread rows of rel_key, row statistics and the initial zeros of sums.
 #pragma once
 
 #include "bias.cuh"

@@ -1,5 +1,5 @@
-// What the kernels ask of a GPU: all that has inline PTX, with sm90/primitives.cuh. benchmarks/lib/simt/primitives.cuh
-// defines the same for the host.
+// Primitives of a GPU: all inline PTX is here and in sm90/primitives.cuh. benchmarks/lib/simt/primitives.cuh defines
+// the same functions for the host.
 //
 // A warp is 32 lanes. Functions that say "warp" must be called by all of its lanes.
 #pragma once

@@ -1,6 +1,7 @@
 // The operator on CUDA tensors: tensors -> argument structs -> kernels.
 
-#include <torch_device.h>  // first, because it says for which device torch's interface is wanted
+// First, because it chooses the device of torch's interface
+#include <torch_device.h>
 
 #include <algorithm>
 #include <cmath>
@@ -177,7 +178,7 @@ InputGradients zero_gradients(const Inputs& inputs) {
           zeros(inputs.segment_bias)};
 }
 
-// What backward reads of forward's outputs and their gradients
+// Gives backward forward's outputs and their gradients
 void give_outputs(const OutputGradients& from, DeviceCall& device, Gradients& g) {
   RelAttention& p = device.call.p;
   p.out = strided(device.keep(aligned(from.out)));

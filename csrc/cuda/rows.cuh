@@ -48,8 +48,8 @@ DEVICE const T* bias_of_head(const void* bias, const RelAttention& p, int64_t h)
   return bias ? static_cast<const T*>(bias) + h * p.head_dim : nullptr;
 }
 
-// Rows of query are sorted by position. Of a sorted row: where it is in the tensors, and its position. Both are cut to
-// what there is, because nobody has looked at them; that they ascend, or differ, no address depends on.
+// The index of a sorted row in the tensors, and its position: rows of query are sorted by position. Both are clamped to
+// the valid range, because they are unchecked. No address depends on their order.
 DEVICE int row_index(const RelAttention& p, int b, int sorted_row) {
   if (p.rows.order == nullptr) return sorted_row;
   return larger(0, smaller(p.rows.order[b * p.length + sorted_row], int(p.length) - 1));

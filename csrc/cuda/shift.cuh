@@ -25,7 +25,7 @@ namespace xlnet_kernels::cuda {
 // The definition, which tests compare every way with: a row's column of the scores.
 DEVICE float shifted_column(const float* band, int shift, int column) { return band[column + shift]; }
 
-// What a lane does for one of its rows, in one word, because registers are scarce.
+// A lane's shift of one of its rows, in one word, because registers are scarce.
 struct QuadShift {
   uint32_t word;
 
@@ -44,7 +44,7 @@ struct QuadShift {
   DEVICE bool gives_latter(int parity) const { return word & LATTER << parity; }
   // The lane that gives this one its column of this parity: in the lowest bits, for shuffle looks at no others
   DEVICE int giver(int parity) const { return int(word >> (GIVER + 8 * parity)); }
-  // Of a window: the tile from which on the row is shifted by that
+  // The tile of a window from which on the row is shifted by that
   DEVICE int first_tile() const { return int(word >> FIRST_TILE); }
   DEVICE QuadShift from_tile(int tile) const { return {word | uint32_t(tile) << FIRST_TILE}; }
   DEVICE QuadShift into_next() const { return {word | NEXT}; }
@@ -121,7 +121,7 @@ struct BandSlice {
 };
 constexpr int NO_SLICE = -1;
 
-// The slice of the smallest shift among the warp's rows that wait; those that it serves do not wait any more.
+// The slice of the smallest shift among the warp's waiting rows; rows that it serves stop waiting.
 template <int BLOCK_M>
 DEVICE BandSlice next_slice(const int (&shift)[2], bool (&waits)[2], int lane) {
   int first = BLOCK_M;

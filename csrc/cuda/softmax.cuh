@@ -34,7 +34,7 @@ struct OnlineSoftmax {
     for (int m = 0; m < M_TILES; ++m) row_max[m][0] = row_max[m][1] = -INFINITY;
   }
 
-  // What exponentials of row r of tile m are relative to; 0 if there are none, so that hidden scores have 0.
+  // The base of exponentials of row r of tile m; 0 if there are none, so that hidden scores have 0.
   DEVICE float base(int m, int r) const { return row_max[m][r] == -INFINITY ? 0.f : row_max[m][r]; }
 
   // The scores' exponentials, rounded as the product with the values takes them; scales sum and output again where
@@ -108,7 +108,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // What the output of row r of tile m is to be divided by; `sum`: of its exponentials. All lanes of a warp ask.
+  // The divisor of the output of row r of tile m; `sum`: of its exponentials. Called by all lanes of a warp.
   template <typename T>
   DEVICE float sum_of_weights(int m, int r, float sum) const {
     if constexpr (sizeof(T) != 2) return sum;

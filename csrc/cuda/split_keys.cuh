@@ -53,7 +53,7 @@ DEVICE void store_part(const Call& call, const ForwardTile<S>& tile, const typen
     }
 }
 
-// What the parts of one row come to, a lane for each part: sums, and the factor of this lane's part in them.
+// One row merged from its parts, a lane for each part: sums, and the factor of this lane's part in them.
 struct MergedRow {
   float base = 0, sum, weights, factor = 0;
 

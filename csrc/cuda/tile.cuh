@@ -257,7 +257,7 @@ DEVICE float quad_max(float x) {
   return fmaxf(x, shuffle_xor(x, 2));
 }
 
-// What `merge` makes of all lanes' values.
+// All lanes' values reduced by `merge`.
 template <typename Value, typename Merge>
 DEVICE Value warp_reduce(Value x, Merge merge) {
   for (int step = 1; step < WARP; step *= 2) x = merge(x, shuffle_xor(x, step));

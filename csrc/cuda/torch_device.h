@@ -1,8 +1,9 @@
-// What register.cpp needs to know of the device; benchmarks/lib/simt/torch_device.h says the same of the host.
+// The device as register.cpp sees it; benchmarks/lib/simt/torch_device.h does the same for the host.
 #pragma once
 
 #ifndef USE_CUDA
-#define USE_CUDA  // because torch's interface has its streams of CUDA for those alone who ask so
+// Defined, because torch's interface declares streams of CUDA only then
+#define USE_CUDA
 #endif
 
 #include <cuda_runtime_api.h>

@@ -115,7 +115,7 @@ struct RowVisibility {
       }
     return visible;
   }
-  // The same bits: whether the row sees that column; `key_rank`: the tile's ranks.
+  // One bit for each column: whether the row sees it; `key_rank`: the tile's ranks.
   template <int COLUMNS>
   DEVICE uint32_t columns(int j0, const int32_t* key_rank, int t) const {
     uint32_t visible = 0;
@@ -156,7 +156,7 @@ struct RowSummary {
 // How much of a tile is visible. by_rank: ranks alone say which pairs; some: other things may, too.
 enum class Visibility { none, some, by_rank, all };
 
-// The same where ranks are compared by pairs, of which kernels on sm_90a have a case more: own keys beside ranks. A
+// Visibility where ranks are compared by pairs. Kernels on sm_90a have one more case of it: own keys beside ranks. A
 // value of Visibility for it would cost kernels on sm_80 500 bytes of spills.
 struct PairVisibility {
   Visibility visibility;
@@ -208,7 +208,7 @@ struct RowTile {
     const Visibility visibility = this->visibility(call, b, j0, count);
     return visibility == Visibility::by_rank && !fits_pairs() ? Visibility::some : visibility;
   }
-  // The same with own keys told apart and without floors, because pairs have none.
+  // Pair visibility with own keys told apart, and without floors, because pairs have none.
   DEVICE PairVisibility with_own_keys(const RelAttention& p, Visibility by_pairs, int j0, int count) const {
     if (by_pairs == Visibility::by_rank && p.rank_mask.query_floor) by_pairs = Visibility::some;
     const bool owns = by_pairs == Visibility::some && p.rank_mask.query_rank && !p.rank_mask.query_floor &&

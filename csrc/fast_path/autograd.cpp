@@ -63,7 +63,7 @@ struct Run {
   c10::function_ref<Results()> run;  // below autograd
   Results results{};
 
-  // Of the first DIFFERENTIABLE those that are there, for autograd to see
+  // The given ones of the first DIFFERENTIABLE tensors, for autograd
   variable_list present() const {
     variable_list found;
     for (size_t i = 0; i < DIFFERENTIABLE; ++i)

@@ -10,7 +10,7 @@
 
 namespace xlnet_kernels {
 
-// What an operator is given; undefined tensors: missing
+// Arguments of an operator; undefined tensors: missing
 struct Arguments {
   std::array<at::Tensor, TENSORS> tensors;
   Numbers numbers;

@@ -92,7 +92,7 @@ struct Reader {
 
 int64_t keys_before(const Given& in) { return in.memory_key && in.memory_key->dim() == 4 ? in.memory_key->size(2) : 0; }
 
-// What csrc/call.cpp takes for granted, as Python has looked at it, or would word in its own way.
+// Conditions that csrc/call.cpp takes for granted, because Python checks them, or has an error of its own.
 bool fits(const Given& in, const Numbers& numbers) {
   const Tensor& query = *in.query;
   const auto dtype = query.scalar_type();
@@ -176,7 +176,8 @@ PyObject* fast_path(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (numbers_given[2] == Py_None)
     numbers.scale = std::pow(static_cast<double>(in.query->size(3)), -0.5) /* as Python does */;
   if (numbers.float32_precision == -1) numbers.float32_precision = float32_precision(*in.query);
-  static bool told = false;  // the first such call goes through Python, because it logs which products are taken
+  // The first such call goes through Python, because it logs which products are taken.
+  static bool told = false;
   if (numbers.float32_precision == BF16 && !std::exchange(told, true)) Py_RETURN_NONE;
   if (!has_rows(in, numbers.max_distance, is_window)) Py_RETURN_NONE;
 

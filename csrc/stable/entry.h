@@ -1,4 +1,4 @@
-// What csrc/fast_path calls in the library of kernels beside torch's dispatcher, which would take longer than a small
+// Entries of the library of kernels for csrc/fast_path, to avoid torch's dispatcher, which takes longer than a small
 // kernel. Both are compiled from the same sources.
 #pragma once
 

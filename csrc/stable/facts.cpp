@@ -1,5 +1,4 @@
-// What the library was built with and for, and what it chooses on this machine: operators that
-// xlnet_kernels/_compiled.py reads.
+// Facts about the library, its build and its choices on this machine: operators that xlnet_kernels/_compiled.py reads.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/version.h>

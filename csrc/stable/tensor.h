@@ -49,7 +49,7 @@ class Tensor {
   int64_t dim() const { return dim_; }
   Sizes sizes() const { return {sizes_, static_cast<size_t>(dim_)}; }
   Sizes strides() const { return {strides_, static_cast<size_t>(dim_)}; }
-  // Of a dimension, those from the end negative. Raises ValueError where there is none.
+  // Size and stride of a dimension, negative from the end. Raises ValueError where there is none.
   int64_t size(int64_t d) const { return sizes_[from_start(d)]; }
   int64_t stride(int64_t d) const { return strides_[from_start(d)]; }
   int64_t numel() const;

@@ -11,7 +11,7 @@ from tests import ROOT
 from tests.docs.plain_english import Prose, cpp_prose, page_prose, problems, prose, python_prose, subject_problems
 
 # Files and folders to check; a folder's Python, C++, CUDA and Markdown.
-COVERED = ("build_backend", "examples", "experiments", "setup.py", "xlnet_kernels")
+COVERED = ("build_backend", "csrc", "examples", "experiments", "setup.py", "xlnet_kernels")
 SUFFIXES = {".py", ".h", ".cuh", ".cpp", ".cu", ".md"}
 GENERATED = ("docs/api/",)  # from docstrings, which are checked
 # File and words of a piece that may break a rule; at most ten.

@@ -1,4 +1,4 @@
-// What AVX512-BF16 computes, in plain C++, so that every processor can run and test these kernels.
+// AVX512-BF16's instruction in plain C++, so that every processor can run and test these kernels.
 #pragma once
 
 #include "../pack.h"

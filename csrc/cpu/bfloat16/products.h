@@ -17,7 +17,7 @@ struct Product {
   const float* initial;          // a row, with which every row of C starts; null: C is added to
 };
 
-// What a thread had in its tile registers' configuration before a task
+// A thread's configuration of the tile registers before a task
 struct alignas(64) TileState {
   unsigned char config[64];
 };

@@ -1,5 +1,4 @@
-// What both passes do with the sums of a wgmma, 64 rows of 64 columns: how they begin, and how they reach global
-// memory.
+// Sums of a wgmma, 64 rows of 64 columns, in both passes: their initial values and their way to global memory.
 #pragma once
 
 #include <utility>

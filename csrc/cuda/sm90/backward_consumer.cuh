@@ -114,7 +114,7 @@ struct BackwardConsumer {
 #pragma unroll
     for (int column = 0; column < D; column += 64) add_query_gradient(rows, dS, transposed, column);
     if (a.gradients.sums.rel_key.data) add_rel_key_gradient(row_tile);
-    sync_warpgroup(1 + consumer);  // no one reads what was stored any more
+    sync_warpgroup(1 + consumer);  // all warps have read the stored tile
   }
 
   // In forward's order of additions: u.k, position, content.

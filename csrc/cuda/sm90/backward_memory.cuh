@@ -43,8 +43,8 @@ struct Chunks {
   }
 };
 
-// What the producer announces with a tile of rows, in one word, which takes one pass through shared memory: its number,
-// and behind it what of it each consumer's keys are visible to.
+// The producer's message with a tile of rows, in one word, which takes one pass through shared memory: its number, and
+// behind it the visibility of each consumer's keys to it.
 struct RowTileInfo {
   // the tile's window of rel_key does not go on from that of the tile before; by_rank, and rows see their own keys as
   // well: of the first consumer's keys, of the second one's

@@ -1,5 +1,5 @@
-// What backward's consumers know of the shifts of their rows: how the band of scores, one half of the window after the
-// other, and that of dS in shared memory go by them.
+// Shifts of the rows of backward's consumers: of the band of scores, one half of the window after the other, and of
+// that of dS in shared memory.
 #pragma once
 
 #include "accumulators.cuh"

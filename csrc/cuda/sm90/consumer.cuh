@@ -69,7 +69,8 @@ struct Consumer {
 
   // All tiles; the window's halves change places, so that the upper one is the next tile's lower one.
   DEVICE void run() {
-    Band first = {}, second;  // because ptxas waits after each wgmma whose operands may begin unset
+    // Initialised, because ptxas waits after each wgmma with operands that may be unset.
+    Band first = {}, second;
     while (step(first, second) && step(second, first)) {
     }
   }

@@ -60,8 +60,8 @@ struct CyclicPlace {
   DEVICE void advance() { ++passed; }
 };
 
-// What the producer announces: a tile of keys; or, before a tile that does not follow the one before, the 128 rows of
-// its window of rel_key before the tile's own, and whose window that is.
+// The producer's message: a tile of keys; or, before a tile that does not follow its predecessor, the 128 rows of its
+// window of rel_key before the tile's own, and the window's owner.
 struct alignas(16) TileInfo {
   uint32_t flags;
   int32_t segment;  // of the first key

@@ -1,4 +1,4 @@
-// What the warpgroup kernels ask of sm_90a beside ../primitives.cuh: wgmma, mbarriers, registers that change hands.
+// Primitives of sm_90a for the warpgroup kernels, beside ../primitives.cuh: wgmma, mbarriers, transfer of registers.
 //
 // A warpgroup is four warps. wgmma multiplies its 64 rows, 16 of each warp; the sums lie in each warp's registers as
 // mma's do. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions" and "mbarrier".
@@ -58,7 +58,7 @@ DEVICE uint64_t plain_descriptor(const void* data, int bytes, int leading, int s
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED))
 
 // Warpgroup: sum (64 x 8 N) += a (64 x 16) b (16 x 8 N), a as mma takes it; b's columns are rows of shared memory, or,
-// TRANSPOSED, its rows are. Under way until wait_for_products; no one may touch its registers before.
+// TRANSPOSED, its rows are. Asynchronous until wait_for_products: its registers must stay untouched.
 template <typename T, int TRANSPOSED>
 DEVICE void wgmma(float (&sum)[8][4], const uint32_t (&a)[4], uint64_t b) {
   if constexpr (std::is_same_v<T, BFloat16>)

@@ -82,7 +82,8 @@ struct Producer {
       rows.first_position = row_position(p, b, run.first);
       rows.last_position = row_position(p, b, run.end - 1);
     }
-    const RowRun served = S::POSITIONS ? run : RowRun{};  // without positions nobody asks, and registers are few
+    // Empty without positions, because it is unused there and registers are few.
+    const RowRun served = S::POSITIONS ? run : RowRun{};
     const int mem_len = int(p.mem_len), position = window_position<S>(p, b, first_row, run);
     TileScheduler scheduler(keys_within_reach(p, rows.first_position + mem_len, rows.last_position + mem_len),
                             S::BLOCK_N);

@@ -11,7 +11,7 @@ namespace xlnet_kernels::cuda {
 
 using WindowHalf = float[8][4];
 
-// Tile i of a window. Beyond the last one are columns that nobody has: whatever is there.
+// Tile i of a window. Columns beyond the last tile are unused, and may hold anything.
 DEVICE const float* window_tile(const WindowHalf& lower, const WindowHalf& upper, int i) {
   return i < 8 ? lower[i] : upper[smaller(i - 8, 7)];
 }
@@ -73,7 +73,7 @@ struct KnownShift {
     Offered carried[2];
     add_tiles<0, 16>(score, carried, warp, [&](int i) { return window_tile(lower, upper, i); });
   }
-  // The same, one half after the other.
+  // As `add_window`, one half of the window after the other.
   DEVICE void add_lower(float (&score)[8][4], const WindowHalf& lower, Offered (&carried)[2], int warp) const {
     add_tiles<0, 8>(score, carried, warp, [&](int i) { return lower[i]; });
   }
@@ -157,7 +157,7 @@ struct FoundShift {
   }
 };
 
-// What forward's consumers know of the shifts of their rows. POSITIONS: rows have some of their own.
+// Shifts of the rows of forward's consumers. POSITIONS: rows have positions of their own.
 template <bool POSITIONS>
 using WarpgroupShift = std::conditional_t<POSITIONS, FoundShift, KnownShift>;
 

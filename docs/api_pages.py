@@ -15,12 +15,14 @@ import griffe
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 MARK = re.compile(r"^<!-- docstring of (\S+) -->\n", re.MULTILINE)
-DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)  # fenced, because Markdown takes `>>>` for quotations
+# Fenced, because Markdown takes `>>>` for quotations.
+DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 NEXT_PARAMETER = re.compile(r", (?=\*|\w+: |\w+=)")
 WIDTH = 100  # of a signature on one line
 TITLES = {"parameters": "Arguments", "attributes": "Attributes", "returns": "Returns", "raises": "Raises"}
 DOCSTRINGS = {
-    "warn_unknown_params": False,  # because "key, value: ..." stands for both
+    # Because "key, value: ..." stands for both.
+    "warn_unknown_params": False,
     "warn_missing_types": False,
     "returns_multiple_items": False,
     "returns_named_value": False,
@@ -45,7 +47,8 @@ def entry(found: griffe.Object, level: int = 2) -> str:
     parent = f"{found.parent.name}." if level > 2 and found.parent else ""
     parts = [f"{'#' * level} {parent}{found.name}"]
     if not found.is_attribute and not _is_property(found):
-        parts.append(f"```py\n{_signature(found)}\n```")  # "py", because the examples of "python" are run
+        # "py", because the examples of "python" are run.
+        parts.append(f"```py\n{_signature(found)}\n```")
     parts.append(_docstring(found))
     if found.is_class:
         members = [member for member in found.members.values() if not member.is_alias and _is_shown(member)]

@@ -159,7 +159,7 @@ def markdown(runs: dict[str, dict]) -> str:
         f"{run['environment'].get('gpu') or run['environment']['cpu']}, torch {run['environment']['torch']}"
         for run in runs.values()
     )
-    found += ["", f"Forward and backward in multiples of the best plain SDPA's time; {'; '.join(machines)}.", ""]
+    found += ["", f"Forward and backward are multiples of the best plain SDPA's time. {'; '.join(machines)}.", ""]
     return "\n".join(found)
 
 

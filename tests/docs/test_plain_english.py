@@ -11,17 +11,25 @@ from tests import ROOT
 from tests.docs.plain_english import Prose, cpp_prose, page_prose, problems, prose, python_prose, subject_problems
 
 # Files and folders to check; a folder's Python, C++, CUDA and Markdown.
-COVERED = ("build_backend", "csrc", "examples", "experiments", "setup.py", "xlnet_kernels")
+COVERED = (
+    "CONTRIBUTING.md", "README.md", "build_backend", "csrc", "docs", "examples", "experiments", "setup.py",
+    "xlnet_kernels",
+)  # fmt: skip
 SUFFIXES = {".py", ".h", ".cuh", ".cpp", ".cu", ".md"}
 GENERATED = ("docs/api/",)  # from docstrings, which are checked
+# Pages with sentences that are too long still.
+UNREVISED = (
+    "docs/notebook/", "docs/cuda.md", "docs/how-to/measure-on-a-gpu.md", "docs/math.md", "docs/objectives.md",
+    "docs/performance-gpu.md", "docs/triton.md", "docs/validation.md",
+)  # fmt: skip
 # File and words of a piece that may break a rule; at most ten.
-EXEMPT: tuple[tuple[str, str], ...] = ()
+EXEMPT = (("docs/tutorial.md", "The value of the of the re"),)  # a small model's text
 
 
 def files(name: str) -> list:
     path = ROOT / name
     found = [path] if path.is_file() else sorted(path.rglob("*.*"))
-    found = [file for file in found if file.suffix in SUFFIXES and not _name(file).startswith(GENERATED)]
+    found = [file for file in found if file.suffix in SUFFIXES and not _name(file).startswith((*GENERATED, *UNREVISED))]
     return [file for file in found if not {"build", "__pycache__"} & {*file.relative_to(ROOT).parts}]
 
 

@@ -3,13 +3,14 @@
     python tests/machine/random_problems.py 2000 --seed 1 --backend triton
 
 prints one line for each that is wrong or breaks a rule of the GPU, with what repeats it, and a line of totals.
---record KERNELS, a name of the kernels' state, also appends the totals to random_problems.jsonl.
+With --kernels NAME, the state of the kernels, that line is one of random_problems.txt, the log of all runs:
+
+    python tests/machine/random_problems.py 2000 --kernels NAME | tee /dev/stderr | tail -n 1 >> tests/machine/random_problems.txt
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -28,7 +29,6 @@ from tests.machine import features  # noqa: E402
 
 # Problems of one combination of features: Triton compiles for each, which takes longer than running
 SAME = {"triton": 40, "cuda": 1}
-LOG = Path(__file__).with_suffix(".jsonl")
 
 
 def run(
@@ -57,13 +57,6 @@ def run(
     return ran, failed
 
 
-def record(kernels: str, backend: str, problems: str, failed: int) -> None:
-    """Append the totals of one run to the log, as the line of a JSON object."""
-    line = {"backend": backend, "kernels": kernels, "problems": problems, "wrong": str(failed) if failed else "none"}
-    with LOG.open("a") as log:
-        log.write(json.dumps(line) + "\n")
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("count", type=int)
@@ -73,14 +66,15 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="*", default=[], help="what features have to be named, as architecture90")
     parser.add_argument("--size", type=int, nargs=2, default=(3, 4), help="of the GPU: see package.serving")
     parser.add_argument("--backend", choices=["triton", "cuda"], default="triton")
-    parser.add_argument("--record", metavar="KERNELS", help=f"append the totals to {LOG.name} under this name")
+    parser.add_argument("--kernels", metavar="NAME", help="print the totals as a line of the log, under this name")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)
     numbers = range(options.first, options.first + options.count)
     ran, failed = run(options.backend, options.seed, numbers, options.rows, options.only, tuple(options.size))
-    print(f"{ran} problems for {options.backend}, seed {options.seed}: {failed} wrong or faulty")
-    if options.record:
-        record(options.record, options.backend, f"{options.seed}, {ran}", failed)
+    if options.kernels:
+        print(f"{options.backend} | {options.kernels} | {options.seed}, {ran} | {failed or 'none'}")
+    else:
+        print(f"{ran} problems for {options.backend}, seed {options.seed}: {failed} wrong or faulty")
     sys.exit(failed > 0)

@@ -146,7 +146,7 @@ class Check:
         return 0 if good and tests["finished"] and benchmark["finished"] else 1
 
     def table(self) -> list[str]:
-        """What is printed last."""
+        """The lines that are printed last."""
         tests, lines = self.record.get("tests"), []
         if self.file("-attn.json").exists() and "benchmark" in self.record:
             from lib import counted

@@ -30,7 +30,7 @@ from xlnet_kernels.backends.triton import launch_cache, tuning
 from xlnet_kernels.backends.triton.tuning import KERNELS, Config
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}  # of the largest value of each result
-# After these a process cannot use the GPU any more: every later candidate would be out as well.
+# After these errors a process cannot use the GPU, and every later candidate would fail as well.
 LOST = ("illegal memory access", "misaligned address", "illegal instruction", "unspecified launch failure")
 COMPILING = 0.6  # of a budget
 HEADER = "# (GPU family, kind of products, head_dim up to): forward, rows, keys\n"

@@ -1,1 +1,1 @@
-"""What the commands above share."""
+"""Shared parts of the commands above."""

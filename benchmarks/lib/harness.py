@@ -196,7 +196,7 @@ def _allocated_on_cuda() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _resident() -> Iterator[list[int]]:
-    """Growth of this process's resident memory, kernels' own buffers included, whoever allocated them."""
+    """Growth of this process's resident memory, kernels' own buffers included, from any allocator."""
     peak: list[int] = []
     _return_free_memory()
     if _reset_high_water():
@@ -252,7 +252,7 @@ def free_memory(device: str) -> int | None:
 
 
 def environment(device: str) -> dict[str, object]:
-    """What the numbers depend on; nothing that names the machine or its user."""
+    """Conditions that the numbers depend on; nothing that names the machine or its user."""
     facts: dict[str, object] = {
         "cpu": _cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -286,7 +286,7 @@ def environment(device: str) -> dict[str, object]:
 
 
 def _printed(command: list[str]) -> str | None:
-    """What a program prints; None where it is not there or fails."""
+    """A program's output; None where it is not there or fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return None

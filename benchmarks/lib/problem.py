@@ -1,4 +1,4 @@
-"""What every implementation is given: the tensors of one attention call, made from real text."""
+"""Inputs of every implementation: the tensors of one attention call, made from real text."""
 
 from __future__ import annotations
 

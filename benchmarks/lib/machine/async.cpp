@@ -84,7 +84,7 @@ void copy_wait(Warp& warp, const Inst& inst) {
     complete(warp, own.groups.front());
 }
 
-// Copies that no one waited for land when the block ends, if only to be checked.
+// Copies without a wait land when the block ends, if only to be checked.
 void finish(Block& block) {
   for (Warp& warp : block.warps) {
     copy_wait(warp, Inst{});

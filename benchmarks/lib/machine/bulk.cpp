@@ -6,8 +6,8 @@
 namespace machine {
 namespace {
 
-// What the stand-in for cuTensorMapEncodeTiled (machine.py, tensor_map) and tensormap.replace write into a tensor map:
-// 128 bytes.
+// Contents of a tensor map, as written by the stand-in for cuTensorMapEncodeTiled (machine.py, tensor_map) and by
+// tensormap.replace: 128 bytes.
 struct TensorMap {
   uint64_t magic, address, sizes[5], strides[4];  // strides in bytes, of all dimensions but the first
   uint32_t box[5];

@@ -1,5 +1,5 @@
 #pragma once
-// What setp asks of two operands, of integers and of floating-point numbers. With NaN only OrNan's hold.
+// setp's comparisons of two operands, of integers and of floating-point numbers. With NaN only OrNan's hold.
 
 namespace machine {
 

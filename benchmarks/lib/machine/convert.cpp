@@ -140,7 +140,7 @@ void add_any(SimpleTable& table, int into, int from) {
   }
 }
 
-// What kernels do most, as vector code.
+// The most frequent conversions, as vector code.
 template <class R>
 struct To {  // narrow results fill their register, with their sign if they have one
   template <class T>

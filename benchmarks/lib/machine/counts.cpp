@@ -1,4 +1,4 @@
-// What a launch did, as text of `field value` and `field key value`; see Counts in machine.py.
+// Counts of a launch, as text of `field value` and `field key value`; see Counts in machine.py.
 
 #include <sstream>
 

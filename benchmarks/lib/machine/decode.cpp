@@ -70,7 +70,7 @@ Decoder::Decoder(Module& module, Function& function)
     : module_(module), function_(function), program_(*function.program), flow_(analyze(function)) {}
 
 void Decoder::run() {
-  program_.file_bytes = flow_.file_bytes + 512;  // a place for what no one reads
+  program_.file_bytes = flow_.file_bytes + 512;  // the rest is a place for unread values
   program_.tracked = flow_.tracked_count;
   program_.undefined_memory = flow_.undefined_memory;
   for (size_t reg = 0; reg < function_.registers.size(); ++reg)

@@ -1,5 +1,5 @@
 #pragma once
-// What the decoders of the instruction families share: operands become places in a warp's registers or constants.
+// Shared part of the decoders of instruction families: operands become places in a warp's registers or constants.
 
 #include <algorithm>
 #include <map>
@@ -20,7 +20,7 @@ class Decoder {
   static const std::map<std::string, Family>& families();
 
   // Operands
-  Ref value(const Operand& operand, int bits);  // read or written; a sink is a place no one reads
+  Ref value(const Operand& operand, int bits);  // read or written; a sink is an unread place
   Ref constant(int64_t bits_of_value, int bits);
   int bits_of(const Operand& operand) const;  // as declared; 0 for what is no register
   const Variable& variable(const std::string& name) const;

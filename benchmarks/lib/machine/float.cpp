@@ -70,7 +70,7 @@ struct CopySign {
   }
 };
 
-// Of two: a number rather than NaN, unless NAN_WINS; -0 is less than +0.
+// For two operands: a number rather than NaN, unless NAN_WINS; -0 is less than +0.
 template <bool NAN_WINS>
 struct Min {
   template <class T>
@@ -81,7 +81,7 @@ struct Min {
     return first ? b : second ? a : ordered;
   }
 };
-// Of magnitudes, with the product's sign
+// For magnitudes, with the product's sign
 struct MinXorSign {
   static float run(float a, float b) {
     const float smaller = Min<false>::run(std::fabs(a), std::fabs(b));

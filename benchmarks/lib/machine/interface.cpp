@@ -1,4 +1,4 @@
-// What Python calls; see machine.py for the other side.
+// Functions that Python calls; see machine.py for the other side.
 
 #include <cstdio>
 

@@ -70,7 +70,7 @@ class Fault(MachineError):
 
 @dataclass
 class Counts:
-    """What one launch did. Instructions are counted once a warp, as they are issued."""
+    """Counts of one launch. Instructions are counted once a warp, as they are issued."""
 
     instructions: dict[str, int] = field(default_factory=dict)
     """by class: product, shuffle, special, selection, float, integer, conversion, move, global, shared, local, copy,
@@ -104,7 +104,7 @@ class Counts:
 def tensor_map(
     address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], element_bytes: int, swizzle: int = 0
 ) -> bytes:
-    """What stands for a CUtensorMap on this machine: 128 bytes for cp.async.bulk.tensor.
+    """Stand-in for a CUtensorMap on this machine: 128 bytes for cp.async.bulk.tensor.
 
     Args: sizes, box: elements by dimension, innermost first, 1 to 5; strides: bytes of all dimensions but the
     innermost; swizzle: bytes of the pattern, 0 (none), 32, 64 or 128.

@@ -24,7 +24,7 @@ import triton
 from triton.backends.nvidia import compiler
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-# What begins the name of a PTX instruction -> what begins the name of the one that the machine has for it
+# Prefix of a PTX instruction's name -> prefix of the machine's name for it
 ONE_FOR_ONE = {
     r"mma\.": "HMMA", r"wgmma\.mma_async": "HGMMA", r"ld\.shared": "LDS", r"ldmatrix": "LDSM", r"ld\.global": "LDG",
     r"st\.shared": "STS", r"stmatrix": "STSM", r"st\.global": "STG", r"red\.": "RED", r"atom\.": "ATOM",

@@ -177,7 +177,7 @@ void load_located(Warp& warp, const Inst& inst, const Access& access) {
   inst.bits == 64 ? gather_as<uint64_t>(warp, inst, access) : gather_as<uint32_t>(warp, inst, access);
 }
 
-// What each lane stores, side by side; the low bytes of registers that are wider.
+// Each lane's stored value, side by side; the low bytes of registers that are wider.
 void collect(Warp& warp, const Inst& inst, uint8_t (*bytes)[64]) {
   for (int part = 0; part < inst.count; ++part) {
     for (int lane = 0; lane < LANES; ++lane) {

@@ -10,8 +10,8 @@ struct Access {
   bool writes = false, atomic = false;
   Space space = Space::Global;
   uint64_t address[LANES];
-  const uint8_t (*data)[64] = nullptr;  // what each lane stores, where that is known
-  uint8_t* pointer[LANES];              // of lanes that take no part: memory that no one reads
+  const uint8_t (*data)[64] = nullptr;  // each lane's stored value, where it is known
+  uint8_t* pointer[LANES];              // of lanes that take no part: unread memory
   uint64_t low = ~0ull, high = 0;       // of the lanes that take part, in global memory
 };
 

@@ -26,7 +26,7 @@ inline float flushed(float x) {
 
 enum class Round : uint8_t { Nearest, Zero, Down, Up, Away };  // Away: to nearest, ties away from zero
 
-// Of a double that need not be a float: the neighbour whose last bit is odd, which rounds on as the double would.
+// For a double that need not be a float: the neighbour whose last bit is odd, which rounds on as the double would.
 inline float to_odd(double x) {
   const float near = static_cast<float>(x);
   uint32_t bits = as_bits(near);

@@ -164,7 +164,7 @@ struct Launch;
 
 enum class State : uint8_t { Running, AtBarrier, Waiting, Done };
 
-struct Pending {  // a store or reduction to global memory that no one else sees yet
+struct Pending {  // a store or reduction to global memory, still invisible to others
   uint64_t low, high;
   std::function<void()> land;
 };
@@ -236,7 +236,7 @@ struct Launch {
   Warp* blamed = nullptr;  // whose turn it is
 };
 
-// Of lanes that take part in an instruction that names them; throws where one is not there.
+// Checks the lanes that an instruction names; throws where one is not there.
 void collective(Warp& warp, uint32_t named, const char* what);
 void aligned(Warp& warp, const char* what);
 void check_barrier(Block& block, int index);                           // lets those who wait go on when all are there

@@ -1,5 +1,5 @@
 #pragma once
-// What is known of each byte of a block's shared memory: who wrote it and when, who read it, whether a copy is under
+// Knowledge of each byte of a block's shared memory: who wrote it and when, who read it, whether a copy is under
 // way.
 
 #include <vector>
@@ -27,7 +27,7 @@ struct Shadow {
   bool is_undefined(uint64_t address, int bytes) const;
   void fence_proxy(Warp& warp) { fenced_[warp.index] = now++; }
 
-  // Order between warps: what `from` has done so far is known to whoever acquires.
+  // Order between warps: a warp that acquires knows all that `from` has done so far.
   void release(int warp, std::vector<Clock>& into);
   void acquire(int warp, const std::vector<Clock>& from);
 
@@ -49,7 +49,7 @@ struct Shadow {
   int operands_ = 0;
   bool copies_ = false;        // bulk copies have landed
   std::vector<Clock> fenced_;  // of each warp: its last fence.proxy.async
-  std::vector<Clock> oldest_;  // of each warp: what it knows of everyone
+  std::vector<Clock> oldest_;  // of each warp: its knowledge of all warps
 };
 
 }  // namespace machine

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from lib.machine.machine import Counts, Module, tensor_map
 
 WARP = 32
-# What a block can ask for (CUDA programming guide, technical specifications by compute capability).
+# Limits of a block (CUDA programming guide, technical specifications by compute capability).
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 # How Triton's names of types are packed: struct's letter; two bytes of a 16-bit float come from the upper half of a
 # float32 or from struct's own half.
@@ -68,7 +68,7 @@ class _Function:
 
 
 class Driver:
-    """What Triton asks of a driver."""
+    """Functions that Triton asks of a driver."""
 
     def __init__(self, record: Record) -> None:
         self.record = record

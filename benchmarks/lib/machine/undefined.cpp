@@ -1,4 +1,4 @@
-// Values that no one wrote: they may be moved, exchanged and computed with, as valgrind lets them, and end the launch
+// Unwritten values: they may be moved, exchanged and computed with, as valgrind lets them, and end the launch
 // where something that can be seen depends on them: what global memory gets, an address, a branch, a descriptor.
 
 #include "undefined.h"
@@ -206,7 +206,7 @@ void multiplied(Warp& warp, const Inst& inst) {
            undefined_rows(warp, inst, b, inst.size, true), c);
 }
 
-// What shared memory holds is looked at when it is read: see undefined_operand.
+// Values in shared memory are checked when they are read: see undefined_operand.
 void wgmma_multiplied(Warp& warp, const Inst& inst) {
   const int a = inst.value, b = a + inst.count;
   uint32_t deciding = undefined(warp, inst, b) | undefined(warp, inst, b + 1);
@@ -231,7 +231,7 @@ bool is_lanewise(const Inst& inst) {
   return false;
 }
 
-// What becomes of undefined values in an instruction: called before the instruction itself.
+// Undefined values through an instruction: called before the instruction itself.
 Handler undefined_rule(const Inst& inst, const std::string& op) {
   const std::pair<Handler, Handler> by_handler[] = {
       {load_param, loaded},

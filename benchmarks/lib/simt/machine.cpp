@@ -226,7 +226,7 @@ void prepare_machine(const Launch& launch) {
   machine.copied_by.assign(round_up(bytes, 16) / WORD, 0);
 }
 
-// Notes whose copy to shared memory is under way; 0: no one's.
+// Notes the owner of a copy to shared memory that is under way; 0: none.
 void mark_copied(size_t offset, size_t bytes, int by) {
   std::fill_n(machine.copied_by.begin() + offset / WORD, bytes / WORD, by);
 }

@@ -26,7 +26,7 @@ struct Place {
 
 std::string text(const Place& place);  // "file.cuh:12"
 
-// What the running thread sees of itself.
+// The running thread's view of itself.
 struct View {
   int thread;
   Index block, grid;

@@ -12,7 +12,7 @@ inline uint32_t round_to_tf32(float x) {
   return x != x ? 0x7fffffffu : machine::rounded_bits(as_bits(x), 13, machine::Round::Away);
 }
 
-// What one lane brings to a product.
+// One lane's part of a product.
 struct Fragments {
   float* sum;
   const uint32_t *a, *b;

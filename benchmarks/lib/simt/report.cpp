@@ -60,7 +60,7 @@ std::string describe_warp(const State* lanes) {
 
 }  // namespace
 
-// The same file can have its name at two addresses.
+// One file can have its name at two addresses.
 bool Place::operator==(const Place& other) const {
   return line == other.line && (file == other.file || std::strcmp(file, other.file) == 0);
 }

@@ -1,4 +1,4 @@
-// Which thread of a block goes on: drawn from a seed, among others in ways that no scheduler would choose.
+// Choice of the thread of a block that goes on: drawn from a seed, among others in ways that no scheduler would choose.
 #pragma once
 
 #include <cstdint>

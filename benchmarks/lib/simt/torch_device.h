@@ -1,4 +1,4 @@
-// What csrc/cuda/register.cpp needs to know of the device, where that is the host.
+// The device as csrc/cuda/register.cpp sees it, where that is the host.
 #pragma once
 
 #include <primitives.cuh>

@@ -123,7 +123,7 @@ bool machine_find(uint64_t address, uint64_t* place) {
   return found;
 }
 
-// What nvcc's host code calls.
+// Functions that nvcc's host code calls.
 void** __cudaRegisterFatBinary(void*) {
   static void* handle;
   return &handle;

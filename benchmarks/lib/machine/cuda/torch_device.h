@@ -1,4 +1,4 @@
-// What csrc/cuda/register.cpp needs to know of the device, where launches go to the machine (runtime.cpp).
+// The device as csrc/cuda/register.cpp sees it, where launches go to the machine (runtime.cpp).
 #pragma once
 
 #define XLNET_KERNELS_DISPATCH_KEY CPU

@@ -101,7 +101,8 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
         sections.core(bench, first if within_budget else implementations, cases, options.compiled_lengths, reserved)
     _other_sections(options, bench, first | implementations, cases)
     if "core" in options.sections and within_budget:
-        for compiled in (False, True):  # because compiling may take all that is left
+        # Separate, because compiling may take all the time that is left.
+        for compiled in (False, True):
             others = {name: one for name, one in implementations.items() if one.compiled == compiled}
             others = {name: one for name, one in others.items() if name not in first}
             sections.peers(bench, others, cases, options.compiled_lengths)

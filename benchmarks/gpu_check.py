@@ -28,7 +28,7 @@ BUILDS = {"pip": 110, "in place": 60}  # seconds; the second goes on where the f
 GRACE = 15  # seconds to write results after being told to stop
 STARTING = 25  # seconds of the benchmark's limit that are not its budget: imports, and the last group running over
 TEST_FILES = ("gpu/test_gpu", "operator/test_operator", "operator/test_dropout", "triton/test_backend")
-# Of our kernels alone; torch asks for driver functions that are not there as it starts, which is no error of ours.
+# Errors of our kernels alone, because torch asks for missing driver functions as it starts.
 SANITIZED = ("--kernel-name", "kns=xlnet_kernels", "--report-api-errors", "no", "--error-exitcode", "9")
 SANITIZER_ERROR = r"^=+ +(Invalid |Misaligned |Error: Race )"
 PEERS = ("triton", "cuda", "SDPA", "Flex", "eager")  # a second compiled peer of transformers would take a minute
@@ -69,7 +69,7 @@ class Check:
                 return
 
     def test(self) -> None:
-        """Those tests of every backend that run on a GPU one."""
+        """Runs the tests of every backend that have a GPU."""
         lines, log = self.file("-tests.jsonl"), self.file("-tests.log")
         for left_over in (lines, log):
             left_over.unlink(missing_ok=True)

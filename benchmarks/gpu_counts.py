@@ -1,4 +1,4 @@
-"""What our GPU kernels execute beside plain flash attention, counted by the machine: `make gpu-counts`.
+"""Counts of work of our GPU kernels and of plain flash attention on the machine: `make gpu-counts`.
 
     python benchmarks/gpu_counts.py --output benchmarks/results/gpu-counts.json
 
@@ -65,7 +65,7 @@ def sum_of(counts: list[Counts], weights: list[Fraction]) -> Counts:
 
 
 def polynomial(length: int, lengths: Sequence[int]) -> list[Fraction]:
-    """What the values at `lengths` are multiplied by: their sum is at `length` of the polynomial through them."""
+    """Factors of the values at `lengths`, whose sum is at `length` of the polynomial through them."""
     weights = []
     for own in lengths:
         weight = Fraction(1)

@@ -67,7 +67,7 @@ PRETEND = {"triton": pretend_triton, "cuda": pretend_cuda}
 
 
 def problem(full: bool) -> tuple[list[Tensor], dict]:
-    """What xk.rel_attention is called with; `full`: with biases, segments and a factorisation order."""
+    """Arguments of xk.rel_attention; `full`: with biases, segments and a factorisation order."""
 
     def rows(count: int) -> Tensor:
         return torch.randn(BATCH, count, HEADS, HEAD_DIM, dtype=torch.bfloat16).transpose(1, 2)
@@ -86,7 +86,7 @@ def problem(full: bool) -> tuple[list[Tensor], dict]:
 
 
 def operator_inputs(name: str, tensors: list[Tensor], options: dict) -> tuple:
-    """The same as the operator's inputs."""
+    """The arguments as inputs of the operator."""
     captured = []
     module = {"triton": backend, "cuda": cuda}[name]
     original = module.rel_attention
@@ -127,7 +127,7 @@ def ways(name: str, operator: Operator, full: bool) -> dict[tuple[str, str], Cal
 
 
 def ways_of_torch() -> dict[tuple[str, str], Callable[[], object]]:
-    """The same of scaled_dot_product_attention."""
+    """(what, direction) -> what is timed, of scaled_dot_product_attention."""
     found: dict[tuple[str, str], Callable[[], object]] = {}
     tiny = [torch.randn(1, 1, 1, 8, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
     for what, tensors in (("sdpa", problem(False)[0][:3]), ("sdpa of one row", tiny)):

@@ -1,4 +1,4 @@
-"""What the Triton kernels execute for windows over long sequences, counted by the machine: in proportion to length?
+"""Counts of work of the Triton kernels for windows over long sequences, to compare with the length.
 
     python benchmarks/long_counts.py --output benchmarks/results/gpu-counts-long.json
 
@@ -30,7 +30,7 @@ HEAD_DIM = 64
 
 
 def launches(architecture: int, case: str, length: int, window: int, backward: bool = True) -> dict[str, list[Launch]]:
-    """Of forward and, if wanted, of backward, one head; each row sees `window` keys at most."""
+    """Launches of forward and, if wanted, of backward, one head; each row sees `window` keys at most."""
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16).requires_grad_()

@@ -67,7 +67,7 @@ class ModelCase:
 
     @property
     def labels(self) -> dict[str, object]:
-        """What a row says about its problem."""
+        """Labels of a row for its problem."""
         targets = f"{self.length // 6} targets" if self.task == "pre-training" else "no targets"
         memory = f" + {self.mem_len}" if self.mem_len else ""
         names = ("task", "length", "batch", "mem_len")
@@ -104,7 +104,7 @@ class ModelRun(Run):
         return gradients
 
     def gradients(self) -> tuple[Tensor, ...]:
-        """Of the loss by every parameter."""
+        """Gradients of the loss by every parameter."""
         self.model.train()
         self.model.zero_grad(set_to_none=True)  # a step that ran out of memory leaves some
         self.call()[0].backward()
@@ -158,7 +158,7 @@ def _batch(case: ModelCase) -> Batch:
 
 @functools.lru_cache(maxsize=1)
 def _mems(case: ModelCase) -> list[Tensor] | None:
-    """What a pass over the text before leaves, as layer inputs."""
+    """Memory left by a pass over the text before, as layer inputs."""
     if not case.mem_len:
         return None
     model = _models(case)[1].eval()

@@ -63,7 +63,7 @@ def build_model(options: argparse.Namespace) -> xk.XLNetLMHeadModel:
 def log_probs(
     model: xk.XLNetLMHeadModel, ids: Tensor, last: int, **options
 ) -> tuple[Tensor, xk.ProjectedMemory | None]:
-    """Those of the token behind each of the last `last` tokens, (last, vocabulary), and the memory."""
+    """Log-probabilities behind each of the last `last` tokens, (last, vocabulary), and the memory."""
     output = model.transformer(ids[None], **options)
     return model.lm_loss(output.last_hidden_state[0, -last:]).log_softmax(-1), output.mems
 

@@ -1,4 +1,4 @@
-"""What results files say: tables, the headline, pictures.
+"""Tables, headline and pictures of results files.
 
     python benchmarks/report.py RESULTS.json                              tables, printed as Markdown
     python benchmarks/report.py RESULTS.json PAGE.md                      put into a page

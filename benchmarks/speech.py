@@ -85,7 +85,7 @@ class SpeechCase:
 
     @property
     def labels(self) -> dict[str, object]:
-        """What a row says about its problem."""
+        """Labels of a row for its problem."""
         audio = f"{self.audio:g} s" if self.audio < 120 else f"{self.audio / 60:g} min"
         case = f"{audio}: {self.length} x {self.batch}"
         dtype = str(self.dtype).removeprefix("torch.")
@@ -244,7 +244,7 @@ def toolkit_run(
 
 @dataclass
 class Exact:
-    """What is right for a toolkit's layer or encoder, and what its own code misses of that."""
+    """Exact values of a toolkit's layer or encoder, and the errors of its own code."""
 
     case: SpeechCase
     layer: toolkits.Layer

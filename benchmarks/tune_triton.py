@@ -37,7 +37,7 @@ HEADER = "# (GPU family, kind of products, head_dim up to): forward, rows, keys\
 
 
 def candidates(kind: str, head_dim: int) -> list[Config]:
-    """What is worth measuring: tiles that the kernels can do and whose operands fit into registers."""
+    """Candidates to measure: tiles that the kernels support and whose operands fit into registers."""
     shapes = [(32, 32), (64, 32), (64, 64)] if kind == "float32" else [(32, 32), (64, 32), (64, 64), (128, 64)]
     found = []
     for (BLOCK_M, BLOCK_N), warps, stages, keep in itertools.product(shapes, (4, 8), (1, 2, 3), (True, False)):

@@ -1,4 +1,4 @@
-"""What ptxas says of each attention kernel in the output of a build.
+"""Registers and spills of each attention kernel, from ptxas in the output of a build.
 
 pip install -v . > build.log
 python benchmarks/compiled/ptxas_report.py build.log benchmarks/results/cuda-compiled.json
@@ -48,12 +48,12 @@ class Kernel(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Of a block, as the compiled extension says."""
+        """Threads of a block, from the compiled extension."""
         return _threads()[self.kernel, _DTYPES[self.dtype], self.width]
 
 
 def kernels(output: str) -> list[Kernel]:
-    """Of the attention kernels; what prepares for them is small."""
+    """The attention kernels in the output of a build, without the small kernels around them."""
     found = []
     for name, architecture, stores, loads, registers in _ENTRY.findall(output):
         kind = re.search(r"\d(forward|backward)_kernelINS\w*?Shape\w*?(Half|BFloat16|If)\w*?Li(\d+)E(?!Lb1E)", name)

@@ -37,7 +37,7 @@ DTYPES = {"16-bit": torch.bfloat16, "float32": torch.float32, "ieee": torch.floa
 CLASSES = sorted({(kind, head_dim) for _, kind, head_dim in tuning.TABLE})
 # Tensor cores by one warp, by four (sm_90), by one thread (sm_100); and multiply-add without them.
 PRODUCTS = ("HMMA", "HGMMA", "UTCHMMA", "FFMA")
-# What a program may use (CUDA programming guide, compute capabilities): sm_80 shares its entries with sm_86, sm_89 and
+# Limits of a program (CUDA programming guide, compute capabilities): sm_80 shares its entries with sm_86, sm_89 and
 # sm_120, which have the least of all from sm_80 on.
 # AMD CDNA 3 and 4 instruction set architecture, "local data share".
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
@@ -57,7 +57,7 @@ INSTRUCTIONS = {
 
 
 class Driver:
-    """What Triton asks of a driver; keeps the binaries that it is given instead of running them."""
+    """A driver for Triton that keeps the binaries that it is given instead of running them."""
 
     def __init__(self, architecture: int | str) -> None:
         self.architecture = architecture
@@ -159,7 +159,7 @@ def inputs(head_dim: int, dtype: torch.dtype, stacked: bool) -> list:
 
 
 def compile_kernel(architecture: int | str, kernel: str, call: list) -> tuple[tuning.Config, bytes, int]:
-    """Of one kernel of a forward and backward call: tiles, binary and bytes of shared memory.
+    """One kernel of a forward and backward call: tiles, binary and bytes of shared memory.
 
     "keys" is that of a deterministic call, in two passes; after a single pass over rows it only rounds sums.
     """
@@ -193,7 +193,7 @@ def disassemble(cubin: bytes, option: str = "-sass") -> str:
 
 
 def parse(sass: str) -> list[tuple[int, str, str, str]]:
-    """Of each instruction: its address, predicate (or nothing), name and operands."""
+    """Each instruction: its address, predicate (or nothing), name and operands."""
     found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?\w+)?\s*([A-Z0-9_.]+)([^;]*);", sass, re.M)
     return [(int(address, 16), predicate, name, operands) for address, predicate, name, operands in found]
 
@@ -307,7 +307,10 @@ def describe(cubin: bytes, shared: int) -> dict:
 
 
 def describe_for_amd(code_object: bytes, shared: int) -> dict:
-    """Of the metadata, a map in MessagePack: after a name its number stands, one byte or more after 0xcc to 0xce."""
+    """Registers and spills in the metadata of a code object, a map in MessagePack.
+
+    After a name stands its number: one byte, or more after 0xcc to 0xce.
+    """
 
     def number(name: str) -> int:
         found = re.search(rb"\.%s([\x00-\x7f]|\xcc.|\xcd..|\xce....)" % name.encode(), code_object, re.DOTALL)

@@ -1,4 +1,4 @@
-"""What has become slower since an earlier run of attn.py: ratios to plain SDPA then and now, and how sure they are.
+"""Comparison of two runs of attn.py, to find slower cases: ratios to plain SDPA then and now, and how sure they are.
 
 Both runs timed an implementation in turn with plain SDPA, so their ratio hardly knows how fast the machine was then.
 """

@@ -33,7 +33,7 @@ class Line:
 
 
 def beside(run: dict, counts: dict | None = None) -> list[Line]:
-    """What was both timed and counted, none where the GPU's clock is not known, or nothing was counted for it.
+    """Cases that were both timed and counted, none where the GPU's clock is not known, or nothing was counted for it.
 
     A backward pass alone is forward and backward together less the forward.
     """

@@ -42,7 +42,7 @@ def delta_of(name: str) -> Iterator[None]:
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """Of the whole tensor, in the 2-norm, three digits."""
+    """Relative error of the whole tensor, in the 2-norm, three digits."""
     return float(f"{((found.double() - exact).norm() / exact.norm()).item():.3g}")
 
 
@@ -66,7 +66,7 @@ def make_leaves(case: str, heads: int, length: int, head_dim: int, dtype: torch.
 
 
 def operator_gradients(leaves: dict[str, Tensor], dtype: torch.dtype, backend: str) -> dict[str, Tensor]:
-    """Of all inputs of `rel_attention`, computed in `dtype`."""
+    """Gradients of all inputs of `rel_attention`, computed in `dtype`."""
     given = {name: leaf.to(dtype).requires_grad_(name != "grad_out") for name, leaf in leaves.items()}
     grad_out = given.pop("grad_out")
     out = xk.rel_attention(**given, mask=xk.RankMask.causal(1, grad_out.shape[2]), backend=backend)
@@ -74,7 +74,7 @@ def operator_gradients(leaves: dict[str, Tensor], dtype: torch.dtype, backend: s
 
 
 def sdpa_gradients(leaves: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Of torch's attention without positions; content_bias is in the query already, and a bias of zeros is added."""
+    """Gradients of torch's attention without positions; content_bias is in the query, and its leaf is zeros."""
     query = leaves["query"] + leaves["content_bias"][:, None]
     given = {"content_bias": torch.zeros_like(query[:1, :, :1]), "query": query}
     given |= {name: leaves[name] for name in ("key", "value")}
@@ -141,7 +141,7 @@ def _alternated(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str
 
 
 def _saved_bytes(forward: Callable[[str], Tensor], name: str) -> int:
-    """What autograd keeps between the passes, inputs included."""
+    """Bytes that autograd keeps between the passes, inputs included."""
     sizes = []
     with saved_tensors_hooks(lambda tensor: sizes.append(tensor.nbytes) or tensor, lambda tensor: tensor):
         forward(name)

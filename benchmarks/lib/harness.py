@@ -126,7 +126,7 @@ def _sample(call: Callable[[], object], times: int) -> float:
 
 
 def _sample_on_cuda(call: Callable[[], object], times: int) -> float:
-    """The same by events, each call with an empty L2 cache (as triton.testing.do_bench does it).
+    """Seconds of a call by events, each call with an empty L2 cache (as triton.testing.do_bench does it).
 
     Emptying it takes the GPU long enough that the next call's launches are already queued when its time begins.
     """
@@ -223,7 +223,7 @@ def _resident() -> Iterator[list[int]]:
 
 
 def _return_free_memory() -> None:
-    """What malloc keeps for later would hide the next call's needs."""
+    """Gives malloc's kept memory back, because it would hide the next call's needs."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

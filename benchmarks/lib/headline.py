@@ -1,4 +1,4 @@
-"""What runs of attn.py come to in a few lines: this package against the best of plain attention and its peers."""
+"""Runs of attn.py in a few lines: this package against the best of plain attention and its peers."""
 
 from __future__ import annotations
 

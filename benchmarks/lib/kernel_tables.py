@@ -6,7 +6,7 @@ import re
 
 
 def compiled_by_triton(results: dict) -> str:
-    """What compiled/triton_report.py found, a line for each kernel and class of the table."""
+    """Results of compiled/triton_report.py, a line for each kernel and class of the table."""
     by_class: dict[tuple, dict] = {}
     for row in results["rows"]:
         rows = by_class.setdefault((row["kind"], row["head_dim"], row["kernel"]), {})
@@ -27,7 +27,7 @@ def _compiled_cell(plain: dict, stacked: dict) -> str:
 
 
 def compiled_by_nvcc(results: dict) -> str:
-    """What compiled/ptxas_report.py found, a line for each kernel."""
+    """Results of compiled/ptxas_report.py, a line for each kernel."""
     by_kernel: dict[tuple, dict] = {}
     for row in results["rows"]:
         by_kernel.setdefault((row["kernel"], row["dtype"], row["width"], row["threads"]), {})[row["architecture"]] = row
@@ -40,7 +40,7 @@ def compiled_by_nvcc(results: dict) -> str:
 
 
 def counted(results: dict) -> str:
-    """What benchmarks/gpu_counts.py counted, a line for each kernel, direction and case."""
+    """Counts of benchmarks/gpu_counts.py, a line for each kernel, direction and case."""
     by_case: dict[tuple, dict] = {}
     for row in results["rows"]:
         rows = by_case.setdefault((row["direction"], row["head_dim"], row["case"], row["kernel"]), {})
@@ -64,7 +64,7 @@ def _bound_cell(row: dict | None) -> str:
 
 
 def counted_of_windows(results: dict) -> str:
-    """What benchmarks/long_counts.py counted, a line for each kind of window and direction."""
+    """Counts of benchmarks/long_counts.py, a line for each kind of window and direction."""
     by_case: dict[tuple, dict] = {}
     for row in results["rows"]:
         by_case.setdefault((row["case"], row["direction"]), {})[row["architecture"], row["length"]] = row

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def table(headers: list[str], lines: list[list[str]]) -> str:
-    """
+    """A table in Markdown.
+
     >>> print(table(["a", "b"], [["1", "2"]]))
     | a | b |
     | --- | --- |

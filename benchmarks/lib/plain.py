@@ -6,7 +6,7 @@ import re
 import textwrap
 from dataclasses import dataclass, field
 
-# What is left out first where the width does not do; it is in the results file.
+# Columns that are left out first where the terminal is narrow; it is in the results file.
 DISPENSABLE = ("quartiles", "peak MB", "published", "vs its compiled")
 GAP = "  "
 

@@ -1,4 +1,4 @@
-"""What a run of experiments/precision.py found, as Markdown."""
+"""Results of experiments/precision.py as Markdown."""
 
 from __future__ import annotations
 
@@ -90,5 +90,5 @@ def _training(rows: list[dict]) -> str:
 
 
 def _mean(errors: float | list[float]) -> float:
-    """Of the layers."""
+    """The mean over layers."""
     return statistics.fmean(errors) if isinstance(errors, list) else errors

@@ -63,7 +63,7 @@ class Problem:
     )  # fmt: skip
 
     def double(self) -> Problem:
-        """The same values in float64."""
+        """A problem with these values in float64."""
         return replace(self, **{name: getattr(self, name).double() for name in (*self.INPUTS, "grad_out")})
 
     def segments(self, embed: Tensor, bias: Tensor) -> Segments | None:

@@ -177,7 +177,7 @@ def baseline_kernel(row: dict) -> str:
 
 
 def _direction(row: dict) -> str:
-    """What a direction is called: a model's includes the optimizer."""
+    """The name of a direction: a model's includes the optimizer."""
     training_step = row["section"] == "model" and row["direction"] == "backward"
     return "training step" if training_step else DIRECTION_NAMES[row["direction"]]
 
@@ -225,7 +225,7 @@ def joined(runs: list[dict]) -> dict:
 
 
 def notes(results: dict) -> list[str]:
-    """What the tables' cells cannot hold: reasons, what was checked and how, and the machine."""
+    """Notes below the tables: reasons, what was checked and how, and the machine."""
     rows, facts = results["rows"], results["environment"]
     lines = []
     reasons: dict[tuple[str, str], list[str]] = {}
@@ -256,7 +256,7 @@ def notes(results: dict) -> list[str]:
 
 
 def _products(found: list[dict]) -> list[str]:
-    """What the shares are shares of."""
+    """The note on the unit of shares."""
     if not found:
         return []
     rates = [product["gflops"] for product in found]
@@ -268,7 +268,7 @@ def _products(found: list[dict]) -> list[str]:
 
 
 def _settings(results: dict) -> list[str]:
-    """What tells the runs of one page apart."""
+    """Facts that tell the runs of one page apart."""
     settings = results.get("settings", {})
     if results.get("benchmark") in ("attn", "packing"):
         memory = f", {settings['mem_len']} positions of memory" if settings.get("mem_len") else ""
@@ -323,7 +323,7 @@ def markdown(results: dict) -> str:
 
 
 def _host_time(results: dict) -> str:
-    """What host_time.py measured: microseconds, a line for each thing that was timed, a column for each backend."""
+    """Results of host_time.py: microseconds, a line for each thing that was timed, a column for each backend."""
     names = list(dict.fromkeys(row["backend"] for row in results["rows"]))
     lines: dict[tuple, dict] = {}
     for row in results["rows"]:

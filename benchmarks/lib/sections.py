@@ -1,4 +1,4 @@
-"""What the benchmark measures: one function per section of its report."""
+"""Measurements of the benchmark: one function per section of its report."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _compiling(rows: list[dict], compiled: list[str]) -> list[float]:
 
 
 def plan(costs: dict[str, float], budget: float) -> list[str]:
-    """Those of `costs`, in seconds, that do not fit into `budget`, the first ones first.
+    """Names in `costs`, in seconds, that do not fit into `budget`, the first ones first.
 
     >>> plan({"peer": 3.0, "slow": 5.0, "other": 2.0}, 6.0)
     ['slow']
@@ -148,7 +148,7 @@ def plan(costs: dict[str, float], budget: float) -> list[str]:
 
 
 def streams(bench: Bench, backend: str, cases: list[Case]) -> None:
-    """What the query stream adds: L/6 rows stacked under the content rows."""
+    """The cost of the query stream: L/6 rows stacked under the content rows."""
     for case in cases:
         jobs = []
         for name, two_streams in (("content stream", False), ("both streams, N = L/6", True)):
@@ -158,7 +158,7 @@ def streams(bench: Bench, backend: str, cases: list[Case]) -> None:
 
 
 def terms(bench: Bench, implementations: dict[str, Implementation], case: Case) -> None:
-    """What each part of the problem costs, left out or added, against plain SDPA of as many rows and keys."""
+    """The cost of each part of the problem, left out or added, against plain SDPA of as many rows and keys."""
     for name, (masked, segmented, memory, two_streams) in TERMS.items():
         sized = replace(case, mem_len=case.length // 2 if memory else 0)
         problem = build_problem(sized, two_streams)
@@ -270,7 +270,7 @@ def operator_reference(problem: Problem, direction: str) -> dict[str, Tensor]:
 
 
 def labels(case: Case) -> dict[str, object]:
-    """What a row says about its problem."""
+    """Labels of a row for its problem."""
     return {
         "length": case.length,
         "batch": case.batch,

@@ -113,7 +113,7 @@ def run(
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """What to call between calls: a bar that no thread of its own draws, which would share the cores."""
+    """A function to call between calls: it draws a bar without a thread of its own, to leave the cores alone."""
     if Console is None:
         yield lambda text, done, total: None
         return

@@ -74,7 +74,8 @@ def _context(axes: Axes, rows: list[dict]) -> None:
 
 def _positions(axes: Axes, rows: list[dict]) -> None:
     sizes = names(rows)
-    shown = {*sizes[:2], sizes[-1]}  # because the curves of all sizes lie on each other
+    # Three, because the curves of all sizes lie on each other.
+    shown = {*sizes[:2], sizes[-1]}
     rows = [row for row in rows if row["implementation"] in shown]
     _memories(axes, rows, lambda row: list(enumerate(row["by_position"])))
     axes.set_xlabel("position in the segment (tokens)")

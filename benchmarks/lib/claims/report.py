@@ -44,7 +44,7 @@ def spread(values: Iterable[float], digits: int = 3) -> str:
 
 
 def names(rows: list[dict]) -> list[str]:
-    """Of the implementations, in the order of the rows."""
+    """Names of the implementations, in the order of the rows."""
     return list(dict.fromkeys(row["implementation"] for row in rows))
 
 

@@ -83,7 +83,7 @@ def _folder() -> Path:
 
 
 def _sources() -> list[Path]:
-    """Those of sm90/ first: they are compiled fast, and have what prepares for them."""
+    """Sources of kernels, sm90/ first: they are compiled fast, and have what prepares for them."""
     return sorted((CSRC / "cuda").rglob("*.cu"), key=lambda path: (path.parent.name != "sm90", path))
 
 
@@ -114,7 +114,7 @@ def _kernels(source: Path, architecture: int) -> dict[str, Kernel]:
 
 
 def _layout(parameter: str) -> tuple[int, int]:
-    """Of `.param .align 8 .b8 name[576]` or `.param .u64 name`: bytes and alignment."""
+    """Bytes and alignment of `.param .align 8 .b8 name[576]` or `.param .u64 name`."""
     size = int(re.search(r"\.[busf](\d+) ", parameter)[1]) // 8
     count, align = re.search(r"\[(\d+)\]", parameter), re.search(r"\.align (\d+)", parameter)
     return size * int(count[1] if count else 1), int(align[1]) if align else size

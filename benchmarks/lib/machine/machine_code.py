@@ -1,4 +1,4 @@
-"""What ptxas makes of a kernel's PTX, and how often a launch that the machine counted would execute it.
+"""Machine code that ptxas makes of a kernel's PTX, and its executions in a launch that the machine counted.
 
 ptxas says which line of the PTX each instruction comes from, and the machine how often each line ran. All instructions
 of a basic block run equally often: as often as a line of it that is one instruction of the machine for one of PTX, such
@@ -35,7 +35,7 @@ ENDS_A_BLOCK = ("BRA", "BRX", "EXIT", "RET", "CALL")
 
 @dataclass(frozen=True)
 class Line:
-    """Of the PTX: how many statements it has, and the machine's name for one that is one instruction there, or ""."""
+    """A line of PTX: its number of statements, and the machine's name for one that is one instruction there, or ""."""
 
     statements: int
     one: str
@@ -108,7 +108,7 @@ def _output(command: list, which: str) -> str:
 
 
 def basic_blocks(text: str, kernel: str) -> list[list[tuple[int, str]]]:
-    """Those of one kernel in what nvdisasm prints; without what only fills the code up."""
+    """Instructions of one kernel in the output of nvdisasm, without padding."""
     blocks: list[list[tuple[int, str]]] = [[]]
     line, inside = 0, False
     for row in text.splitlines():

@@ -192,7 +192,7 @@ class Parameters:
 
 
 class Regions:
-    """What a launch may touch: the whole storage of every tensor it was given, once."""
+    """Memory that a launch may touch: the whole storage of every tensor it was given, once."""
 
     def __init__(self) -> None:
         self.list: list[tuple[int, int, bool, str]] = []

@@ -91,7 +91,7 @@ bool is_global(const Access& access, int lane) {
   return access.space == Space::Global && !(access.address[lane] >> 56);
 }
 
-// Of the bytes of shared or local memory that a lane's address means: whether they are undefined. None: global memory,
+// Whether the bytes of shared or local memory at a lane's address are undefined. None: global memory,
 // or an address that the access itself will refuse.
 uint8_t* bytes_at(Warp& warp, const Access& access, int lane) {
   if (is_global(access, lane)) return nullptr;

@@ -22,7 +22,7 @@ struct Descriptor {
       throw Fault{"undefined", "a matrix descriptor with a base offset, which the machine does not know", -1};
   }
 
-  // Of 16 bytes that hold neighbours along K (or along M or N, if transposed) from (row, depth) on; row counts along
+  // The address of 16 bytes that hold neighbours along K (or along M or N, if transposed) from (row, depth) on; row counts along
   // M or N. `bytes` of one number.
   uint64_t address(int row, int depth, int bytes, bool transposed) const {
     const int per = 16 / bytes, wide = swizzle / bytes;

@@ -31,7 +31,7 @@ COMPILERS = [os.environ.get("CXX", ""), "c++", "g++", "clang++"] if sys.platform
 COMPILER = next(filter(None, map(shutil.which, COMPILERS)), None)
 FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", f"-I{SIMT}", f"-I{ROOT / 'csrc'}"]
 FLAGS += ["-fstack-clash-protection"]  # large frames touch the page that traps below a fiber's stack
-# What C++ leaves undefined ends the launch; misaligned accesses are among it, which x86 does not mind and a GPU does.
+# Undefined behaviour of C++ ends the launch. Misaligned accesses are part of it: x86 allows them, a GPU does not.
 SANITIZE = ["-fsanitize=undefined", "-fno-sanitize=vptr"]
 NO_COMPILER = "no C++ compiler, or not Linux: benchmarks/lib/simt runs kernels compiled for the host"
 

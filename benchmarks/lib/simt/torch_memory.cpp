@@ -1,5 +1,6 @@
 // Puts the tensors that torch makes on the CPU between pages that trap: what a launcher allocates too.
-#undef TORCH_TARGET_VERSION  // because allocators are not part of torch's stable interface
+// Undefined, because allocators are not part of torch's stable interface.
+#undef TORCH_TARGET_VERSION
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>

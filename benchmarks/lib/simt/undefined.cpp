@@ -1,4 +1,4 @@
-// What -fsanitize=undefined calls where a kernel does what C++ does not define: misaligned accesses above all, which a
+// Handlers of -fsanitize=undefined for undefined behaviour in a kernel: misaligned accesses above all, which a
 // GPU refuses and most hosts do not. In place of the compiler's own library, which would only print.
 #include <cstdint>
 #include <string>

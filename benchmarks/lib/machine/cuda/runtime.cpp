@@ -1,6 +1,7 @@
 // Stands in for the CUDA runtime under what nvcc compiles: launches are handed to a callback, by the kernel's name.
 // Beside it, an allocator that knows which of torch's tensors are alive.
-#undef TORCH_TARGET_VERSION  // because allocators are not part of torch's stable interface
+// Undefined, because allocators are not part of torch's stable interface.
+#undef TORCH_TARGET_VERSION
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>

@@ -15,10 +15,10 @@ from ._checks import (
     check_not_nested,
     check_range,
     check_rank,
-    float32_precision,
     is_integer,
     shortened,
 )
+from ._precision import float32_precision
 from ._torch import autocasts, exports_to_onnx, is_free_in_onnx
 from .call import PLACE, ROWS, TENSORS, Call, replace
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _environment, flops
-from ._checks import cpu_precision
 from ._ops import add_op_namespace_prefix, ops
+from ._precision import cpu_precision
 from ._torch import (
     autocasts,
     constant_for_compilers,

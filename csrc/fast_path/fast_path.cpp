@@ -112,7 +112,7 @@ bool has_rows(const Given& in, int64_t max_distance, bool is_window) {
   return (rows == whole || rows == max_distance + 1) && (rows > 0 || keys == 0);
 }
 
-// Float32Precision, as `float32_precision` of xlnet_kernels/_checks.py
+// Float32Precision, as `float32_precision` of xlnet_kernels/_precision.py
 int64_t float32_precision(const Tensor& query) {
   if (query.scalar_type() != at::kFloat) return IEEE;
   const auto backend = query.is_cpu() ? at::Float32Backend::MKLDNN : at::Float32Backend::CUDA;

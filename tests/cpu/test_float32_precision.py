@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import xlnet_kernels as xk
 from tests.cases import COMPILED, make
 from tests.operator.test_trusted_gradients import OFFSETS, Sums
-from xlnet_kernels import _checks, _extension
+from xlnet_kernels import _extension, _precision
 from xlnet_kernels.linear import linear
 
 if "cpu" not in COMPILED:
@@ -140,7 +140,7 @@ def test_other_dtypes_are_left_alone(told, dtype):
 
 
 def test_one_line_says_which_products_are_taken(told, caplog):
-    _checks._tell_whether_products_are_rounded.cache_clear()
+    _precision._tell_whether_products_are_rounded.cache_clear()
     x, rel_key = torch.randn(1, 2, 20, 16), torch.randn(2, 40, 16)
     told("medium")
     with caplog.at_level(logging.INFO, "xlnet_kernels"), torch.overrides.BaseTorchFunctionMode():  # not the fast path

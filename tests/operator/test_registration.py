@@ -13,7 +13,7 @@ import torch
 import xlnet_kernels as xk
 from tests.cases import BACKENDS, COMPILED, INTERPRETED, MODULES, READY, assert_right, make
 from xlnet_kernels import fast_path
-from xlnet_kernels._checks import float32_precision
+from xlnet_kernels._precision import float32_precision
 
 # What torch.library checks: schema, that nothing is aliased, fake against real (strides too), gradients, AOTAutograd.
 PROBLEMS = {

@@ -21,7 +21,7 @@ from lib.machine.triton_driver import SHARED_MEMORY, Launch, Record
 from lib.own_cache import own_cache
 from lib.simt import simt_build
 from xlnet_kernels import ops
-from xlnet_kernels._checks import float32_precision
+from xlnet_kernels._precision import float32_precision
 from xlnet_kernels.call import Call, replace
 
 HERE = Path(__file__).resolve().parent

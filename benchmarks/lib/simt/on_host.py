@@ -14,7 +14,7 @@ import torch
 
 from lib.simt import simt_build
 from xlnet_kernels import _extension, ops
-from xlnet_kernels._checks import float32_precision
+from xlnet_kernels._precision import float32_precision
 from xlnet_kernels.call import Call, replace
 
 NAME = "cuda-on-host"

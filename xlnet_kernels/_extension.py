@@ -27,10 +27,11 @@ import torch
 
 from ._compiled import describe
 from ._environment import warn_of_names_and_instruction_set
-from ._library_file import fault
+from ._library_file import fault, takes_other_arguments
 from ._ops import ops
 from ._sources import digest
 from ._version import __version__
+from .call import Call
 
 HERE = Path(__file__).parent
 LIBRARY = "_kernels.so"
@@ -114,7 +115,7 @@ def load() -> tuple[SimpleNamespace | None, str | None]:
     # Checked before loading, because a library too new for torch or a truncated file may crash the process.
     if old := too_old(torch.__version__):
         return None, f"{file}: {old}"
-    if wrong := fault(file):
+    if wrong := fault(file) or takes_other_arguments(file, Call._fields):
         return None, f"{file} {wrong}: {AGAIN}"
     try:
         torch.ops.load_library(str(file))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 _MACHINES = {3: "x86", 21: "PowerPC", 22: "s390x", 40: "ARM", 62: "x86-64", 183: "AArch64", 243: "RISC-V"}
 _HEADER = 64  # bytes of an ELF file's header
 _SEGMENT = 56  # bytes of an entry in the segment table, in 64-bit files
 _SELF = Path("/proc/self/exe")
+_ARGUMENTS = re.compile(rb"xlnet_kernels::rel_attention:([\w,]+)\0")  # ARGUMENTS of csrc/stable/facts.cpp
 
 
 def fault(path: Path) -> str | None:
@@ -34,6 +37,20 @@ def fault(path: Path) -> str | None:
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     return f"is truncated: it has {size} bytes of at least {end}" if size < end else None
+
+
+def takes_other_arguments(path: Path, names: Sequence[str]) -> str | None:
+    """The reason why a library's operator does not have these arguments; None if it has them, or cannot be read.
+
+    Needed because torch's registry ends the import of the package where schema and kernels differ.
+    """
+    try:
+        found = _ARGUMENTS.search(path.read_bytes())
+    except OSError:
+        return None
+    if found is not None and found[1].decode().split(",")[:-1] == list(names):
+        return None
+    return "is of another version of this package: its operator has other arguments"
 
 
 def _own_head() -> bytes:

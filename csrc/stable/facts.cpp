@@ -9,6 +9,7 @@
 #include "../cpu/kernels.h"
 #include "../cuda/heuristics.h"
 #include "../cuda/kernels.h"
+#include "../inputs.h"
 #include "entry.h"
 
 #ifdef CUDA_KERNEL  // by Hugging Face's kernel-builder, which tells neither version nor architectures
@@ -18,6 +19,14 @@
 #endif
 
 namespace xlnet_kernels {
+
+// The operator's arguments. Used, because xlnet_kernels/_extension.py reads them from the file before it loads it.
+#define NAME(type, name) #name ","
+extern const char ARGUMENTS[];
+__attribute__((used)) const char ARGUMENTS[] =
+    "xlnet_kernels::rel_attention:" DIFFERENTIABLE_INPUTS(NAME, ) OTHER_INPUTS(NAME, ) NUMBERS(NAME, );
+#undef NAME
+
 namespace {
 
 constexpr const char* COMPILER =

@@ -9,8 +9,11 @@
 #   make test TORCH="torch==2.8.0"            another torch
 #   make test PYTHON=python3.12               another interpreter
 #
+# `make check` takes four minutes on two cores: lint, types, the operator on the CPU, the model and the documents.
+#
 # `make test-machine` runs the compiled GPU kernels on the host (benchmarks/lib/machine). It takes hours; `make test`
-# has a sample of it. A second run continues with tests that have not passed, or starts anew after a change of sources.
+# has a sample of it. It also runs tests that are marked `thorough`. A second run continues with tests that have not
+# passed, or starts anew after a change of sources.
 #
 # `make gpu-counts` counts the instructions of the GPU kernels and of plain flash attention, on the host.
 #
@@ -32,25 +35,34 @@ RUN := $(VENV)/bin/python
 # Folders as well as files, so that a removed file counts as a change. Python sources are used in place.
 SOURCES := $(wildcard csrc csrc/* csrc/*/* build_backend/*.py) setup.py pyproject.toml xlnet_kernels/_version.py
 
-.PHONY: help test test-machine gpu-counts bench bench-suite docs gpu-check clean FORCE
+.PHONY: help test check test-machine gpu-counts bench bench-suite docs gpu-check clean FORCE
 
 help:
 	@sed '/^$$/,$$d; s/^# \{0,1\}//' Makefile
 
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(RUN) -u -m pytest -n auto
 test: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
-	OMP_WAIT_POLICY=PASSIVE $(RUN) -u -m pytest -n auto --dist loadfile --no-loadscope-reorder \
-	  --durations 30 --durations-min 20 $(ARGS)
+	$(PYTEST) --dist loadfile --no-loadscope-reorder --durations 30 --durations-min 20 $(ARGS)
+
+# Names of tests that interpret or compile kernels, compile with torch or train; `make test` has them.
+LONGER := triton or cuda or compile or forgotten
+check: $(VENV)/installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(PYTEST) -q --dist loadfile --no-loadscope-reorder -m "not slow" -k "not ($(LONGER))" \
+	  tests/operator tests/model tests/docs $(ARGS)
 
 # tests/machine chooses architectures itself; the operator's tests are run on either.
-MACHINE = XLNET_KERNELS_MACHINE=$(1) XLNET_KERNELS_RESUME=build/machine-$(2).txt OMP_WAIT_POLICY=PASSIVE \
-  $(RUN) -u -m pytest -p tests.machine.resume -n auto $(3) $(ARGS)
+RESUMED = XLNET_KERNELS_RESUME=build/machine-$(1).txt $(PYTEST) -p tests.machine.resume
+MACHINE = XLNET_KERNELS_MACHINE=$(1) $(call RESUMED,$(2)) $(3) $(ARGS)
 OPERATOR := tests/operator/test_operator.py tests/operator/test_dropout.py tests/triton/test_backend.py
 test-machine: $(VENV)/installed
 	$(call MACHINE,80,itself,tests/machine tests/docs/test_add_a_term.py)
 	$(call MACHINE,80,80,$(OPERATOR))
 	$(call MACHINE,90,90,$(OPERATOR))
+	XLNET_KERNELS_EVERY_CASE=1 $(call RESUMED,thorough) --dist loadfile -m thorough $(ARGS)
 
 gpu-counts: $(VENV)/installed
 	$(RUN) -u benchmarks/gpu_counts.py --verbose --output $(OUT)/gpu-counts.json $(ARGS)

@@ -1,7 +1,8 @@
-"""Fewer cases for backends that are interpreted: each value of a parameter, where not each combination.
+"""Fewer cases in `make test`: on interpreted backends each value of a parameter, not each combination; no test that is
+marked `thorough`.
 
-Pairs of features are in operator/test_pairs_of_features.py. All combinations run with XLNET_KERNELS_EVERY_CASE=1 and
-on the machine (`make test-machine`).
+Pairs of features are in operator/test_pairs_of_features.py. XLNET_KERNELS_EVERY_CASE=1 runs all combinations and
+thorough tests, `make test-machine` both.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def select(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Ite
         backend = parameters(item).get("backend")
         if backend in INTERPRETED and not EVERY_CASE:
             groups.setdefault((item.path, item.originalname, backend), []).append(item)
-    dropped = set()
+    dropped = set() if EVERY_CASE else {item.nodeid for item in items if item.get_closest_marker("thorough")}
     for (_, _, backend), group in groups.items():
         served = [item for item in group if is_served(backend, parameters(item))]
         dropped |= {item.nodeid for item in group} - {item.nodeid for item in cover(served)}

@@ -12,7 +12,11 @@ from tests import covers
 
 def item_of(number: int, **given):
     return SimpleNamespace(
-        nodeid=f"test[{number}]", path="file", originalname="test", callspec=SimpleNamespace(params=given)
+        nodeid=f"test[{number}]",
+        path="file",
+        originalname="test",
+        callspec=SimpleNamespace(params=given),
+        get_closest_marker=lambda name: None,
     )
 
 
@@ -32,7 +36,7 @@ def test_only_interpreted_backends_have_fewer(monkeypatch):
     )
     given = list(product(("slow", "fast"), (torch.float32, torch.float64), (8, 16, 256)))
     items = [item_of(n, backend=backend, dtype=dtype, width=width) for n, (backend, dtype, width) in enumerate(given)]
-    items.append(SimpleNamespace(nodeid="plain"))
+    items.append(SimpleNamespace(nodeid="plain", get_closest_marker=lambda name: None))
     monkeypatch.setattr(covers, "EVERY_CASE", False)
     kept, dropped = covers.select(items)
     assert [item for item in items if item not in dropped] == kept and items[-1] in kept
@@ -40,5 +44,14 @@ def test_only_interpreted_backends_have_fewer(monkeypatch):
     assert sum(case["backend"] == "fast" for case in cases) == 6
     slow = [case for case in cases if case["backend"] == "slow"]
     assert [(case["dtype"], case["width"]) for case in slow] == [(torch.float32, 8), (torch.float32, 16)]
+    monkeypatch.setattr(covers, "EVERY_CASE", True)
+    assert covers.select(items) == (items, [])
+
+
+def test_thorough_tests_run_with_every_case_alone(monkeypatch):
+    items = [item_of(0), item_of(1)]
+    items[1].get_closest_marker = lambda name: name == "thorough" or None
+    monkeypatch.setattr(covers, "EVERY_CASE", False)
+    assert covers.select(items) == (items[:1], items[1:])
     monkeypatch.setattr(covers, "EVERY_CASE", True)
     assert covers.select(items) == (items, [])

@@ -267,7 +267,7 @@ CPP_EDITS = [edit for edit in edits() if edit not in PYTHON_EDITS]
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize("left_out", range(len(PYTHON_EDITS)))
+@pytest.mark.parametrize("left_out", range(len(PYTHON_EDITS)), ids=lambda i: f"{PYTHON_EDITS[i][0]}-{i}")
 def test_a_forgotten_edit_fails(tree, in_fork, left_out):
     make(tree, PYTHON_EDITS[:left_out] + PYTHON_EDITS[left_out + 1 :])
     name, is_triton = PYTHON_EDITS[left_out][0], "/triton/" in PYTHON_EDITS[left_out][0]

@@ -90,8 +90,8 @@ def unread(problem: Problem) -> dict[str, Tensor]:
         found |= {"memory_key": unseen[..., :memory], "memory_value": unseen[..., :memory]}
     rel_key = problem.leaves["rel_key"]
     read = torch.zeros(*visible.shape[:2], rel_key.shape[-2], dtype=torch.bool)
-    for b, h, i, j in visible.nonzero().tolist():
-        read[b, h, row[b, i, j]] = True
+    sequence, head, query, key = visible.nonzero(as_tuple=True)
+    read[sequence, head, row[sequence, query, key]] = True
     return found | {"rel_key": ~(read if rel_key.dim() == 4 else read.any(0))}
 
 
@@ -104,11 +104,15 @@ def filled(problem: Problem, rows: dict[str, Tensor], *values: float) -> Problem
     return result
 
 
-def assert_unread_rows_count_as_zeros(problem: Problem, backend: str) -> None:
+# Values of unread rows
+FILLS = ((math.nan,), (math.inf, -math.inf, math.nan), (0.0, math.inf, 1.0))
+
+
+def assert_unread_rows_count_as_zeros(problem: Problem, backend: str, fills: tuple = FILLS) -> None:
     rows = unread(problem)
     assert any(which.any() for which in rows.values())
     wanted = filled(problem, rows, 0.0).results(backend)
-    for values in ((math.nan,), (math.inf, -math.inf, math.nan), (0.0, math.inf, 1.0)):
+    for values in fills:
         found = filled(problem, rows, *values).results(backend)
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
@@ -136,7 +140,12 @@ def calls(backend: str) -> Iterator[tuple[str, int, torch.dtype]]:
 def test_unread_rows_count_as_zeros(backend, call):
     case, rows, dtype = call
     in_fixed_order = dtype == torch.float32 or rows == MANY  # both ways to add gradients on GPUs
-    assert_unread_rows_count_as_zeros(CASES[case](rows).to(dtype).with_options(deterministic=in_fixed_order), backend)
+    problem = CASES[case](rows).to(dtype).with_options(deterministic=in_fixed_order)
+    fills = FILLS
+    if backend in INTERPRETED and not covers.EVERY_CASE:  # one of the three, each for several cases
+        which = [*CASES].index(case) + DTYPES.index(dtype)
+        fills = FILLS[which % 3 :][:1]
+    assert_unread_rows_count_as_zeros(problem, backend, fills)
 
 
 @pytest.mark.parametrize("backend", [name for name in READY if name not in INTERPRETED])

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from ._torch import constant_for_compilers, is_wrapped
+from ._torch import is_wrapped
 
 # torch's other unsigned integers have neither comparisons nor room in the kernels' int32.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -119,11 +119,3 @@ def readable(values: Tensor) -> bool:
     if torch.compiler.is_compiling() or type(values) not in (Tensor, torch.nn.Parameter):
         return False
     return values.device.type != "meta" and not is_wrapped(values)
-
-
-# Constant, because compilers cannot trace this getter. They compile again after another answer.
-@constant_for_compilers
-def allows_tf32() -> bool:
-    """Whether the user allows TF32; torch 2.9 and newer refuse the old getter once the new setting is used."""
-    matmul = torch.backends.cuda.matmul
-    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32

@@ -8,7 +8,6 @@ import logging
 import torch
 
 from . import _extension
-from ._checks import allows_tf32
 from ._torch import constant_for_compilers
 
 _LOGGER = logging.getLogger("xlnet_kernels")
@@ -35,6 +34,13 @@ def allows_bf16() -> bool:
     if allowed:
         _tell_whether_products_are_rounded()
     return allowed
+
+
+@constant_for_compilers
+def allows_tf32() -> bool:
+    """Whether the user allows TF32; torch 2.9 and newer refuse the old getter once the new setting is used."""
+    matmul = torch.backends.cuda.matmul
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
 
 
 def cpu_precision() -> str:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import _environment
-from .._checks import allows_tf32
-from .._precision import float32_precision
+from .._precision import allows_tf32, float32_precision
 from .._torch import constant_for_compilers, transformed
 from ..call import Call, collect
 from ..masks import RankMask

@@ -17,9 +17,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ..._checks import allows_tf32
 from ..._environment import INTERPRETED
 from ..._first_use import compiling
+from ..._precision import allows_tf32
 from ...call import INPUT_NAMES
 from ...dropout import threshold
 from . import tuning

@@ -3,6 +3,9 @@
 torch sends float32 products on the CPU to MKL. On AMD's processors oneDNN, which is in the same wheel, is faster for
 many shapes (docs/linear.md). The choice depends on the processor and the number of rows alone, so that two runs of a
 program round alike; XLNET_KERNELS_LINEAR=onednn or mkl fixes the choice.
+
+Where torch allows bfloat16 in float32 products, oneDNN's take it with AMX-BF16 alone. With AVX512-BF16 `linear` rounds
+the operands itself.
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
         torch.nn.functional.linear(input, weight, bias)
 
-    That function is called for everything but float32 on the CPU, for small products, where torch may round operands
-    (torch.set_float32_matmul_precision), under autocast and inside torch.func transforms and torch.export.
+    That function is called for everything but float32 on the CPU, for small products, where torch itself may round
+    operands (torch.set_float32_matmul_precision), under autocast and inside torch.func transforms and torch.export.
 
     Args:
         input: (..., in_features).
@@ -59,7 +62,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: (out_features) or None.
 
     Returns:
-        (..., out_features), equal to torch's within float32 rounding.
+        (..., out_features), equal to torch's within float32 rounding, or within bfloat16 rounding where torch allows
+        it ("medium") and the processor has AVX512-BF16 and no AMX.
 
     >>> x, weight = torch.randn(4, 256, 128), torch.randn(96, 128)
     >>> torch.allclose(linear(x, weight), x @ weight.mT, atol=1e-4)
@@ -89,7 +93,7 @@ def library() -> str:
 @functools.cache
 def choice() -> tuple[str, str]:
     """`library`, and the reason for it."""
-    wish = _environment.read("XLNET_KERNELS_LINEAR", ("mkl", "onednn").__contains__)
+    wish = _wish()
     if wish == "onednn" and not has_onednn_linear():
         instead = "this torch has no oneDNN, its own products are taken"
         _environment.leave_aside("XLNET_KERNELS_LINEAR", wish, instead)
@@ -101,6 +105,26 @@ def choice() -> tuple[str, str]:
     if not torch.backends.mkl.is_available():
         return "mkl", "this torch has no MKL, and its own choice is taken"
     return _FASTER[_processor(_cpuinfo())]
+
+
+def _wish() -> str:
+    return _environment.read("XLNET_KERNELS_LINEAR", ("mkl", "onednn").__contains__)
+
+
+@functools.cache
+def _can_round() -> bool:
+    """Whether the processor has bfloat16 products that oneDNN's float32 products leave idle.
+
+    oneDNN 3.12 takes them with AMX alone; with AVX512-BF16 its float32 products stay exact.
+    """
+    flags = _cpuinfo().split()
+    return "avx512_bf16" in flags and "amx_bf16" not in flags and has_onednn_linear() and _wish() != "mkl"
+
+
+@constant_for_compilers
+def _rounds() -> bool:
+    """Whether `linear` rounds the operands of float32 products."""
+    return cpu_precision() == "bf16" and _can_round()
 
 
 def _cpuinfo() -> str:
@@ -124,13 +148,15 @@ def _serves(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if input.device.type != "cpu" or input.dtype != torch.float32 or weight.dtype != torch.float32:
         return False
-    if library() == "mkl" or _is_exporting() or transformed() or autocasts("cpu"):
+    if _is_exporting() or transformed() or autocasts("cpu"):
+        return False
+    if not _rounds() and (library() == "mkl" or _may_be_rounded()):
         return False
     if torch.compiler.is_compiling():  # sizes may be symbols
-        return not _may_be_rounded()
+        return True
     if not all(type(tensor) in (Tensor, nn.Parameter) for tensor in (input, weight)):
         return False
-    return input.numel() * weight.shape[0] >= _SMALLEST and not _is_mkls(input) and not _may_be_rounded()
+    return input.numel() * weight.shape[0] >= _SMALLEST and not _is_mkls(input)
 
 
 @constant_for_compilers
@@ -146,6 +172,9 @@ def _is_mkls(input: Tensor) -> bool:
 
 @torch.library.impl(_NAME, "CPU")
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if _rounds():
+        product = F.linear(input.bfloat16(), weight.bfloat16()).float()
+        return product if bias is None else product.add_(bias)
     # Decided here for compiled graphs, because sizes are numbers here.
     if _is_mkls(input):
         rows = F.linear(input.reshape(-1, input.shape[-1]), weight, bias)
@@ -166,11 +195,16 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grad: Tensor):
     input, weight = ctx.saved_tensors
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-    product = F.linear if is_batch_of_gradients(grad) or library() == _FEW else linear
+    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
+    if _rounds():
+        grad, input, weight = grad.bfloat16(), input.bfloat16(), weight.bfloat16()
+        product = F.linear
+    else:
+        product = F.linear if is_batch_of_gradients(grad) or library() == _FEW else linear
     rows = grad.reshape(-1, grad.shape[-1])
-    grad_input = product(grad, weight.mT) if needs_input else None
-    grad_weight = product(rows.mT, input.reshape(-1, input.shape[-1]).mT) if needs_weight else None
-    return grad_input, grad_weight, rows.sum(0) if needs_bias else None
+    grad_input = product(grad, weight.mT).float() if needs_input else None
+    grad_weight = product(rows.mT, input.reshape(-1, input.shape[-1]).mT).float() if needs_weight else None
+    return grad_input, grad_weight, grad_bias
 
 
 flops.add(ops.linear, flops.linear_formula)

@@ -10,13 +10,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import xlnet_kernels as xk
 from tests.cases import COMPILED, make
 from tests.operator.test_trusted_gradients import OFFSETS, Sums
 from xlnet_kernels import _extension, _precision
-from xlnet_kernels.linear import linear
 
 if "cpu" not in COMPILED:
     pytest.skip("the compiled extension is not there", allow_module_level=True)
@@ -166,10 +164,3 @@ def test_compiled_calls_follow(told):
     for precision in ("highest", "medium", "highest"):
         told(precision)
         assert torch.equal(compiled(x), xk.rel_attention(x, x, x, rel_key, backend="cpu")), precision
-
-
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_linear_is_torchs_where_products_may_be_rounded(told, precision):
-    x, weight = torch.randn(300, 256), torch.randn(128, 256)
-    told(precision)
-    assert torch.equal(linear(x, weight), F.linear(x, weight))

@@ -37,6 +37,21 @@ def onednn(monkeypatch):
 
 
 @pytest.fixture
+def with_flags(monkeypatch):
+    """A function that gives the processor other instructions, and a torch that allows a precision."""
+    before = torch.get_float32_matmul_precision()
+
+    def give(flags: str, precision: str = "medium") -> None:
+        monkeypatch.setattr(module, "_cpuinfo", lambda: f"vendor_id : AuthenticAMD\nflags : avx2 {flags}\n")
+        module._can_round.cache_clear()
+        torch.set_float32_matmul_precision(precision)
+
+    yield give
+    torch.set_float32_matmul_precision(before)
+    module._can_round.cache_clear()
+
+
+@pytest.fixture
 def few(monkeypatch):
     """As an AMD processor without AVX-512 has it."""
     monkeypatch.setattr(module, "choice", lambda: module._FASTER["AMD"])
@@ -264,3 +279,53 @@ def test_linears_are_accelerated_where_asked(onednn):
     assert type(transformers.restore(model).lm_loss) is nn.Linear
     with pytest.raises(ValueError, match="must have supported relative attention"):
         transformers.accelerate(nn.Sequential(nn.Linear(2, 2)), linears=True)
+
+
+needs_switch = pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "matmul"), reason="torch 2.9 and newer have it")
+
+
+def results(function, grad, *given):
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in given]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+@needs_switch
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_medium_precision_rounds_operands_where_torch_does_not(onednn, with_flags, compiled):
+    given = [torch.randn(*LARGE[:2], LARGE[3]), *operands(*LARGE)]
+    exact = results(F.linear, *(tensor.double() for tensor in given))
+    rounded = results(F.linear, *(tensor.bfloat16().double() for tensor in given))
+    with_flags("avx512f avx512_bf16")
+    found = results(torch.compile(linear, backend="aot_eager") if compiled else linear, *given)
+    for value, operand, wanted in zip(found[:3], rounded[:3], exact[:3], strict=True):
+        # 1.5 because the product is rounded too.
+        assert value.dtype == torch.float32 and not torch.allclose(value.double(), wanted, rtol=1e-4)
+        assert (value - wanted).norm() <= 1.5 * (operand - wanted).norm()
+    torch.testing.assert_close(found[3].double(), exact[3], rtol=1e-4, atol=1e-4)  # the bias has no product
+
+
+@needs_switch
+@pytest.mark.parametrize("precision", ["high", "medium"])
+@pytest.mark.parametrize("flags", ["avx512f", "avx512f avx512_bf16 amx_bf16"], ids=["without bf16", "AMX"])
+def test_medium_precision_is_left_to_torch_otherwise(onednn, with_flags, flags, precision):
+    x, weight, bias = (tensor.detach() for tensor in operands(*LARGE))
+    with_flags(flags, precision)
+    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+
+
+@needs_switch
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_exact_precisions_do_not_round(onednn, with_flags, precision):
+    given = [torch.randn(*LARGE[:2], LARGE[3]), *operands(*LARGE)]
+    with_flags("avx512f avx512_bf16", precision)
+    for value, wanted in zip(results(linear, *given), results(F.linear, *given), strict=True):
+        torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-4)
+
+
+@needs_switch
+def test_the_wish_for_mkl_keeps_products_exact(library, with_flags):
+    """XLNET_KERNELS_LINEAR=mkl leaves every product to torch."""
+    x, weight, bias = (tensor.detach() for tensor in operands(*LARGE))
+    with_flags("avx512f avx512_bf16")
+    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias)) == (library == "mkl")

@@ -3,6 +3,7 @@
     python benchmarks/model.py --plot       base size, forward and training step; compiling takes most of the time
     python benchmarks/model.py --implementations xlnet_kernels eager --mem-lens 0 --seconds 1
     python benchmarks/model.py --size large --lengths 512 2048 --dtype bfloat16
+    python benchmarks/model.py --precisions float32 at torch's medium precision and under autocast, too (CPU)
     python benchmarks/model.py --quick      a tiny model, to see that everything runs
 
 Pre-training: both streams, one target for six tokens (85 of 512), language-model loss. Fine-tuning: the content stream
@@ -20,7 +21,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +29,13 @@ from torch import Tensor, nn
 
 import xlnet_kernels as xk
 from lib import session
-from lib.harness import CannotRun, Run, free_memory
+from lib.harness import CannotRun, Run, at_medium_precision, free_memory
 from lib.measure import DIRECTIONS, Bench, Job
 from lib.session import positive
 from lib.text import CLS, Batch, build_batch
 
 OWN, OWN_COMPILED, OWN_PROJECTED = "xlnet_kernels", "xlnet_kernels compiled", "xlnet_kernels projected"
+OWN_MEDIUM, OWN_BFLOAT16 = "xlnet_kernels, medium", "xlnet_kernels, bfloat16 autocast"  # with --precisions
 THEIRS, THEIRS_COMPILED = "transformers eager", "transformers compiled"
 NAMES = (OWN, OWN_COMPILED, OWN_PROJECTED, THEIRS, THEIRS_COMPILED)
 TASKS = {"pre-training": "XLNetLMHeadModel", "fine-tuning": "XLNetForSequenceClassification"}
@@ -178,9 +180,16 @@ def _common(case: ModelCase) -> dict[str, object]:
 
 
 def our_run(
-    case: ModelCase, compiled: bool = False, projected: bool = False, model: nn.Module | None = None
+    case: ModelCase,
+    compiled: bool = False,
+    projected: bool = False,
+    model: nn.Module | None = None,
+    dtype: torch.dtype | None = None,
 ) -> ModelRun:
-    """The query stream at the targets only, ranks for masks; with `model` in place of the one that all cases share."""
+    """The query stream at the targets only, ranks for masks.
+
+    model: in place of the one that all cases share. dtype: of autocast, in place of the case's.
+    """
     model, batch, mems = model or _models(case)[1], _batch(case), _mems(case)
     arguments = _common(case)
     if case.task == "pre-training":
@@ -188,6 +197,7 @@ def our_run(
         arguments |= {"mask": batch.mask.to(case.device), "target_positions": positions}
     if projected and mems is None:
         raise CannotRun("there is no memory")
+    case = replace(case, dtype=dtype or case.dtype)
     return _run(case, model, arguments | {"mems": mems}, compiled, projected)
 
 
@@ -261,6 +271,8 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
         OWN_PROJECTED: functools.partial(our_run, projected=True),
         THEIRS: transformers_run,
         THEIRS_COMPILED: functools.partial(transformers_run, compiled=True),
+        OWN_MEDIUM: lambda case: at_medium_precision(our_run(case)),
+        OWN_BFLOAT16: functools.partial(our_run, dtype=torch.bfloat16),
     }
     for task, length, mem_len in itertools.product(options.tasks, options.lengths, options.mem_lens):
         case = case_of(options, task=task, length=length, batch=options.batch, mem_len=mem_len)
@@ -268,6 +280,8 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
         known = functools.cache(functools.partial(reference, case)) if _can_check(case) else None
         names = [name for name in options.implementations if mem_len or name != OWN_PROJECTED]
         jobs = [Job(name, functools.partial(prepare[name], case), known, dtype=case.dtype) for name in names]
+        for name in (OWN_MEDIUM, OWN_BFLOAT16) if options.precisions else ():
+            jobs.append(Job(name, functools.partial(prepare[name], case), known, dtype=torch.bfloat16))
         rows = bench.group("model", jobs, case.labels, base=THEIRS)
         _relate_to_compiled(rows)
         bench.save()
@@ -300,12 +314,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--direction", choices=("forward", "backward", "both"), default="both", help="backward: training step")
     add("--implementations", nargs="+", metavar="WORD", help="only these, or names with these in them")
     add("--seconds", type=float, default=20.0, help="of samples per implementation and direction")
+    add("--precisions", action="store_true", help="bfloat16 products too: medium precision and autocast, on the CPU")
     add("--quick", action="store_true", help="a tiny model and few samples")
     if "--quick" in arguments:
         parser.set_defaults(**QUICK)
     options = parser.parse_args(arguments)
     session.check_common(parser, options, "model")
     check_sizes(parser, options)
+    if options.precisions and (options.device, options.dtype) != ("cpu", "float32"):
+        parser.error("--precisions compares float32 on the CPU: leave out --dtype and --device")
     if min(options.mem_lens) < 0:
         parser.error("--mem-lens must not be negative")
     words = options.implementations or [""]

@@ -52,6 +52,22 @@ class Run:
         )
 
 
+def at_medium_precision(run: Run) -> Run:
+    """`run`, whose steps are under torch.set_float32_matmul_precision("medium")."""
+    step = run.step
+
+    def medium_step(direction: str) -> tuple[Tensor, ...]:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("medium")
+        try:
+            return step(direction)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    run.step = medium_step  # type: ignore[method-assign]
+    return run
+
+
 def tidy(error: object) -> str:
     """An error or reason as one line for the table, without this machine's paths."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .harness import CannotRun, Run
+from .harness import CannotRun, Run, at_medium_precision
 from .implementations import BASELINE, TRANSFORMERS, Implementation, package_backend, plain_sdpa
 from .measure import DIRECTIONS, USED_UP, Bench, Job
 from .modules import MODULE, TRANSFORMERS_MODULE, module_reference, our_module, transformers_module
@@ -27,6 +27,13 @@ TERMS = {
     "with memory": (True, True, True, False),
     "with query stream": (True, True, False, True),
     "everything": (True, True, True, True),
+}
+MEDIUM = "medium float32"  # float32 under torch.set_float32_matmul_precision("medium")
+# The dtype of a problem's tensors, and the dtype whose tolerance the results have.
+PRECISIONS = {
+    "float32": (torch.float32, torch.float32),
+    MEDIUM: (torch.float32, torch.bfloat16),
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
 }
 LONG_LENGTHS = {"cpu": 8192, "cuda": 65536}
 LEFT_OUT = "left out to stay within the time budget (--budget, --full)"
@@ -172,15 +179,26 @@ def terms(bench: Bench, implementations: dict[str, Implementation], case: Case) 
 
 
 def precision(bench: Bench, backend: str, cases: list[Case]) -> None:
-    """This package's backend and plain SDPA in float32 and bfloat16."""
+    """This package's backend and plain SDPA in PRECISIONS."""
     for case in cases:
         jobs = []
-        for dtype in (torch.float32, torch.bfloat16):
+        for name, (dtype, rounds_like) in PRECISIONS.items():
+            if name == MEDIUM and case.device != "cpu":  # CUDA takes TF32 there, as for other precisions
+                continue
             typed = replace(case, dtype=dtype)
-            problem, own = build_problem(typed), f"xlnet_kernels {_short(dtype)}"
-            jobs.append(_job(own, typed, problem, package_backend(backend), _reference(problem, typed)))
-            jobs.append(_job(f"{BASELINE}, {_short(dtype)}", typed, problem, plain_sdpa, None))
+            problem, prepares = build_problem(typed), (package_backend(backend), plain_sdpa)
+            if name == MEDIUM:
+                prepares = tuple(functools.partial(_at_medium_precision, prepare) for prepare in prepares)
+            own = _job(f"xlnet_kernels {name}", typed, problem, prepares[0], _reference(problem, typed))
+            jobs += [
+                replace(own, dtype=rounds_like),
+                _job(f"{BASELINE}, {name}", typed, problem, prepares[1], None),
+            ]
         bench.group("precision", jobs, labels(case), baseline="xlnet_kernels float32")
+
+
+def _at_medium_precision(prepare: Callable[[Problem], Run], problem: Problem) -> Run:
+    return at_medium_precision(prepare(problem))
 
 
 def module(bench: Bench, backend: str, case: Case) -> None:

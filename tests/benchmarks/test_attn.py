@@ -41,6 +41,18 @@ def run_job(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, **options)
 
 
+def test_precisions_of_the_cpu_are_medium_too(bench, small_case):
+    from lib.sections import precision
+
+    precision(bench, "reference", [small_case])
+    names = [row["implementation"] for row in bench.rows if row["direction"] == "forward"]
+    own = [name for name in names if name.startswith("xlnet_kernels")]
+    assert own == ["xlnet_kernels float32", "xlnet_kernels medium float32", "xlnet_kernels bfloat16"]
+    assert len(names) == 2 * len(own)  # plain SDPA, too
+    assert all(row["check"]["passed"] for row in bench.rows if row["implementation"] in own)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_tiny_run(tmp_path):
     output = tmp_path / "new" / "results.json"
     names = ("--implementations", "reference", "plain", "--sections", "core", "streams")

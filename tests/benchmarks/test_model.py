@@ -140,6 +140,39 @@ def test_half_precision_is_autocast(tmp_path):
         assert row["dtype"] == "bfloat16" and row["check"]["passed"] and row["check"]["errors"]["out"] > 1e-4
 
 
+def test_precisions_are_steps_of_the_same_model(tmp_path, monkeypatch):
+    import model
+
+    pytest.importorskip("transformers")
+    output, told = tmp_path / "model.json", []
+    step = model.ModelRun.step
+
+    def recorded(run, direction):
+        told.append(torch.get_float32_matmul_precision())
+        return step(run, direction)
+
+    monkeypatch.setattr(model.ModelRun, "step", recorded)
+    arguments = ["--device", "cpu", "--quick", "--tasks", "pre-training", "--mem-lens", "0", "--direction", "forward"]
+    arguments += ["--precisions", "--implementations", model.OWN, "--output", str(output)]
+    assert model.main(arguments) == 0
+    rows = {row["implementation"]: row for row in rows_of(output)}
+    assert set(rows) == {model.OWN, model.OWN_MEDIUM, model.OWN_BFLOAT16}
+    assert all(row["check"]["passed"] for row in rows.values())
+    assert rows[model.OWN_BFLOAT16]["check"]["errors"]["out"] > 1e-4  # rounded to 8 bits
+    assert set(told) == {"highest", "medium"}
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("options", [["--dtype", "bfloat16"], ["--device", "cuda"]], ids=["dtype", "device"])
+def test_precisions_are_compared_in_float32_on_the_cpu(options, capsys, monkeypatch):
+    import model
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(SystemExit):
+        model.parse(["--device", "cpu", "--quick", "--precisions", *options])
+    assert "--precisions compares float32 on the CPU" in capsys.readouterr().err
+
+
 def test_memory_and_window_agree_and_are_timed(tmp_path, capsys):
     import recurrence
 

@@ -4,4 +4,5 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "benchmarks"))  # because the machines that execute GPU kernels are in benchmarks/lib
+# Because the machines that execute GPU kernels are in benchmarks/lib.
+sys.path.append(str(ROOT / "benchmarks"))

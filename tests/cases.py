@@ -24,7 +24,7 @@ INTERPRETED = [name for name in READY if getattr(MODULES[name], "INTERPRETED", F
 if "XLNET_KERNELS_MACHINE" in os.environ:  # the others' tests are run elsewhere
     READY = [name for name in ("cuda", "triton") if name in READY]
     INTERPRETED += READY
-# Those that tests on CPU tensors can afford: what is interpreted runs in tests of the operator alone.
+# Backends for tests on CPU tensors: interpreted ones run in tests of the operator alone.
 BACKENDS = [name for name in READY if name not in INTERPRETED and MODULES[name].DEVICE in (None, "cpu")]
 COMPILED = [name for name in BACKENDS if name != "reference"]  # empty: pytest skips what is parametrised over it
 GPU_BACKENDS = [name for name in READY if MODULES[name].DEVICE == "cuda"]  # best first
@@ -47,7 +47,7 @@ class Problem:
         return self.leaves["query"].dtype
 
     def to(self, dtype: torch.dtype) -> Problem:
-        """The same numbers (rounded) as fresh leaves."""
+        """Equal numbers (rounded) as fresh leaves."""
         return self.map(lambda leaf: leaf.detach().to(dtype, copy=True))
 
     def map(self, change) -> Problem:
@@ -87,8 +87,9 @@ class Problem:
         with_lse: bool = True,
         grad_dtype: torch.dtype | None = None,
     ) -> dict[str, Tensor]:
-        """out, lse and, under "grad <name>", the gradient of every leaf (or of those in `needs`), with one dropout mask
-        of the problem whoever computes.
+        """out, lse and, under "grad <name>", the gradient of every leaf (or of those in `needs`).
+
+        All backends have one dropout mask of the problem.
 
         grad_dtype: what the gradient of `out` is rounded to, as it always is to the dtype of `out`.
         """
@@ -217,10 +218,11 @@ def assert_right(problem: Problem, backend: str | None, **how) -> None:
 
 
 def assert_close(found: dict[str, Tensor], exact: dict[str, Tensor], problem: Problem, **how) -> None:
-    """float32 and float64: a fixed relative error. Low precision: at most twice (gradients: three times) the error that
-    the reference makes in that precision.
+    """Assert that results are as exact as their precision allows.
 
-    Errors are relative to the largest element; backends/self_check.py has the rule.
+    float32 and float64: a fixed relative error. Low precision: at most twice (gradients: three times) the error that
+    the reference makes in that precision. Errors are relative to the largest element; backends/self_check.py has the
+    rule.
     """
     dtype = problem.dtype
     assert found.keys() == exact.keys()
@@ -238,7 +240,7 @@ def assert_close(found: dict[str, Tensor], exact: dict[str, Tensor], problem: Pr
         assert off <= allowed, f"{name}: error {off:.3g}, allowed {allowed:.3g}"
 
 
-# What positions and rows may be, edited in place, where nobody looks at them
+# Positions and rows, edited in place, that are not checked
 NO_ORDERS = ("shuffled", "descending", "any position", "any row", "one row")
 
 
@@ -293,7 +295,7 @@ def assert_two_keys_have_their_weights(scores: tuple[float, float], backend: str
     torch.testing.assert_close(grad[0, 0, seen, 0].double(), rows * exact, rtol=tolerance, atol=1e-30)
 
 
-# What is added to ranks below 40, and what they are multiplied with: on both sides of what float16 can number, beyond.
+# Numbers to add to ranks below 40, and factors: on both sides of float16's largest exact integer, and far beyond.
 ANY_RANKS = [(0, 1), (31700, 1), (-31760, 1), (-(2**31), 2**26)]
 
 

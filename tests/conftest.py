@@ -1,4 +1,4 @@
-"""What every test gets: uninitialised memory full of NaN, the available backends, reproducible random numbers."""
+"""Fixtures of every test: uninitialised memory full of NaN, the available backends, reproducible random numbers."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ try:
 except ImportError:  # a machine that only runs what needs no more than torch and pytest
     collect_ignore = ["operator/test_properties.py"]
 else:
-    # The same examples in every run; no deadline, since machines differ.
+    # Equal examples in every run; no deadline, since machines differ.
     settings.register_profile("fixed", derandomize=True, deadline=None, max_examples=40, database=None)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """torch.empty gives NaN, so that an element no one has written shows in the result."""
+    """torch.empty gives NaN, so that an element without a value shows in the result."""
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)
     yield

@@ -1,6 +1,6 @@
-"""Fewer cases in `make test`: on interpreted backends each value of a parameter, not each combination; no test that is
-marked `thorough`.
+"""Fewer cases in `make test`.
 
+On interpreted backends tests run each value of a parameter, not each combination. Tests marked `thorough` do not run.
 Pairs of features are in operator/test_pairs_of_features.py. XLNET_KERNELS_EVERY_CASE=1 runs all combinations and
 thorough tests, `make test-machine` both.
 """

@@ -134,7 +134,7 @@ def test_ours_and_the_baselines_come_first(clock, monkeypatch, tmp_path, capsys,
     # One that has begun is not stopped: two calls, one of them compiling, and a sample.
     assert clock.now <= 240 + compiling + 3 * each and results["settings"]["budget"] == 240
 
-    # What was left out is said twice, in the file with its reason.
+    # Each left-out case is named twice, in the file with its reason.
     reasons = {(row["implementation"], row["length"]): row["reason"] for row in rows if row["status"] != "ok"}
     assert each > 1 or {(name, length) for name in later for length in lengths} <= set(timed_rows)
     names = {name for name, _ in timed_rows} | {name for name, _ in reasons}

@@ -1,4 +1,4 @@
-"""What measuring on a GPU needs and can be tested without one: searches, the headline, the how-to."""
+"""Parts of measuring on a GPU that run without one: searches, the headline, the how-to."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def test_the_commit_of_a_copy_is_told(monkeypatch, tmp_path):
 
 @pytest.fixture
 def commands(tmp_path) -> list[list[str]]:
-    """What the shell makes of the page's commands, for programs that only write down what they are called with."""
+    """The page's commands as the shell runs them, with programs that record their arguments."""
     log = tmp_path / "log"
     programs = {
         "timeout": 'shift; exec "$@"',

@@ -1,4 +1,4 @@
-"""What is made of results files: pictures, and the share of the limit."""
+"""Products of results files: pictures, and the share of the limit."""
 
 import json
 import re

@@ -150,7 +150,7 @@ def test_a_wrong_encoder_is_found(tmp_path, monkeypatch, capsys, broken):
 
 
 def test_what_a_peer_misses_is_allowed_twice():
-    """And the tolerance is of the largest value of a weight in any layer then; without a peer, of each value's own."""
+    """With a peer a tolerance is relative to the weight's largest value in any layer, without one to its own."""
     from lib.harness import Run
     from lib.measure import compare
 

@@ -121,7 +121,7 @@ def _record(tensor: Tensor | None) -> bytes:
 
 
 def _inputs(inputs: Sequence) -> tuple[bytes, list[Tensor | None]]:
-    """What csrc/call.cpp makes of the operator's arguments."""
+    """The operator's arguments as csrc/call.cpp reads them."""
     *tensors, max_distance, dropout_p, scale, _deterministic, _float32_precision = inputs
     named = dict(zip(ops.INPUT_NAMES, tensors, strict=True))
     query, key, rel_key = named["query"], named["key"], named["rel_key"]

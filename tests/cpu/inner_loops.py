@@ -62,7 +62,7 @@ def inner_loops(file: Path, objdump: str = "objdump") -> Iterator[Loop]:
 
 
 def matrix_products(file: Path, objdump: str = "objdump") -> list[Loop]:
-    """Those of register tiles."""
+    """Inner loops of register tiles."""
     loops = (loop for loop in inner_loops(file, objdump) if loop.products >= _TILE)
     return [loop for loop in loops if re.search(r"panel_product|row_product|multiply_by", loop.function)]
 

@@ -1,5 +1,7 @@
-"""Products of 16-bit operands (csrc/cpu/bfloat16): the best that this processor has; test_instruction_sets.py runs this
-file again with each of the others."""
+"""Products of 16-bit operands (csrc/cpu/bfloat16): the best that this processor has.
+
+test_instruction_sets.py runs this file again with each of the others.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Calls of up to 12 query rows (4 in 16 bits, csrc/cpu/few_rows.h), which go through the keys 4 at a time: keys
-are read where they lie, 48 at a time, in tiles of 576."""
+"""Calls of up to 12 query rows (4 in 16 bits, csrc/cpu/few_rows.h).
+
+Rows go through the keys 4 at a time. Keys are read where they lie, 48 at a time, in tiles of 576.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What compilers make of the CPU kernels, from disassembly: the speed of processors that are not here, as far as it can
-be known."""
+"""Machine code of the CPU kernels, from disassembly: evidence about processors that are not here."""
 
 from __future__ import annotations
 

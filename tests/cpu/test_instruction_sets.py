@@ -74,7 +74,7 @@ print(hashlib.sha256(b"".join(found[name].float().numpy().tobytes() for name in 
 
 
 def test_the_emulation_is_the_instruction():
-    """What avx512_bf16's instruction computes in C++ is bit for bit what it computes."""
+    """The C++ of avx512_bf16's instruction gives its results to the bit."""
     native, emulated = (run_with(name, "-c", HASH) for name in ("avx512_bf16", "emulated_bf16"))
     assert emulated.returncode == 0, emulated.stderr
     if REFUSED in native.stderr:

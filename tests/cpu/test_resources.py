@@ -1,4 +1,4 @@
-"""What a result may not depend on (threads, other calls at that time) and what a call may not cost (L x K memory)."""
+"""Independence of results from threads and concurrent calls, and calls without L x K memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_same_call_gives_the_same_bits():
 
 
 def test_calls_from_several_threads_do_not_meet(threads):
-    """Of memory that is kept between calls, each has its own."""
+    """Each thread has its own of the memory that is kept between calls."""
     threads(1)
     problems = [make(1, 2, 20 + 13 * n % 150, width=32, mask="order") for n in range(30)]
     wanted = [problem.results("cpu") for problem in problems]

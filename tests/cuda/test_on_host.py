@@ -102,7 +102,7 @@ def test_stays_inside_its_tensors(width, problem, dtype, at_start):
 @pytest.mark.parametrize("problem", ["rows-in-any-order", "rows-far-apart"])
 @pytest.mark.parametrize("how", NO_ORDERS)
 def test_stays_inside_its_tensors_whatever_the_order(how, problem, at_start):
-    """On a GPU no one looks at positions and rows."""
+    """On a GPU positions and rows are not checked."""
     given = make(1, 2, width=16, dtype=torch.float16, **PROBLEMS[problem]).with_options(dropout_p=0.2)
     with torch_guarded(on_host.library(), at_start):
         run_without_order(given.map(torch.clone), how, on_host.NAME)

@@ -23,7 +23,7 @@ CONSECUTIVE = torch.arange(63, -1, -1)
 
 
 def close(seed: int) -> torch.Tensor:
-    """What a window of the warpgroup kernels serves: of eight rows within 8, some not at all."""
+    """A window of the warpgroup kernels: of eight rows within 8, some not at all."""
     generator = torch.Generator().manual_seed(seed)
     first = torch.randint(57, (8, 1), generator=generator)
     first[seed % 8] = 8 * (seed % 8)

@@ -18,7 +18,7 @@ from tests import ROOT
 
 PAGE = (ROOT / "docs/how-to/add-a-term.md").read_text()
 EDIT = re.compile(r"^`([\w./]+)`(?:, [^\n]*)?:$|^```(diff|cpp|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# What a backend needs first, in the copy
+# Start of a backend's program, in the copy
 FAST_INTERPRETER = """
 from tests.triton import fast_interpreter
 fast_interpreter.install()

@@ -36,7 +36,8 @@ def examples(page: Path) -> list[str]:
     return [code for skipped, code in BLOCK.findall(page.read_text()) if not skipped]
 
 
-@functools.cache  # because an operator is defined once in a process
+# Cached, because an operator is defined once in a process.
+@functools.cache
 def run(page: Path) -> dict:
     """The names that a page's examples have made, one after the other, as a reader's session would."""
     code = "\n".join(examples(page))

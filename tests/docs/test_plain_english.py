@@ -13,7 +13,7 @@ from tests.docs.plain_english import Prose, cpp_prose, page_prose, problems, pro
 # Files and folders to check; a folder's Python, C++, CUDA and Markdown.
 COVERED = (
     "CONTRIBUTING.md", "README.md", "benchmarks", "build_backend", "csrc", "docs", "examples", "experiments",
-    "setup.py", "xlnet_kernels",
+    "setup.py", "tests", "xlnet_kernels",
 )  # fmt: skip
 SUFFIXES = {".py", ".h", ".cuh", ".cpp", ".cu", ".md"}
 GENERATED = ("docs/api/",)  # from docstrings, which are checked

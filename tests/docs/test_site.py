@@ -52,7 +52,7 @@ def test_an_entry_has_signature_arguments_errors_and_example(api_pages):
 
 @pytest.fixture(scope="module")
 def site():
-    """What `make docs` makes, with the Python that runs this; strict, so that a link into nowhere is an error."""
+    """The site of `make docs`, by this Python; strict, so that a link into nowhere is an error."""
     if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("griffe") is None:
         pytest.skip("the site needs pip install '.[docs]'")
     make = ["make", "docs", f"RUN={sys.executable}", "--assume-old=.venv/docs"]

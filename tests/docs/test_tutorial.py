@@ -39,7 +39,7 @@ def test_the_notebook_is_made_of_the_page(tutorial, tmp_path):
 
 
 def execute(tutorial, folder: Path) -> list[str]:
-    """What each code cell printed."""
+    """The printed text of each code cell."""
     nbformat, nbclient, _ = map(pytest.importorskip, ("nbformat", "nbclient", "ipykernel"))
     (folder / "examples").symlink_to(ROOT / "examples")
     book = nbformat.reads(json.dumps(tutorial.notebook(tutorial.PAGE.read_text())), as_version=4)

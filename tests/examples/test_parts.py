@@ -1,4 +1,4 @@
-"""What the examples are made of: texts and tokenizers, learning rates, metrics."""
+"""Parts of the examples: texts and tokenizers, learning rates, metrics."""
 
 from __future__ import annotations
 

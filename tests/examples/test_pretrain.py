@@ -21,7 +21,7 @@ from tests import ROOT
 EXAMPLES = ROOT / "examples"
 OBJECTIVES = ("permutation", "autoregressive", "masked")
 TINY = "--seq-len 32 --mem-len 16 --layers 2 --d-model 16 --heads 2 --eval-batches 2 --threads 1 --batch-size 4".split()
-# What a run carries from step to step: memory, both directions, random numbers of dropout, a schedule.
+# State that a run carries from step to step: memory, both directions, random numbers of dropout, a schedule.
 FULL = [*TINY, "--bi-data", "--dropout", "0.1", "--steps", "10", "--lr", "0.01"]
 
 # The examples need the [examples] extra; the package itself does not.

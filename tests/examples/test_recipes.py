@@ -1,4 +1,4 @@
-"""What users copy: Conformer attention with ESPnet's and NeMo's names, and the examples that learn a tiny task."""
+"""Examples to copy: Conformer attention with ESPnet's and NeMo's names, and the examples that learn a tiny task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("scripts", "one_thread")
 
 
 def plain_attention(attn: RelPositionAttention, x: Tensor, frames: Tensor, pos_emb: Tensor, visible: Tensor) -> Tensor:
-    """The same in plain torch, every map in memory: query i and key j, distance M + i - j, (B, L, M + L) visible."""
+    """Plain torch, every map in memory: query i and key j, distance M + i - j, (B, L, M + L) visible."""
 
     def heads(linear: torch.nn.Linear, rows: Tensor) -> Tensor:
         return linear(rows).unflatten(-1, attn.pos_bias_u.shape).transpose(-3, -2)

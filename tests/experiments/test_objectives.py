@@ -1,4 +1,4 @@
-"""What objectives.py shows, tiny: its rows, and the identities that hold for any weights."""
+"""A tiny run of objectives.py: its rows, and the identities that hold for any weights."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def assert_on_gpu(results) -> None:
 
 
 def facts(tensor: torch.Tensor) -> tuple:
-    """What a compiler takes for granted; a dimension of size 1 has no stride."""
+    """Facts that a compiler assumes; a dimension of size 1 has no stride."""
     strides = tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
     return tensor.shape, strides if tensor.numel() else (), tensor.dtype, tensor.device
 

@@ -37,7 +37,7 @@ def problem(request) -> Problem:
 
 
 def on_gpu(problem: Problem) -> Problem:
-    """The same problem with everything on the GPU, the leaves differentiable."""
+    """The problem with everything on the GPU, the leaves differentiable."""
 
     def move(value):
         return value.to("cuda") if hasattr(value, "to") else value
@@ -202,7 +202,7 @@ def test_memory_is_linear_in_length(backend, deterministic, positions):
 
 @pytest.fixture(params=[None, *GPU_BACKENDS])
 def module_backend(request, monkeypatch) -> str | None:
-    """What a module is told, None for the best there is; the test fails where another backend served it."""
+    """The backend to ask for, None for the best; the test fails where another one serves."""
     served, calls = request.param or GPU_BACKENDS[0], []
     original = MODULES[served].rel_attention
     monkeypatch.setattr(MODULES[served], "rel_attention", lambda *a, **k: calls.append(a) or original(*a, **k))

@@ -1,4 +1,4 @@
-"""What tests of accelerated models share: the toolkits' classes, and what the operator was called with."""
+"""Fixtures of accelerated models: the toolkits' classes, and the operator's arguments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def calls(monkeypatch) -> list[dict]:
 
 @pytest.fixture
 def operator(calls, monkeypatch):
-    """The same, with the calls of XLNet."""
+    """The operator's arguments, with the calls of XLNet."""
 
     def spy(*args, **kwargs):
         calls.append(kwargs)

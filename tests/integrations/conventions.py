@@ -18,7 +18,7 @@ from tests.integrations.scores import DIM, HEADS, WIDTH, by_distance, heads, who
 
 
 class Projections(nn.Module):
-    """What NeMo's and ESPnet's classes call their parts."""
+    """Names of the parts of NeMo's and ESPnet's classes."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()

@@ -93,7 +93,7 @@ def find_tests(checkout: Path, wanted: list[str]) -> list[str]:
 
 
 def run_tests(checkout: Path, tests: list[str], options: list[str], seed: int, accelerated: bool) -> dict[str, Any]:
-    """What `peers_plugin` writes down about a run, and its seconds."""
+    """The record of a run by `peers_plugin`, and its seconds."""
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder) / "outcomes.json", Path(folder) / "log.txt"
         plugin = ["-p", "peers_plugin", f"--peer-outcomes={file}", f"--peer-seed={seed}"]

@@ -1,4 +1,4 @@
-"""What accelerate exchanges in a transformers XLNet, who notices, and that restore brings it back."""
+"""Exchanged parts of a transformers XLNet, effects on others, and restore."""
 
 from __future__ import annotations
 

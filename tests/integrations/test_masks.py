@@ -115,7 +115,7 @@ def test_positions_follow_what_is_written_into_them(write, mode):
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("name", ["parakeet", "fastspeech2"])
 def test_layers_follow_masks(name, write):
-    """The same tensor in each step of a loop, as a loader with a buffer of its own gives it."""
+    """One mask tensor in each step of a loop, as a loader that reuses its buffer gives it."""
     model = build(name).eval()
     layer = next(x for x in model.modules() if type(x).__name__.endswith("Attention"))
     x, positions = (

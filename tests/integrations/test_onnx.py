@@ -89,7 +89,7 @@ def test_language_model():
 
 @pytest.mark.slow
 def test_memory_in_and_out():
-    """Of any length, as long as the caller keeps it."""
+    """Memory of any length, as long as the caller keeps it."""
     model = xk.XLNetLMHeadModel(xk.XLNetConfig(vocab_size=50, d_model=32, n_layer=2, n_head=4, d_inner=64))
 
     def call(lm, ids, *mems):

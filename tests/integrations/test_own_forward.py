@@ -35,7 +35,7 @@ SPEECH = ["parakeet", "nemotron", "fastspeech2", "wav2vec2", "bert-key", "seamle
 
 
 def parts(model) -> list[nn.Module]:
-    """Those that accelerate gives another forward."""
+    """Modules whose forward accelerate replaces."""
     xk.accelerate(model)
     kinds = [(x, type(x), getattr(type(x), "_class_before_accelerate", type(x))) for x in model.modules()]
     xk.restore(model)
@@ -272,7 +272,7 @@ def test_hooks_may_be_removed_after(operator):
 
 
 def test_linears_with_hooks(operator):
-    """Those that were replaced in the instance stay as they are."""
+    """A Linear whose forward was replaced in the instance stays as it is."""
     hooks = pytest.importorskip("accelerate.hooks")
     model = theirs("XLNetLMHeadModel")
     inputs = make_inputs()

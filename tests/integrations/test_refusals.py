@@ -1,4 +1,4 @@
-"""What accelerate refuses, and what it says about what it knows and has replaced."""
+"""Refusals of accelerate, and its messages about known and replaced classes."""
 
 from __future__ import annotations
 

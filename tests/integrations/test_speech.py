@@ -81,7 +81,7 @@ def test_float32(attention):
 
 @pytest.mark.parametrize("name", ["bert", "seamless"])
 def test_masks_that_are_added_to_scores(name, calls):
-    """What eager attention gets."""
+    """The mask of eager attention."""
     model = build(name, "eager")
     wanted = run(name, model, True)
     assert_same(run(name, accelerate(model), True), wanted, 1e-12)

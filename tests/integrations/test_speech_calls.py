@@ -1,4 +1,4 @@
-"""What accelerated speech models are called with: caches, masks of their own, arguments that are not known."""
+"""Arguments of accelerated speech models: caches, masks of their own, arguments that are not known."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", [name for name in CASES if "shaw" not in name])  # whose table is not projected
 def test_positions_are_projected_once_at_inference(name, toolkits, monkeypatch):
-    """And again where the weight was changed since, or gradients are wanted."""
+    """Once more after a change of the weight, or with gradients."""
     attention = make(name, toolkits).eval()
     plain, part = copy.deepcopy(attention), "r_proj" if name.startswith("fairseq2") else "linear_pos"
     projection, projected = getattr(xk.accelerate(attention), part), []
@@ -246,7 +246,7 @@ def test_espnet_has_its_maps_when_asked(toolkits):
 @pytest.mark.parametrize("name", ["espnet", "espnet-triu"])
 @pytest.mark.parametrize("changed", range(7), ids=["query", "key", "value", "positions", "mask", "weight", "bias"])
 def test_espnet_has_the_map_of_its_last_call(changed, name, toolkits):
-    """Whatever is written since, even where no one counts it."""
+    """Later writes to its inputs do not change it, even those that no version counts."""
     attention = make(name, toolkits)
     inputs = [torch.randn(2, LENGTH, WIDTH, dtype=torch.float64) for _ in range(3)]
     inputs += [positions(2 * LENGTH - 1), (~HIDDEN[:, None]).long()]

@@ -1,4 +1,4 @@
-"""What users of torch do with a model, beyond calling it; docs/support.md is the table of these tests."""
+"""Uses of a model in torch beyond calling it; docs/support.md is the table of these tests."""
 
 from __future__ import annotations
 

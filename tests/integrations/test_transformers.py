@@ -161,7 +161,7 @@ def test_every_layer_calls_the_operator_for_the_predicted_rows_alone(monkeypatch
     fast(inputs["input_ids"], inputs["attention_mask"])  # no L x L mask is made where none is given
     wanted = [(L + N, torch.Tensor, backend), (L + L, torch.Tensor, backend), (L, xk.RankMask, backend)]
     wanted = [call for call in wanted for _ in fast.transformer.layer]
-    wanted[1] = (N, torch.Tensor, backend)  # nobody reads the last layer's content rows
+    wanted[1] = (N, torch.Tensor, backend)  # the last layer's content rows are not read
     assert calls == wanted
 
 

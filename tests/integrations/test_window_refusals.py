@@ -1,4 +1,4 @@
-"""What `accelerate` refuses with a window, in one sentence each."""
+"""Refusals of `accelerate` with a window, in one sentence each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call of the operator can have, combinations of it, and the check of one combination on the machine."""
+"""Features of the operator's calls, their combinations, and the check of one on the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small Triton kernels that no one here laid out the instructions of: what they compute is known from torch."""
+"""Small Triton kernels with results that torch has too, to prove the machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def matmul(
 
 @triton.jit
 def matmul_full(a, b, out, K, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The same for a (M, K) and b stored as (N, K), sizes that are multiples of the blocks; b's tile is transposed."""
+    """The product of a (M, K) and b stored as (N, K), sizes multiples of the blocks; b's tile is transposed."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

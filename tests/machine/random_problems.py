@@ -33,7 +33,7 @@ SAME = {"triton": 40, "cuda": 1}
 def run(
     backend: str, seed: int, numbers: Iterable[int], rows: int, words: list[str], size: tuple[int, int]
 ) -> tuple[int, int]:
-    """Those of the problems whose features have all the words; how many that were, and how many failed."""
+    """Run the problems whose features have all the words; return their number and that of failures."""
     ran, failed, started = 0, 0, time.time()
     for number in numbers:
         given = features.drawn(random.Random(f"{seed} {number // SAME[backend]}")).serves(backend)

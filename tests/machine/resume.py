@@ -20,7 +20,7 @@ SUFFIXES = {".py", ".h", ".cuh", ".cu", ".cpp"}
 
 
 def sources() -> str:
-    """Of all that a result may depend on."""
+    """A digest of all sources that a result depends on."""
     found = hashlib.sha256(sys.version.encode())
     for folder in ("benchmarks", "csrc", "tests", "xlnet_kernels"):
         for path in sorted((ROOT / folder).rglob("*")):

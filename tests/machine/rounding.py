@@ -129,7 +129,7 @@ class Biased:
 
 
 class Deviations:
-    """Of all results of one call of the reference, in float64."""
+    """Errors of all results of one call of the reference, in float64."""
 
     def __init__(self, call: Call, grad_out: Tensor, grad_lse: Tensor, how: Format) -> None:
         call = Call._make(x.detach() if isinstance(x, Tensor) else x for x in call)

@@ -50,7 +50,7 @@ def run(
 
 
 def fault(body: str, *arrays: np.ndarray, kind: str, **options: object) -> machine.Fault:
-    """What `run` raises: of one of the kinds, "one or another"."""
+    """The error of `run`, which has one of the kinds in "one or another"."""
     with pytest.raises(machine.Fault) as error:
         run(body, *arrays, **options)
     assert error.value.kind in kind.split(" or "), error.value

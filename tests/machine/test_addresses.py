@@ -1,4 +1,4 @@
-"""What the machine says of addresses, proved by kernels that miss their tensors and by ones that do not."""
+"""Errors of the machine about addresses, by kernels that miss their tensors and by right ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_bounds():
 
 
 def test_bounds_are_those_of_the_pointer():
-    """What is computed from one tensor's pointer may not be in another, though both are the kernel's."""
+    """An address computed from one tensor's pointer may not be in another tensor."""
     both = zeros(128)
     a, b = both[:64], both[64:]  # neighbours
     store, load = "st.global.b32 [%d100+{}], %r0;", "ld.global.b32 %r1, [%d100+{}];"

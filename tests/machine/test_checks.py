@@ -115,7 +115,7 @@ def test_divergence():
 
 def test_deadlock():
     first_warp_only = "setp.gt.u32 %p1, %r0, 31;\n@%p1 bra SKIP;\nbar.sync {};\nSKIP:\n"
-    run(first_warp_only.format("0"), block=64)  # the others have ended: no one to wait for
+    run(first_warp_only.format("0"), block=64)  # the other warps have ended
     fault(first_warp_only.format("1") + "bar.sync 0;", block=64, kind="deadlock")
     fault(first_warp_only.format("0, 64"), block=64, kind="deadlock")
     wait = "WAIT:\nmbarrier.try_wait.parity.shared.b64 %p1, [tile], 0;\n@!%p1 bra WAIT;\n"
@@ -235,7 +235,7 @@ def test_wgmma_in_flight():
 
 @pytest.mark.parametrize("between", ["mov.b32 %r4, %r0;", "mov.b32 {%h1, %h2}, %r4;", "st.shared.b32 [%r1], %r4;"])
 def test_registers_of_a_in_flight(between):
-    """Whoever leaves a product under way may neither write nor read the registers that it takes a from."""
+    """During a product its registers of a may be neither written nor read."""
     options = {"block": 128, "shared": 4096, "architecture": 90}
     product = wgmma().replace("%d1, %d1, 0, 1, 1, 0, 0;", "{%r4, %r5, %r6, %r7}, %d1, 0, 1, 1, 0;")
     product = "".join(f"mov.b32 %r{i}, 0;\n" for i in range(4, 8)) + product
@@ -247,7 +247,7 @@ def test_registers_of_a_in_flight(between):
 
 
 def test_a_copy_and_wgmma():
-    """What cp.async wrote is written through the generic proxy too."""
+    """Data of cp.async are written through the generic proxy too."""
     address = "mul.wide.u32 %d100, %r0, 16;\nadd.u64 %d100, %d100, %d0;"
     options = {"block": 128, "shared": 4096, "architecture": 90}
 

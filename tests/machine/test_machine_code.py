@@ -1,4 +1,4 @@
-"""What is counted of machine code: as often as the machine ran the PTX that it was made from."""
+"""Counts of machine code: as often as the machine ran the PTX that it was made from."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def test_products_and_copies_are_as_many_as_the_machine_counted(architecture):
 
 
 def test_a_loop_that_is_unrolled_is_counted_once_for_each_turn():
-    """ptxas does it by four, and what is left of 99 turns one by one: copies of a line share its executions, which
-    misses a few where they do not run equally often."""
+    """ptxas unrolls by four, and runs the rest of 99 turns one by one.
+
+    Copies of a line share its executions, which misses a few where they do not run equally often.
+    """
     numbers = np.arange(128, dtype=np.uint32)
     body = (
         "mov.b32 %r1, 0;\nmov.b32 %r2, 0;\nld.global.b32 %r9, [%d1];\nAGAIN:\n"

@@ -75,7 +75,7 @@ def test_sample(backend, features):
 
 
 WARPGROUPS = replace(BASE, architecture=90, head_dim=64)
-# What the kernels of csrc/cuda/sm90 decide by: memory before the keys, each way of the mask and of segments, dropout,
+# Conditions of the kernels of csrc/cuda/sm90: memory before the keys, each way of the mask and of segments, dropout,
 # the ends of rel_key.
 SERVED_BY_WARPGROUPS = {
     "order": WARPGROUPS,
@@ -128,8 +128,10 @@ STACKED = {
 @pytest.mark.parametrize("sizes", STACKED.values(), ids=STACKED.keys())
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_stacked_streams_by_warpgroups(sizes, dropout):
-    """Rows sorted between each other, one window of rel_key for 64 of them, each shifted by an amount of its own;
-    backward moves each row's part of the band from tile to tile."""
+    """Rows sorted between each other, one window of rel_key for 64 of them, each shifted by its own amount.
+
+    Backward moves each row's part of the band from tile to tile.
+    """
     state = torch.tensor([2**62 + 12345, 2**61 + 2**40 + 77])
     problem = stacked(5, *sizes).with_options(dropout_p=dropout, deterministic=False)
     with mock.patch("xlnet_kernels.dropout.new_state", lambda device: state), serving(90) as record:
@@ -192,8 +194,11 @@ def test_gradients_by_warpgroups(features):
 @NEEDS_NVCC
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradients_of_tiles_that_do_not_follow_each_other(head_dim):
-    """Rows that see nothing between others: the window of rel_key begins anew, and for one of a block's two consumers
-    only, where keys are hidden as well. Infinities of rows that see nothing stay there."""
+    """Rows that see nothing between others: the window of rel_key begins anew.
+
+    Where keys are hidden as well, it does so for one of a block's two consumers only. Infinities of rows that see
+    nothing stay there.
+    """
     key_rank = (torch.arange(448) // 64 == 1).int()[None]
     query_rank = (torch.arange(448) // 64 % 3 != 1).int()[None]
     problem = make(1, 1, 448, width=head_dim, dtype=torch.bfloat16)

@@ -61,7 +61,7 @@ class Workspace:
 
 
 def results_and_sums(problem: Problem, seed: int, workspace: Workspace) -> dict:
-    """And the float32 sums that the gradients of query and rel_key are made of: 16 bits would hide most of an order."""
+    """The float32 sums behind the gradients of query and rel_key, because 16 bits would hide most of an order."""
     with serving(80, seed=seed):
         found: dict = problem.results("cuda")
     query, rel_key = problem.leaves["query"], problem.leaves["rel_key"]

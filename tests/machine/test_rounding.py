@@ -71,7 +71,7 @@ def test_every_gradient_is_held_to_a_bound(dtype):
 
 
 def test_probabilities_below_the_smallest_normal_number():
-    """Of float16 they have a step of 2^-24, no relative one: half of it, times gradients of size 1, is missed."""
+    """Small float16 numbers have a step of 2^-24: half of it, times gradients of size 1, is missed."""
     problem = make(1, 1, 2, width=8, segments=False, biases=False, dtype=torch.float16)
     mask = torch.tensor([[True, True], [False, True]])
     leaves = {name: torch.zeros_like(leaf) for name, leaf in problem.leaves.items()}
@@ -83,7 +83,7 @@ def test_probabilities_below_the_smallest_normal_number():
 
 
 def test_a_position_bias_has_a_sum_of_its_own_where_keys_are_cut():
-    """Of rel_key that is nearly zero the gradient is, too; a sum less a sum would have what cut keys do to query."""
+    """The gradient of a rel_key near zero is near zero; a difference of sums would have the cut keys' part."""
     problem = make(1, 1, 30, width=8, segments=False)
     problem = replace(problem, leaves=problem.leaves | {"rel_key": 1e-6 * problem.leaves["rel_key"]})
     keys = problem.leaves["key"].contiguous().view(torch.int32) & ~0x1FFF  # TF32's eleven bits

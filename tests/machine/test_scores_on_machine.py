@@ -18,7 +18,7 @@ from tests.cases import make  # noqa: E402
 
 NEEDS_NVCC = pytest.mark.skipif(cuda_driver.unavailable() is not None, reason=str(cuda_driver.unavailable()))
 BACKENDS = ["triton", pytest.param("cuda", marks=NEEDS_NVCC)]
-# What CUDA's kernels are called: without a kernel of sm_90a's own a test would show nothing of them.
+# Prefixes of CUDA's kernels, to assert that sm_90a's own kernels run.
 NAMED = {80: "", 90: "warpgroup_"}
 
 

@@ -1,5 +1,7 @@
-"""Compiled Triton kernels that are kept from call to call, and deterministic additions: see launch_cache.py and
-ordered_accumulation.py in xlnet_kernels/backends/triton."""
+"""Compiled Triton kernels that are kept from call to call, and deterministic additions.
+
+Their code is launch_cache.py and ordered_accumulation.py in xlnet_kernels/backends/triton.
+"""
 
 from __future__ import annotations
 

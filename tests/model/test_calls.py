@@ -36,7 +36,7 @@ def _stepped(lm):
             memory = lm(ids, mems=memory, use_mems=True).mems
 
 
-# What is done with a language model, and how often each of its layers is called then.
+# Uses of a language model, and the number of calls of each layer.
 USES = {
     "content": (lambda lm: lm(_ids()), 1),
     "both streams": (lambda lm: lm(**make_inputs()), 1),

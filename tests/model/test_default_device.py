@@ -1,4 +1,4 @@
-"""Tensors on the CPU where torch.set_default_device names another: nothing is made on a device that nobody named."""
+"""Tensors on the CPU where torch.set_default_device names another: nothing is made on the other device."""
 
 from __future__ import annotations
 

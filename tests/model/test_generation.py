@@ -29,7 +29,7 @@ def lm():
 
 
 def recorded(model, call):
-    """What `call` returns, and the logits (B, N, vocabulary) that each of its steps has computed."""
+    """The result of `call`, and the logits (B, N, vocabulary) of each of its steps."""
     steps = []
     hook = model.lm_loss.register_forward_hook(lambda module, inputs, output: steps.append(output))
     result = call()

@@ -1,4 +1,4 @@
-"""What generation is told: how tokens are drawn, and bad arguments."""
+"""Arguments of generation: sampling of tokens, and bad arguments."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ FULL = dict(output_hidden_states=True, output_attentions=True)
 
 
 def _compare(pair, inputs, **labels):
-    """The same outputs, loss and gradients."""
+    """Equal outputs, loss and gradients."""
     theirs, model = pair
     theirs.zero_grad()
     model.zero_grad()

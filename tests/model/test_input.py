@@ -1,4 +1,4 @@
-"""What the model is given wrongly is named."""
+"""Errors name the model's wrong arguments."""
 
 from __future__ import annotations
 

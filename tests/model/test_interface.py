@@ -1,4 +1,4 @@
-"""What Trainer, PEFT, pipelines and ported scripts ask a model, beside calling it."""
+"""The interface that Trainer, PEFT, pipelines and ported scripts use beside calls."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_exported_programs_return_them(tmp_path):
 
 @pytest.mark.parametrize("name", LABELS)
 def test_signatures_name_every_argument(name):
-    """Those of transformers (output_rows serves for logits_to_keep), positional ones in its order, and our own."""
+    """Arguments of transformers (output_rows serves for logits_to_keep), in its order, and our own."""
     found = inspect.signature(getattr(xk, name).forward).parameters
     wanted = inspect.signature(getattr(transformers, name).forward).parameters
     assert set(wanted) - {"kwargs", "logits_to_keep"} <= set(found) and "target_positions" in found

@@ -131,7 +131,7 @@ def test_one_hot_mappings_cost_their_rows(kind, rows, monkeypatch):
     monkeypatch.setattr(attention, "rel_attention", counted)
     model = ours()
     model(make_inputs()["input_ids"], target_mapping=_mapping(kind))
-    last = rows if rows == N else L + rows  # the last layer's content stream serves nobody
+    last = rows if rows == N else L + rows  # the last layer's content stream is not read
     assert calls == [(L + rows, L), (last, L)]
 
 

@@ -188,7 +188,7 @@ def refuse(mesh: DeviceMesh) -> None:
 
 
 def compare_masks(mesh: DeviceMesh) -> None:
-    """What a dense mask is of, the whole problem decides: two sequences, four heads."""
+    """The whole problem, two sequences and four heads, decides the shape of a dense mask."""
     leaves, other = operator_problem()
     draws = torch.Generator().manual_seed(2)
     for shape in ((HEADS, 5, 8), (1, 5, 8), (5, 8), (8,), ()):

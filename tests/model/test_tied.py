@@ -29,7 +29,7 @@ def dense_backward(function) -> bool:
 
 
 def hooked(model):
-    """The same model, whose embedding must be called."""
+    """A copy of the model whose embedding must be called."""
     model = copy.deepcopy(model)
     model.transformer.word_embedding.register_forward_hook(lambda *_: None)
     return model

@@ -74,7 +74,7 @@ def make_mems(model, length: int = M, batch: int = B) -> list[Tensor]:
 
 
 def assert_same(found, wanted, atol: float = 1e-4, where: str = "output") -> None:
-    """The same nesting of tensors, of the same shapes and close values."""
+    """Assert equal nesting of tensors, equal shapes and close values."""
     if wanted is None or found is None:
         assert found is None and wanted is None, f"{where}: {type(found)} and {type(wanted)}"
     elif isinstance(wanted, Tensor):

@@ -228,7 +228,7 @@ def test_drop_in():
     x = torch.randn(2, 10, 512)
     out, nothing = attn(x)
     assert out.shape == x.shape and nothing is None
-    out += x  # nobody else's memory: in-place use is fine
+    out += x  # memory of its own: in-place use is fine
     out.sum().backward()
     assert attn.q.grad is not None and attn.seg_embed.grad is None
 

@@ -1,4 +1,4 @@
-"""What a user hears while a first call compiles: one line, and none where nothing is compiled."""
+"""Messages while a first call compiles: one line, and none where nothing is compiled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from xlnet_kernels.backends import cuda
 
 @pytest.fixture
 def lines(caplog, monkeypatch):
-    """What is logged, and an event that the first line sets."""
+    """The log, and an event that its first line sets."""
     caplog.set_level(logging.INFO, logger="xlnet_kernels")
     said = threading.Event()
     say = _first_use.say

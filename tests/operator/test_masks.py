@@ -76,7 +76,7 @@ def test_causal_window_counts_keys_self_included(window):
 
 
 def hidden(padding: torch.Tensor | None, mem_len: int = M) -> torch.Tensor:
-    """(B, 1, M + L), True for keys that no one sees."""
+    """(B, 1, M + L), True for keys that are hidden from all rows."""
     padding = torch.zeros(B, L, dtype=torch.bool) if padding is None else padding
     return torch.nn.functional.pad(padding, (mem_len, 0))[:, None]
 

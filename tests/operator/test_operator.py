@@ -19,7 +19,7 @@ def backend(request) -> str:
     return request.param
 
 
-# Shapes nobody likes: one row, primes, one more or less than a tile, memory that is no multiple of anything.
+# Awkward shapes: one row, primes, one more or less than a tile, memory that is no multiple of anything.
 SHAPES = {
     "one-row": dict(batch=1, heads=1, length=1, width=16),
     "one-row-memory": dict(batch=2, heads=1, length=1, mem=1, width=24),

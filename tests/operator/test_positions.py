@@ -225,7 +225,7 @@ def test_a_parametrized_weight_is_computed_once():
 
 
 def test_modes_that_compute_nothing_find_no_table():
-    """What a fake mode or a tracer computes is no table, and tables are not theirs."""
+    """Tensors of a fake mode or a tracer are not cached, and do not take cached ones."""
     kept, linear, rows = position_cache.PositionCache(), torch.nn.Linear(3, 4), torch.randn(5, 3)
     with torch.no_grad():
         table = kept.of_module(rows, linear, linear)

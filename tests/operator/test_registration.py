@@ -15,7 +15,7 @@ from tests.cases import BACKENDS, COMPILED, INTERPRETED, MODULES, READY, assert_
 from xlnet_kernels import fast_path
 from xlnet_kernels._precision import float32_precision
 
-# What torch.library checks: schema, that nothing is aliased, fake against real (strides too), gradients, AOTAutograd.
+# Problems for torch.library's checks: schema, aliases, fake against real (strides too), gradients, AOTAutograd.
 PROBLEMS = {
     "plain": dict(biases=False, segments=False),
     "everything": dict(mem=3, mask="order", positions=True, rel_batch=True),
@@ -81,7 +81,7 @@ def test_opcheck(problem, backward, backend):
     ids=["bias-alone", "no-embed", "no-key-ids"],
 )
 def test_operators_refuse_parts_of_segments(missing, text, backward, backend):
-    """Kernels ask for one of them only, and would read the others from nowhere, or sums that no one has made."""
+    """Kernels look at one of them only, and would read the others from nowhere, or sums that do not exist."""
     function, arguments = recorded(make(1, 2), backward, backend)
     names = [argument.name for argument in function._schema.arguments]
     arguments = [None if name in missing else given for name, given in zip(names, arguments, strict=True)]

@@ -62,7 +62,7 @@ def chunk_of(tensor: torch.Tensor, dim: int, rank: int, size: int) -> torch.Tens
 
 
 def share(leaves: dict, other: dict, rank: int, size: int) -> tuple[dict, dict]:
-    """What one process holds."""
+    """The part of one process."""
     own = {n: chunk_of(x, 2, rank, size) if n in ("query", "key", "value") else x for n, x in leaves.items()}
     rest = {n: chunk_of(x, 1, rank, size) for n, x in other.items() if isinstance(x, torch.Tensor)}
     if "positions" in rest:
@@ -149,7 +149,7 @@ def test_frozen_inputs_have_no_gradients(monkeypatch):
 
 
 def test_what_backward_needs_is_the_own_chunk_alone():
-    """Of a sequence half as long half as many numbers are kept, however many processes the other half has."""
+    """A sequence half as long keeps half as many numbers, for any number of processes."""
     saved: list[torch.Tensor] = []
 
     def kept(length: int) -> int:

@@ -1,4 +1,4 @@
-"""What is compared with the reference before a backend is trusted, and what follows where it is wrong."""
+"""Comparison of a backend with the reference before its first call, and the effects of errors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ BACKENDS = import_module("xlnet_kernels.backends")._BACKENDS
 
 
 class Fake(SimpleNamespace):
-    """A backend on the CPU that computes what the reference does, times `factor`, and counts its calls
-    outside of compiled graphs."""
+    """A backend on the CPU: the reference times `factor`. It counts its calls outside of compiled graphs."""
 
     DEVICE = "cpu"
     DTYPES = (torch.float32, torch.float64)  # so that 16-bit problems are left out

@@ -20,7 +20,7 @@ IMPLEMENTATIONS = {
     "rel_attention_torch": torch_blocks._forward,
     "rel_attention_torch_backward": torch_blocks._backward,
 }
-# Those that PyTorch's MPS backend implements, or makes of others that it implements. docs/support.md names the rule.
+# Operators that PyTorch's MPS backend implements, or makes of others. docs/support.md names the rule.
 OPERATORS = set(
     """
     __and__ __iand__ __ior__ __or__ __rshift__ __xor__ add add_ addcmul_ alias all amax amin any arange as_strided

@@ -70,8 +70,10 @@ class Sums:
         return {name: gradient.double() for name, gradient in zip(leaves, gradients, strict=True)}
 
     def with_rounded_operands(self) -> dict[str, Tensor]:
-        """The gradients where rows plus biases (as the reference rounds them), P and dS are rounded to 16 bits before
-        their products and all else is exact."""
+        """Gradients with 16-bit operands of products, and all else exact.
+
+        The operands are rows plus biases (as the reference rounds them), P and dS.
+        """
         dtype = self.grad_out.dtype
         leaves = {name: leaf.double().requires_grad_() for name, leaf in self.leaves.items()}
         query, length = leaves["query"], self.grad_out.shape[2]
@@ -123,8 +125,10 @@ def test_one_visible_key_has_probability_one_at_any_score(backend, score):
 @pytest.mark.parametrize("length", [512, 2048])
 @pytest.mark.parametrize("kind", OFFSETS)
 def test_sums_over_rows_are_as_exact_as_their_inputs(backend, kind, length, dtype, allowed):
-    """P and dS are float32: what is left is the rounding of the results, at most 2**-9 and 2**-12 of each element.
-    Where products take 16 bits they are rounded as well, each by itself: 2 to 3 times the square of the error."""
+    """P and dS are float32, so errors are those of rounded results: at most 2**-9 and 2**-12 of each element.
+
+    Where products take 16 bits they are rounded as well, each by itself: 2 to 3 times the square of the error.
+    """
     if dtype == torch.bfloat16 and _extension.module.cpu_bfloat16_products is not None:
         allowed *= 3**0.5
     sums = Sums.make(kind, length, dtype, heads=1)

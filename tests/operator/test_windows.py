@@ -33,7 +33,7 @@ def backend(request) -> str:
 
 
 def in_full(problem, backend: str = "reference"):
-    """The same by a rel_key of all distances and a dense mask: out, lse and gradients, those of rel_key by window."""
+    """The window by a rel_key of all distances and a dense mask: out, lse and gradients, those of rel_key by window."""
     M = problem.leaves["memory_key"].shape[2] if "memory_key" in problem.leaves else 0
     K = problem.leaves["key"].shape[2]
     L = problem.leaves["query"].shape[2]

@@ -34,7 +34,7 @@ def without(args, *flags_with_value):
 
 
 def digest(real, args, source):
-    """Of the compiler, the flags that name no folder, the source and all headers of its csrc."""
+    """A digest of the compiler, the flags that name no folder, the source and all headers of its csrc."""
     flags = [arg for arg in without(args, "-o", "-MF", "-isystem") if not re.match(r"-I|.*\.cpp$", arg)]
     key = hashlib.sha256(repr((real, source.name, flags)).encode() + source.read_bytes())
     root = next(folder for folder in source.parents if folder.name == "csrc")

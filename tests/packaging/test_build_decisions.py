@@ -1,4 +1,4 @@
-"""What the build decides and asks for (build_backend/), and what the loader of the extension says."""
+"""Decisions and requirements of the build (build_backend/), and messages of the extension's loader."""
 
 import platform
 import sys

@@ -27,7 +27,7 @@ from tests import ROOT
 pytestmark = pytest.mark.slow
 
 TORCH = f"torch=={torch.__version__.split('+')[0]}"
-# What pip prints when it gets a torch, from wherever.
+# Lines of pip when it gets a torch, from any source
 TORCH_FETCHED = re.compile(r"^\s*(Collecting torch(?![\w-])|(Downloading|Using cached|Processing) \S*torch-\d)", re.M)
 # Would decide the build from outside.
 OURS = ("XLNET_KERNELS_SKIP_EXT", "FORCE_CUDA", "TORCH_CUDA_ARCH_LIST", "MAX_JOBS", "PYTHONPATH", "VIRTUAL_ENV")
@@ -82,7 +82,7 @@ class Environment:
         return self.run("-m", "pip", command, *args, **options)
 
     def facts(self):
-        """What `python -m xlnet_kernels.info` says, after the package has computed something."""
+        """Output of `python -m xlnet_kernels.info`, after the package has computed something."""
         facts = json.loads(self.run("-c", SMOKE).splitlines()[-1])
         assert not Path(facts["folder"]).is_relative_to(ROOT)  # the installed package, not this checkout
         return facts
@@ -177,7 +177,7 @@ def test_installed_torch_is_used(with_torch, tree):
 
 
 def test_missing_torch_is_asked_for(tmp_path, compiler, with_torch, tree):
-    """Of the build, which gets one to compile against, and in the wheel's requirements."""
+    """The build requires torch, to compile against it, and so does the wheel."""
     without = Environment(tmp_path / "without", compiler)
     constraint = tmp_path / "constraint.txt"
     constraint.write_text(f"{TORCH}\n")

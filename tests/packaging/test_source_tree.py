@@ -213,7 +213,7 @@ def test_the_library_serves_without_a_fast_path_that_fits(tree, installed, case)
 
 
 def test_parts_are_imported_when_they_are_asked_for():
-    """And not before: they cost time, and transformers' stand-ins need transformers."""
+    """Not earlier, because they cost time, and transformers' stand-ins need transformers."""
     code = """
 import sys
 import xlnet_kernels as xk

@@ -119,7 +119,7 @@ def test_what_transformers_collator_does_otherwise():
     target = batch["labels"] >= 0
     # the targets' tokens are not in the input at all: none can see another one's
     assert target.any() and (batch["input_ids"][target] == VOCABULARY.mask).all()
-    # SEP and CLS are hidden from no one, and see targets
+    # SEP and CLS are visible to all, and see targets
     functional = torch.isin(batch["input_ids"], torch.tensor([VOCABULARY.sep, VOCABULARY.cls]))
     assert not batch["perm_mask"].transpose(1, 2)[functional].any()
     # so is padding, which nothing else hides
@@ -136,7 +136,7 @@ def test_what_transformers_collator_does_otherwise():
     # of two targets the later one sees the earlier one
     seen = ours["mask"].to_bool(stream="query")[0][ours["target_positions"][0]][:, ours["target_positions"][0]]
     assert torch.equal(seen | seen.T | torch.eye(8, dtype=torch.bool), torch.ones(8, 8, dtype=torch.bool))
-    # and SEP and CLS are seen by no one who comes before them
+    # and SEP and CLS are hidden from all tokens before them
     marks = torch.isin(ours["input_ids"][0], torch.tensor([VOCABULARY.sep, VOCABULARY.cls]))
     content = ours["mask"].to_bool(stream="query")[0]
     context = ~marks & ~torch.zeros(24, dtype=torch.bool).scatter(0, ours["target_positions"][0], True)

@@ -65,7 +65,7 @@ def use_tiles(monkeypatch, BLOCK_M: int, BLOCK_N: int, BLOCK_D: int = 16, KEEP: 
 @pytest.mark.parametrize("problem", ["rows-in-any-order", "rows-far-apart"])
 @pytest.mark.parametrize("how", NO_ORDERS)
 def test_stays_inside_its_tensors_whatever_the_order(monkeypatch, how, problem, tiles):
-    """On a GPU no one looks at positions and rows; the interpreter looks up every address."""
+    """On a GPU positions and rows are not checked; the interpreter checks every address."""
     use_tiles(monkeypatch, *TILES[tiles])
     run_without_order(make(1, 1, width=16, **PROBLEMS[problem]).with_options(deterministic=True), how, "triton")
 

@@ -55,7 +55,7 @@ def check(row: dict) -> None:
 
 
 def in_a_process(cache: Path, *arguments: str, **environment: str) -> str:
-    """What Python prints, with Triton as a compiler."""
+    """Output of Python, with Triton as a compiler."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",

@@ -23,8 +23,11 @@ def swapped(row: np.ndarray, shift: int) -> np.ndarray:
 
 
 def take(window: np.ndarray, shift: int) -> np.ndarray:
-    """The registers of one row after `_take` and `_exchange`: each place in a group takes the first column of the
-    two blocks (128,) from `shift` on that has this place, and those that follow in steps of eight."""
+    """The registers of one row after `_take` and `_exchange`.
+
+    Each place in a group takes the first column of the two blocks (128,) from `shift` on that has this place. Then
+    follow those in steps of eight.
+    """
     later = PLACE < shift % 8
     return swapped(window.reshape(16, 8)[shift // 8 + GROUP + later, PLACE], shift)
 

@@ -20,7 +20,8 @@
 # `make bench-suite` stores the operator's time in multiples of plain SDPA's; with COMPARE=1 it compares with the stored
 # times instead, and fails if the operator is slower.
 #
-# `make docs` writes the docstrings into docs/api, builds the site, build/docs/index.html, and checks its links.
+# `make docs` writes the docstrings into docs/api, builds the site, build/docs/index.html, with all tables of
+# benchmarks/results, and checks its links.
 #
 # `make gpu-check` tests and measures on this machine's GPU with PYTHON's torch, Triton and pytest, without network or a
 # new environment, in less than eight minutes. OUT=FOLDER: folder of the results.
@@ -79,6 +80,7 @@ docs: $(VENV)/docs
 	$(RUN) docs/api_pages.py
 	rm -rf $(SITE) && mkdir -p $(SITE)/benchmarks
 	ln -s $(addprefix $(CURDIR)/,README.md CHANGELOG.md CONTRIBUTING.md CITATION.cff docs) $(SITE) && ln -s $(CURDIR)/benchmarks/results $(SITE)/benchmarks
+	$(RUN) benchmarks/report.py --page benchmarks/results/*.json $(SITE)/benchmarks/tables.md
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
 
 gpu-check:

@@ -4,13 +4,15 @@
     python benchmarks/report.py RESULTS.json PAGE.md                      put into a page
     python benchmarks/report.py RESULTS.json [...] PAGE.md                several runs in one table
     python benchmarks/report.py --headline RESULTS.json [...] [PAGE.md]   in multiples of plain SDPA's time
+    python benchmarks/report.py --speedups RESULTS.json [...] [PAGE.md]   whole models against the fastest peer
+    python benchmarks/report.py --page RESULTS.json [...] PAGE.md         a page of all their tables
     python benchmarks/report.py --highlights RESULTS.json [README.md]     README's three numbers
     python benchmarks/report.py --counted RESULTS.json [PAGE.md]          beside gpu-counts.json
     python benchmarks/report.py --plot RESULTS.json [PICTURE.png]         drawn; default beside the JSON
     python benchmarks/report.py --summary RESULTS.json [PICTURE.png]      README's picture; default NAME-summary.png
 
-A page has a line `<!-- RESULTS.json [...] -->`, `<!-- headline -->`, `<!-- highlights -->` or `<!-- counted -->` for
-where they begin and `<!-- end -->` for where they end.
+A page has a line `<!-- RESULTS.json [...] -->`, `<!-- speedups RESULTS.json [...] -->`, `<!-- headline -->`,
+`<!-- highlights -->` or `<!-- counted -->` for where they begin and `<!-- end -->` for where they end.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import json
 import sys
 from pathlib import Path
 
-from lib import counted, headline, report
+from lib import counted, headline, report, speedups
 from lib.plot import plot, summary
 
 
@@ -32,6 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument(
         "--headline", action="store_true", help="of runs of attn.py, a line per dtype, head_dim, length, backend"
     )
+    what.add_argument("--speedups", action="store_true", help="of runs of models, a line per case and direction")
+    what.add_argument("--page", action="store_true", help="of any runs, all tables")
     what.add_argument("--highlights", action="store_true", help="of a run of attn.py, README's three numbers")
     what.add_argument("--counted", action="store_true", help="of a run of attn.py on a GPU, beside what was counted")
     what.add_argument("--plot", action="store_true", help="a picture")
@@ -51,10 +55,16 @@ def main(arguments: list[str] | None = None) -> int:
             target = target or options.files[0].with_name(f"{options.files[0].stem}-summary.png")
             summary(runs[0], target)
             print(target)
+        elif options.page:
+            if target is None:
+                parser.error("--page takes results files and a page")
+            speedups.page(named, target)
         else:
             text, place = lambda _: report.markdown(report.joined(runs)), " ".join(path.name for path in options.files)
             if options.headline:
                 text, place = lambda _: headline.markdown(named), "headline"
+            elif options.speedups:
+                text, place = lambda _: speedups.table(named), f"speedups {place}"
             elif options.highlights:
                 text, place = headline.highlights, "highlights"
             elif options.counted:

@@ -148,7 +148,7 @@ def _table(make: MakeTable, section: str, rows: list[dict]):
     for _, group in groupby(order, key=block):
         head = None
         for row in group:
-            head = (_problem(row), _direction(row)) if head is None else ("", "")
+            head = (_problem(row), direction_name(row)) if head is None else ("", "")
             cells = [*head, row["implementation"], _result(row, rows), *_numbers(row)]
             if section in RATIOS:
                 cells.append(f"{_times(row.get('ratio_to_baseline'))} {baseline_kernel(row)}".strip())
@@ -176,7 +176,7 @@ def baseline_kernel(row: dict) -> str:
     return ", ".join(row.get("baseline", "").split(", ")[2:])
 
 
-def _direction(row: dict) -> str:
+def direction_name(row: dict) -> str:
     """The name of a direction: a model's includes the optimizer."""
     training_step = row["section"] == "model" and row["direction"] == "backward"
     return "training step" if training_step else DIRECTION_NAMES[row["direction"]]
@@ -231,7 +231,7 @@ def notes(results: dict) -> list[str]:
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row["status"] != "ok":
-            place = f"{row.get('case') or 'L ' + str(row['length'])} {_direction(row)}"
+            place = f"{row.get('case') or 'L ' + str(row['length'])} {direction_name(row)}"
             name = row["implementation"] if row["implementation"] != "all" else f"all of {row['section']}"
             reasons.setdefault((name, row["reason"]), []).append(place)
     for (name, reason), places in reasons.items():
@@ -283,7 +283,7 @@ def _wrong(row: dict) -> str:
     tolerance = row["check"]["tolerance"]
     too_large = {name: error for name, error in row["check"]["errors"].items() if not error <= tolerance}
     return (
-        f"WRONG {row['implementation']}, {_direction(row)}, {row.get('case') or 'L ' + str(row['length'])}: "
+        f"WRONG {row['implementation']}, {direction_name(row)}, {row.get('case') or 'L ' + str(row['length'])}: "
         + ", ".join(f"{name} by {error:.2g}" for name, error in too_large.items())
         + f" of its largest value, {tolerance:.0e} is allowed"
     )

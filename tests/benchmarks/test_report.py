@@ -115,3 +115,54 @@ def test_summary_needs_the_three_lines_that_it_shows(tmp_path, capsys):
     (tmp_path / "part.json").write_text(json.dumps(results))
     assert main(["--summary", str(tmp_path / "part.json")]) == 1
     assert "one of this package, transformers and plain SDPA has no times" in capsys.readouterr().err
+
+
+def run_of_models(*rows):
+    defaults = dict(section="model", case="8 targets, 48 x 1", direction="forward", peak_bytes=2e6, status="ok")
+    return {"rows": [defaults | row for row in rows]}
+
+
+def test_speedups_are_against_the_fastest_peer(tmp_path):
+    from report import main
+
+    rows = (
+        dict(implementation="xlnet_kernels", median_ms=2.0, check={"passed": True}),
+        dict(implementation="xlnet_kernels, medium", median_ms=1.0),
+        dict(implementation="transformers eager", median_ms=9.0),
+        dict(implementation="transformers sdpa", median_ms=5.0, peak_bytes=7e6),
+        dict(implementation="xlnet_kernels", direction="backward", median_ms=200.0),
+        dict(implementation="transformers eager", direction="backward", status="skipped"),
+    )
+    sources, page = [tmp_path / "model-a-2-cores.json", tmp_path / "other.json"], tmp_path / "page.md"
+    sources[0].write_text(json.dumps(run_of_models(*rows)))
+    sources[1].write_text(json.dumps(run_of_models(rows[0] | {"section": "speech", "case": "10 s"})))
+    page.write_text("<!-- speedups model-a-2-cores.json other.json -->\n<!-- end -->\n")
+    assert main(["--speedups", *map(str, sources), str(page)]) == 0
+    found = [line[2:-2].split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")][2:]
+    assert found == [
+        ["model-a", "8 targets, 48 x 1", "forward", "2.00", "5.00", "2.50", "2", "7"],
+        ["model-a", "8 targets, 48 x 1, medium", "forward", "1.00", "5.00", "5.00", "2", "7"],
+        ["model-a", "8 targets, 48 x 1", "training step", "200", "-", "-", "2", "-"],
+        ["other", "attention, 10 s", "forward", "2.00", "-", "-", "2", "-"],
+    ]
+
+
+def test_speedups_of_wrong_results_are_refused(tmp_path, capsys):
+    from report import main
+
+    source = tmp_path / "wrong.json"
+    row = dict(implementation="xlnet_kernels", median_ms=2.0, check={"passed": False})
+    source.write_text(json.dumps(run_of_models(row)))
+    assert main(["--speedups", str(source)]) == 1
+    assert "xlnet_kernels is wrong in 8 targets, 48 x 1" in capsys.readouterr().err
+
+
+def test_a_page_of_all_tables_needs_a_page(tmp_path, capsys):
+    from report import main
+
+    source, page = ROOT / "benchmarks/results/host-time.json", tmp_path / "tables.md"
+    assert main(["--page", str(source), str(page)]) == 0
+    assert page.read_text().startswith("# Tables of all results\n\n## host-time\n\n| problem | what | direction |")
+    with pytest.raises(SystemExit):
+        main(["--page", str(source)])
+    assert "--page takes results files and a page" in capsys.readouterr().err

@@ -67,6 +67,12 @@ def test_site_has_every_page(site):
     assert not [name for name in ["index.html", *built] if not (site / name).is_file()]
 
 
+def test_site_has_the_tables_of_all_results(site):
+    text = (site / "benchmarks" / "tables.html").read_text()
+    names = {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")} - {"pretrain-xeon-2-cores"}
+    assert names == {*re.findall(r'<h2 id="[^"]*">([\w-]+)', text)}
+
+
 @pytest.mark.parametrize("page", REFERENCE)
 def test_docstrings_are_rendered(site, page):
     text = (site / "docs" / "api" / f"{page}.html").read_text()

@@ -73,12 +73,13 @@ def _pairs(rows: list[dict]) -> str:
         lines.append([label, str(bins["permutation"][0]["pairs"]), *gains, *joints])
     headers = ["mutual information, nats", "pairs", "gain, permutation", "gain, masked"]
     text = table(headers + [f"log p(A, B), {name}" for name in names(rows)], lines)
-    examples: dict[str, list[float]] = {}
+    examples: dict[tuple[str, str], list[float]] = {}
     for row in rows_of(rows, "permutation"):
         for example in row["examples"]:
-            examples.setdefault(f'"{example["pair"]}" ({example["information"]})', []).append(example["gain"])
-    shown = ", ".join(f"{name} {statistics.fmean(gains):+.2f}" for name, gains in examples.items())
-    return f"{text}\n\nPairs of the highest mutual information (nats), and their mean gain under permutation: {shown}."
+            labels = (f'"{example["pair"]}"', f"{example['information']}")
+            examples.setdefault(labels, []).append(example["gain"])
+    lines = [[*labels, f"{statistics.fmean(gains):+.2f}"] for labels, gains in examples.items()]
+    return f"{text}\n\n{table(['pair', 'mutual information, nats', 'mean gain, permutation'], lines)}"
 
 
 def _context(rows: list[dict]) -> str:

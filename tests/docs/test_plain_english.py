@@ -20,10 +20,12 @@ GENERATED = ("docs/api/",)  # from docstrings, which are checked
 # Pages with sentences that are too long still.
 UNREVISED = (
     "docs/notebook/", "docs/cuda.md", "docs/triton.md",
-    "docs/validation.md",
 )  # fmt: skip
 # File and words of a piece that may break a rule; at most ten.
-EXEMPT = (("docs/tutorial.md", "The value of the of the re"),)  # a small model's text
+EXEMPT = (
+    ("docs/tutorial.md", "The value of the of the re"),  # a small model's text
+    ("docs/validation.md", "abs, activemask, add, addc"),  # a list of opcodes
+)
 
 
 def files(name: str) -> list:

@@ -23,7 +23,8 @@ def float32_precision(device_type: str) -> int:
     return int(device_type == "cuda" and allows_tf32())
 
 
-# Constant, because compilers cannot trace these getters. They compile again after another answer.
+# Constant, because compilers cannot trace these getters. They compile again after set_float32_matmul_precision, but
+# keep a graph after a change of fp32_precision.
 @constant_for_compilers
 def allows_bf16() -> bool:
     """Whether float32 products on the CPU may round their operands to bfloat16, as torch's own then do with oneDNN.

@@ -66,8 +66,9 @@ def cuda_devices() -> list[str]:
 
 
 def linear_library() -> str:
-    """The matrix-product library of `xk.Linear`, and the reason for it."""
-    return "{} ({})".format(*linear.choice())
+    """The matrix-product library of `xk.Linear`, the reason for it, and its precision."""
+    rounds = "; bfloat16 operands at medium precision" if linear.can_round() else ""
+    return "{} ({})".format(*linear.choice()) + rounds
 
 
 def compiled() -> dict | None:

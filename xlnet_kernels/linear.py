@@ -11,6 +11,7 @@ the operands itself.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,6 +31,8 @@ from ._torch import (
 )
 
 _SMALLEST = 2**21  # multiplications; in smaller products the overhead of a call exceeds the gain
+
+_ROUNDED_ROWS = 192  # with fewer rows, rounding the weight takes longer than it saves
 
 # Gradients use MKL, because their rows are weights or features.
 _FEW = "onednn for few rows"
@@ -69,9 +72,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     >>> torch.allclose(linear(x, weight), x @ weight.mT, atol=1e-4)
     True
     """
-    if _serves(input, weight, bias):
-        return ops.linear(input, weight, bias)
-    return F.linear(input, weight, bias)
+    return _choose(input, weight, bias)(input, weight, bias)
 
 
 class Linear(nn.Linear):
@@ -112,7 +113,7 @@ def _wish() -> str:
 
 
 @functools.cache
-def _can_round() -> bool:
+def can_round() -> bool:
     """Whether the processor has bfloat16 products that oneDNN's float32 products leave idle.
 
     oneDNN 3.12 takes them with AMX alone; with AVX512-BF16 its float32 products stay exact.
@@ -124,7 +125,7 @@ def _can_round() -> bool:
 @constant_for_compilers
 def _rounds() -> bool:
     """Whether `linear` rounds the operands of float32 products."""
-    return cpu_precision() == "bf16" and _can_round()
+    return can_round() and cpu_precision() == "bf16"
 
 
 def _cpuinfo() -> str:
@@ -141,7 +142,19 @@ def _processor(cpuinfo: str) -> str:
     return "AMD with AVX-512" if "avx512f" in cpuinfo.split() else "AMD"
 
 
-def _serves(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _choose(input: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor]:
+    """The function that computes this product."""
+    if not _is_large_and_plain(input, weight, bias):
+        return F.linear
+    if _rounds():
+        return _rounded if input.numel() >= _ROUNDED_ROWS * input.shape[-1] else F.linear
+    if library() == "mkl" or _may_be_rounded():
+        return F.linear
+    # Compiled graphs look at the rows when they run.
+    return F.linear if not torch.compiler.is_compiling() and _is_mkls(input) else ops.linear
+
+
+def _is_large_and_plain(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     if input.dim() < 2 or weight.dim() != 2 or input.shape[-1] != weight.shape[1] or weight.shape[1] == 0:
         return False  # torch serves these, or raises the error
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != weight.shape[:1]):
@@ -150,13 +163,17 @@ def _serves(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     if _is_exporting() or transformed() or autocasts("cpu"):
         return False
-    if not _rounds() and (library() == "mkl" or _may_be_rounded()):
-        return False
     if torch.compiler.is_compiling():  # sizes may be symbols
         return True
     if not all(type(tensor) in (Tensor, nn.Parameter) for tensor in (input, weight)):
         return False
-    return input.numel() * weight.shape[0] >= _SMALLEST and not _is_mkls(input)
+    return input.numel() * weight.shape[0] >= _SMALLEST
+
+
+def _rounded(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product of operands rounded to bfloat16, rounded as well, and the bias added in float32."""
+    product = F.linear(input.bfloat16(), weight.bfloat16()).float()
+    return product if bias is None else product.add_(bias)
 
 
 @constant_for_compilers
@@ -172,9 +189,6 @@ def _is_mkls(input: Tensor) -> bool:
 
 @torch.library.impl(_NAME, "CPU")
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if _rounds():
-        product = F.linear(input.bfloat16(), weight.bfloat16()).float()
-        return product if bias is None else product.add_(bias)
     # Decided here for compiled graphs, because sizes are numbers here.
     if _is_mkls(input):
         rows = F.linear(input.reshape(-1, input.shape[-1]), weight, bias)
@@ -195,16 +209,11 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grad: Tensor):
     input, weight = ctx.saved_tensors
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
-    if _rounds():
-        grad, input, weight = grad.bfloat16(), input.bfloat16(), weight.bfloat16()
-        product = F.linear
-    else:
-        product = F.linear if is_batch_of_gradients(grad) or library() == _FEW else linear
+    product = F.linear if is_batch_of_gradients(grad) or library() == _FEW else linear
     rows = grad.reshape(-1, grad.shape[-1])
-    grad_input = product(grad, weight.mT).float() if needs_input else None
-    grad_weight = product(rows.mT, input.reshape(-1, input.shape[-1]).mT).float() if needs_weight else None
-    return grad_input, grad_weight, grad_bias
+    grad_input = product(grad, weight.mT) if needs_input else None
+    grad_weight = product(rows.mT, input.reshape(-1, input.shape[-1]).mT) if needs_weight else None
+    return grad_input, grad_weight, rows.sum(0) if needs_bias else None
 
 
 flops.add(ops.linear, flops.linear_formula)

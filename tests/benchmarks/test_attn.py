@@ -41,10 +41,21 @@ def run_job(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, **options)
 
 
-def test_precisions_of_the_cpu_are_medium_too(bench, small_case):
-    from lib.sections import precision
+def test_precisions_of_the_cpu_are_medium_too(bench, small_case, monkeypatch):
+    from lib import sections
 
-    precision(bench, "reference", [small_case])
+    told = []
+
+    def recorded(problem):
+        run = plain(problem)
+        forward = run.forward
+        run.forward = lambda: (told.append(torch.get_float32_matmul_precision()), forward())[1]
+        return run
+
+    plain = sections.plain_sdpa
+    monkeypatch.setattr(sections, "plain_sdpa", recorded)
+    sections.precision(bench, "reference", [small_case])
+    assert set(told) == {"highest", "medium"}
     names = [row["implementation"] for row in bench.rows if row["direction"] == "forward"]
     own = [name for name in names if name.startswith("xlnet_kernels")]
     assert own == ["xlnet_kernels float32", "xlnet_kernels medium float32", "xlnet_kernels bfloat16"]

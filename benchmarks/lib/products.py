@@ -1,6 +1,6 @@
 """The machine's own matrix products as a measure of attention: what share of their rate a call reaches.
 
-Attention is counted in products of L x (M + K) x D multiplications and additions (docs/math.md, *What it costs*), as if
+Attention is counted in products of L x (M + K) x D multiplications and additions (docs/math.md, *Costs*), as if
 every row saw every key.
 """
 

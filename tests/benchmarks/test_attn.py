@@ -86,7 +86,7 @@ def test_tiny_run(tmp_path):
         assert row["peak_bytes"] is None or row["peak_bytes"] >= 0
         baseline = rows["core", "plain SDPA, no positions", direction]
         assert "check" not in baseline and baseline["ratio_to_baseline"] == 1
-        units = {"forward": (3, 2), "backward": (11, 7)}[direction]  # docs/math.md, "What it costs"
+        units = {"forward": (3, 2), "backward": (11, 7)}[direction]  # docs/math.md, "Costs"
         for one, count in zip((row, baseline), units, strict=True):
             product, flops = one["product"], count * 2 * 2 * 64 * (5 + 64) * 16
             assert product["gflops"] > 0 and product["name"] in ("torch.mm", "oneDNN")

@@ -1,6 +1,7 @@
 """Fewer cases in `make test`.
 
-On interpreted backends tests run each value of a parameter, not each combination. Tests marked `thorough` do not run.
+On interpreted backends, and where a test is marked `few`, each value of a parameter runs, not each combination. Tests
+marked `thorough` do not run.
 Pairs of features are in operator/test_pairs_of_features.py. XLNET_KERNELS_EVERY_CASE=1 runs all combinations and
 thorough tests, `make test-machine` both.
 """
@@ -23,11 +24,11 @@ def select(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Ite
     groups: dict[tuple, list[pytest.Item]] = {}
     for item in items:
         backend = parameters(item).get("backend")
-        if backend in INTERPRETED and not EVERY_CASE:
+        if (backend in INTERPRETED or item.get_closest_marker("few")) and not EVERY_CASE:
             groups.setdefault((item.path, item.originalname, backend), []).append(item)
     dropped = set() if EVERY_CASE else {item.nodeid for item in items if item.get_closest_marker("thorough")}
     for (_, _, backend), group in groups.items():
-        served = [item for item in group if is_served(backend, parameters(item))]
+        served = [item for item in group if backend not in INTERPRETED or is_served(backend, parameters(item))]
         dropped |= {item.nodeid for item in group} - {item.nodeid for item in cover(served)}
     kept = [item for item in items if item.nodeid not in dropped]
     return kept, [item for item in items if item.nodeid in dropped]

@@ -48,6 +48,17 @@ def test_only_interpreted_backends_have_fewer(monkeypatch):
     assert covers.select(items) == (items, [])
 
 
+def test_tests_that_are_marked_few_have_fewer_too(monkeypatch):
+    items = [item_of(n, a=a, dtype=dtype) for n, (a, dtype) in enumerate(product(range(3), (torch.float32, None)))]
+    monkeypatch.setattr(covers, "EVERY_CASE", False)
+    assert covers.select(items) == (items, [])
+    for item in items:
+        item.get_closest_marker = lambda name: name == "few" or None
+    assert [item.callspec.params["a"] for item in covers.select(items)[0]] == [0, 1, 2]
+    monkeypatch.setattr(covers, "EVERY_CASE", True)
+    assert covers.select(items) == (items, [])
+
+
 def test_thorough_tests_run_with_every_case_alone(monkeypatch):
     items = [item_of(0), item_of(1)]
     items[1].get_closest_marker = lambda name: name == "thorough" or None

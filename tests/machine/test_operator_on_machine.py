@@ -89,6 +89,7 @@ NEEDS_NVCC = pytest.mark.skipif(cuda_driver.unavailable() is not None, reason=st
 
 
 @NEEDS_NVCC
+@pytest.mark.few
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("features", SERVED_BY_WARPGROUPS.values(), ids=SERVED_BY_WARPGROUPS.keys())
 def test_forward_by_warpgroups(features, seed):
@@ -125,6 +126,7 @@ STACKED = {
 
 
 @NEEDS_NVCC
+@pytest.mark.few
 @pytest.mark.parametrize("sizes", STACKED.values(), ids=STACKED.keys())
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_stacked_streams_by_warpgroups(sizes, dropout):
@@ -140,6 +142,7 @@ def test_stacked_streams_by_warpgroups(sizes, dropout):
 
 
 @NEEDS_NVCC
+@pytest.mark.few
 @pytest.mark.parametrize("most", [3, 40, 1000])
 @pytest.mark.parametrize("mask", [None, "ranks"])
 def test_rows_in_any_order_by_warpgroups(most, mask):

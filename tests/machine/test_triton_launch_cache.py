@@ -65,6 +65,7 @@ def test_deterministic_additions_keep_their_order(name):
         assert all(torch.equal(values, found[0][result]) for result, values in other.items())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("rel_rows", ["bi", "uni", "window"])
 @pytest.mark.parametrize(("width", "length"), [(64, 70), (64, 200), (128, 130)])
 def test_folded_rows_of_tiles_that_are_not_whole(width, length, rel_rows):

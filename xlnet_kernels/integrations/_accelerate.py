@@ -81,7 +81,7 @@ def accelerate(
             read zeros at padding.
 
     Returns:
-        `model` itself. Accelerating it again changes only the backend and the window.
+        `model` itself. Accelerating it again sets backend, window and skip_padding anew, and nothing else.
 
     Raises:
         ValueError: `model` has no supported layer, has an unsupported layer or version of its library, or a layer whose

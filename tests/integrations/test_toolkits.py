@@ -182,7 +182,8 @@ def test_positions_are_projected_once_at_inference(name, toolkits, monkeypatch):
                 module.to(CASES[name][2])
             assert (infer_both(name, attention, plain, projected) == [1]) == (what == "nothing"), what
             assert infer_both(name, attention, plain, projected) == [1]
-    assert infer_both(name, attention.train(), plain.train(), projected) == [every]
+    # Not plain.train(), because training of NeMo's global attention is in float32 alone; nothing drops out.
+    assert infer_both(name, attention.train(), plain, projected) == [every]
     assert run(name, attention)[f"{part}.weight"].any()
     assert "kept" in vars(attention) and "kept" not in vars(xk.restore(attention))
 

@@ -61,7 +61,9 @@ def flex_attention_with_gradients(query, key, value, block_mask=None, score_mod=
     scores = scores if score_mod is None else score_mod(scores, *torch.meshgrid(*places, indexing="ij"))
     if block_mask is not None:
         batch, _, *lengths = block_mask.shape
-        scores = scores.masked_fill(~create_mask(block_mask.mask_mod, batch, 1, *lengths, "cpu"), -torch.inf)
+        visible = create_mask(block_mask.mask_mod, batch, 1, *lengths, "cpu")
+        sees_any = visible.any(-1, keepdim=True)  # rows that see nothing are zeros, as FlexAttention has them
+        return scores.masked_fill(~visible & sees_any, -torch.inf).softmax(-1).masked_fill(~sees_any, 0.0) @ value
     return scores.softmax(-1) @ value
 
 

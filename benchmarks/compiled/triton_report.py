@@ -22,13 +22,17 @@ import subprocess
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 
+from compiled.machine_code import Instruction, hazards, parse, successors
 from xlnet_kernels.backends import triton as backend
 from xlnet_kernels.backends.triton import launch, launch_cache, tuning
+from xlnet_kernels.call import Call
 
 OPERATOR = "xlnet_kernels::rel_attention_triton"
 in_quads = tuning.in_quads
@@ -136,41 +140,70 @@ def serve_cpu() -> None:
     backend._unavailable = lambda: None
 
 
-def inputs(head_dim: int, dtype: torch.dtype, stacked: bool) -> list:
-    """A call with biases, segments and ranks; `stacked`: memory and query positions too, as for two streams."""
-    batch, heads, length, mem = 2, 4, 256, 128 if stacked else 0
+# Kinds of calls, each compiled to kernels of its own
+CALLS = ("order", "stacked", "plain", "dense", "dropout")
 
-    def rows(count: int):
+
+def inputs(head_dim: int, dtype: torch.dtype, call: str) -> Call:
+    """A call with biases, and segments and ranks but for "plain".
+
+    "stacked": memory and query positions too, as for two streams; "dense": a dense mask for ranks.
+    """
+    batch, heads, length, memory = 2, 4, 256, 128 if call == "stacked" else 0
+    keys = memory + length
+
+    def rows(count: int) -> torch.Tensor:
         return torch.zeros(batch, count, heads, head_dim, dtype=dtype).transpose(1, 2)
 
-    keys = mem + length
-    return [
-        rows(length), rows(length), rows(length),
-        torch.zeros(keys + length, heads, head_dim, dtype=dtype).transpose(0, 1),
-        torch.zeros(heads, head_dim, dtype=dtype), torch.zeros(heads, head_dim, dtype=dtype),
-        rows(mem) if stacked else None, rows(mem) if stacked else None,
-        torch.zeros(2, heads, head_dim, dtype=dtype), torch.zeros(heads, head_dim, dtype=dtype),
-        torch.zeros(batch, length, dtype=torch.int32), torch.zeros(batch, keys, dtype=torch.int32),
-        torch.zeros(batch, length, dtype=torch.int32), torch.zeros(batch, keys, dtype=torch.int32), None,
-        torch.zeros(batch, length, dtype=torch.bool), None,
-        *(torch.zeros(batch, length, dtype=torch.int32) if stacked else None for _ in range(2)), None,
-        keys, 0.0, head_dim**-0.5, False,
-    ]  # fmt: skip
+    def integers(count: int) -> torch.Tensor:
+        return torch.zeros(batch, count, dtype=torch.int32)
+
+    bias = torch.zeros(heads, head_dim, dtype=dtype)
+    given = {
+        "query": rows(length), "key": rows(length), "value": rows(length),
+        "rel_key": torch.zeros(keys + length, heads, head_dim, dtype=dtype).transpose(0, 1),
+        "content_bias": bias, "position_bias": bias.clone(), "max_distance": keys,
+        "dropout_p": 0.0, "scale": head_dim**-0.5, "deterministic": False, "float32_precision": 0,
+    }  # fmt: skip
+    if call != "plain":
+        segments = torch.zeros(2, heads, head_dim, dtype=dtype), bias.clone(), integers(length), integers(keys)
+        given |= dict(zip(("segment_embed", "segment_bias", "query_ids", "key_ids"), segments, strict=True))
+    if call == "dense":
+        given["mask"] = torch.zeros(batch, 1, length, keys, dtype=torch.bool)
+    elif call != "plain":
+        given |= {"query_rank": integers(length), "key_rank": integers(keys), "sees_self": integers(length).bool()}
+    if call == "stacked":
+        given |= {"memory_key": rows(memory), "memory_value": rows(memory)}
+        given |= {"query_positions": integers(length), "query_order": integers(length)}
+    if call == "dropout":
+        given |= {"dropout_p": 0.1, "dropout_state": torch.zeros(2, dtype=torch.int64)}
+    return Call(**given)
 
 
-def compile_kernel(architecture: int | str, kernel: str, call: list) -> tuple[tuning.Config, bytes, int]:
-    """One kernel of a forward and backward call: tiles, binary and bytes of shared memory.
+class Compiled(NamedTuple):
+    """One kernel: tiles, binary, bytes of shared memory, and PTX ("" for AMD)."""
+
+    config: tuning.Config
+    binary: bytes
+    shared_memory: int
+    ptx: str
+
+
+def compile_kernel(architecture: int | str, kernel: str, call: Call) -> Compiled:
+    """One kernel of a forward and backward call.
 
     "keys" is that of a deterministic call, in two passes; after a single pass over rows it only rounds sums.
     """
     driver = pretend(architecture)
-    call = [*call[:-1], kernel == "keys"]
-    configs = []
+    call = call._replace(deterministic=kernel == "keys")
+    configs, texts = [], []
 
     def only_this(self, jit, count, config, **arguments):
         if jit.__name__ == f"{kernel}_kernel":
             configs.append(config)
             original(self, jit, count, config, **arguments)
+            *_, latest = jit.device_caches[architecture][0].values()
+            texts.append(latest.asm.get("ptx", ""))
 
     original, launch.Call.launch = launch.Call.launch, only_this
     try:
@@ -181,7 +214,7 @@ def compile_kernel(architecture: int | str, kernel: str, call: list) -> tuple[tu
     finally:
         launch.Call.launch = original
     assert driver.launches == [f"{kernel}_kernel"]
-    return configs[0], *driver.binaries[f"{kernel}_kernel"]
+    return Compiled(configs[0], *driver.binaries[f"{kernel}_kernel"], texts[0])
 
 
 def disassemble(cubin: bytes, option: str = "-sass") -> str:
@@ -192,26 +225,13 @@ def disassemble(cubin: bytes, option: str = "-sass") -> str:
         return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def parse(sass: str) -> list[tuple[int, str, str, str]]:
-    """Each instruction: its address, predicate (or nothing), name and operands."""
-    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?\w+)?\s*([A-Z0-9_.]+)([^;]*);", sass, re.M)
-    return [(int(address, 16), predicate, name, operands) for address, predicate, name, operands in found]
-
-
-def loop_over_tiles(code: list[tuple[int, str, str, str]]) -> dict[str, Counter]:
+def loop_over_tiles(code: list[Instruction]) -> dict[str, Counter]:
     """Instructions by class in the innermost loop with most products: on the shortest way through it and the longest.
 
     A loop is what leads back to the target of a backward branch. The shortest way is that of a tile that all rows see,
     of one segment; the longest takes every branch, those that exclude each other too.
     """
-    index = {address: i for i, (address, *_) in enumerate(code)}
-    leads: list[list[int]] = []
-    for i, (_, predicate, name, operands) in enumerate(code):
-        to = re.search(r"0x([0-9a-f]+)\s*$", operands)
-        jumps = name.startswith(("BRA", "CALL")) and to  # a loop may be left by a call that does not return
-        after = [index[int(to[1], 16)]] if jumps else []
-        always = name.startswith(("BRA", "EXIT")) and not predicate and not re.search(r"\bU?P\d", operands)
-        leads.append(after + ([] if always or i + 1 == len(code) else [i + 1]))
+    leads = successors(code)
     comes: list[list[int]] = [[] for _ in code]
     for i, after in enumerate(leads):
         for j in after:
@@ -292,28 +312,46 @@ def classify(name: str) -> str:
     return next(kind for kind, starts in INSTRUCTIONS.items() if name.startswith(starts))
 
 
-def describe(cubin: bytes, shared: int) -> dict:
-    code = parse(disassemble(cubin))
+def serialised(ptx: str) -> list[str]:
+    """Codes of ptxas' warnings that each product of a warpgroup waits for the one before.
+
+    Assembles the PTX again, because Triton keeps no log of it.
+    """
+    if "wgmma" not in ptx:
+        return []
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert " info " in log, log
+    return sorted(set(re.findall(r"C751\d", log)))
+
+
+def describe(compiled: Compiled) -> dict:
+    code = parse(disassemble(compiled.binary))
     names = [name.split(".")[0] for _, _, name, _ in code]
     ways = loop_over_tiles(code)
     return {
         "instructions": len(code),
-        "registers": int(re.search(r"REG:(\d+)", disassemble(cubin, "-res-usage"))[1]),
+        "registers": int(re.search(r"REG:(\d+)", disassemble(compiled.binary, "-res-usage"))[1]),
         "spills": sum(name in ("LDL", "STL") for name in names),
-        "shared_memory": shared,
+        "shared_memory": compiled.shared_memory,
+        "serialised": serialised(compiled.ptx),
+        "hazards": hazards(code),
         "products": {name: names.count(name) for name in PRODUCTS if name in names},
         "loop": {way: {"all": counts.total()} | counts for way, counts in ways.items()},
     }
 
 
-def describe_for_amd(code_object: bytes, shared: int) -> dict:
+def describe_for_amd(compiled: Compiled) -> dict:
     """Registers and spills in the metadata of a code object, a map in MessagePack.
 
     After a name stands its number: one byte, or more after 0xcc to 0xce.
     """
 
     def number(name: str) -> int:
-        found = re.search(rb"\.%s([\x00-\x7f]|\xcc.|\xcd..|\xce....)" % name.encode(), code_object, re.DOTALL)
+        found = re.search(rb"\.%s([\x00-\x7f]|\xcc.|\xcd..|\xce....)" % name.encode(), compiled.binary, re.DOTALL)
         assert found, name
         return int.from_bytes(found[1][1:] or found[1], "big")
 
@@ -321,15 +359,15 @@ def describe_for_amd(code_object: bytes, shared: int) -> dict:
         "registers": number("vgpr_count"),
         "spills": number("vgpr_spill_count"),
         "scratch_bytes": number("private_segment_fixed_size"),
-        "shared_memory": shared,
+        "shared_memory": compiled.shared_memory,
     }
 
 
 def cases(architectures: list[int | str], sample: bool) -> list[tuple]:
-    """(architecture, kind, head_dim, kernel, stacked): everything, or each kernel and class on one architecture."""
+    """(architecture, kind, head_dim, kernel, call): everything, or each kernel and class on one architecture."""
     every = [
-        (architecture, kind, head_dim, kernel, stacked)
-        for stacked in (False, True)
+        (architecture, kind, head_dim, kernel, call)
+        for call in CALLS[:2]
         for architecture in architectures
         for kind, head_dim in CLASSES
         if architecture not in AMD or kind != "float32"
@@ -338,17 +376,17 @@ def cases(architectures: list[int | str], sample: bool) -> list[tuple]:
     if not sample:
         return every
     return [
-        (architectures[(index + turn) % len(architectures)], *kind_and_width, kernel, False)
+        (architectures[(index + turn) % len(architectures)], *kind_and_width, kernel, "order")
         for index, kind_and_width in enumerate(CLASSES)
         for turn, kernel in enumerate(tuning.KERNELS)
     ]
 
 
-def report(architecture: int | str, kind: str, head_dim: int, kernel: str, stacked: bool) -> dict:
+def report(architecture: int | str, kind: str, head_dim: int, kernel: str, call: str) -> dict:
     launch_cache.precision_of = (lambda *_: "ieee") if kind == "ieee" else precision_of
-    config, cubin, shared = compile_kernel(architecture, kernel, inputs(head_dim, DTYPES[kind], stacked))
-    case = {"architecture": architecture, "kernel": kernel, "kind": kind, "head_dim": head_dim, "stacked": stacked}
-    return case | config._asdict() | (describe_for_amd if architecture in AMD else describe)(cubin, shared)
+    compiled = compile_kernel(architecture, kernel, inputs(head_dim, DTYPES[kind], call))
+    case = {"architecture": architecture, "kernel": kernel, "kind": kind, "head_dim": head_dim, "call": call}
+    return case | compiled.config._asdict() | (describe_for_amd if architecture in AMD else describe)(compiled)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,14 @@ def compiled_by_triton(results: dict) -> str:
     by_class: dict[tuple, dict] = {}
     for row in results["rows"]:
         rows = by_class.setdefault((row["kind"], row["head_dim"], row["kernel"]), {})
-        rows[row["architecture"], row["stacked"]] = row
+        rows[row["architecture"], row["call"]] = row
     architectures = sorted({row["architecture"] for row in results["rows"]})
     names = [name if isinstance(name, str) else f"sm_{name}" for name in architectures]
     found = [f"| kernel | dtype, head_dim up to | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
     for (kind, head_dim, kernel), rows in by_class.items():
-        cells = [_compiled_cell(rows[architecture, False], rows[architecture, True]) for architecture in architectures]
+        cells = [
+            _compiled_cell(rows[architecture, "order"], rows[architecture, "stacked"]) for architecture in architectures
+        ]
         found.append(f"| {kernel} | {kind}, {head_dim} | {' | '.join(cells)} |")
     return "\n".join(found) + f"\n\nTriton {results['triton']}.\n"
 

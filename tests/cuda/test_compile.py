@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compiled import ptxas_report
+from benchmarks.compiled.machine_code import functions, hazards
 from tests import ROOT
+from tests.wheels import wheel
 
 pytestmark = [
     pytest.mark.slow,
@@ -73,3 +75,36 @@ def test_compiles_for_gpus_that_are_not_here(architecture, tmp_path):
     found = ptxas_report.kernels(done.stdout + done.stderr)
     assert {(k.kernel, k.dtype, k.width) for k in found} == KERNELS
     ptxas_report.check(found)
+
+
+ASSEMBLERS = [
+    ("nvidia-cuda-nvcc-cu12==12.4.131", "cuda_nvcc"),
+    ("nvidia-cuda-nvcc-cu12==12.8.93", "cuda_nvcc"),
+    ("nvidia-cuda-nvcc-cu12==12.9.86", "cuda_nvcc"),
+    ("nvidia-cuda-nvcc==13.5.37", "cu13"),
+]
+
+
+@pytest.mark.parametrize(("requirement", "folder"), ASSEMBLERS, ids=[name for name, _ in ASSEMBLERS])
+@pytest.mark.parametrize("direction", ["forward", pytest.param("backward", marks=pytest.mark.thorough)])
+def test_other_assemblers_run_products_side_by_side(direction, requirement, folder, tmp_path):
+    """No warning that products wait for one another, and no register of a running product is touched."""
+    from triton.backends import nvidia
+
+    ptx, cubin = tmp_path / "kernels.ptx", tmp_path / "kernels.cubin"
+    source = CUDA / "sm90" / f"warpgroup_{'backward_' * (direction == 'backward')}bfloat16.cu"
+    command = ["nvcc", "-std=c++20", "-O3", "-arch=compute_90a", f"-I{CUDA}", f"-I{CUDA.parent}", "-ptx"]
+    subprocess.run([*command, source, "-o", ptx], capture_output=True, check=True)
+    # CUDA 12.4 reads versions up to 8.4, which has all instructions of these kernels
+    ptx.write_text(re.sub(r"^\.version .*", ".version 8.4", ptx.read_text(), flags=re.M))
+    ptxas = wheel(requirement) / "nvidia" / folder / "bin" / "ptxas"
+    done = subprocess.run([ptxas, "-v", "--gpu-name=sm_90a", ptx, "-o", cubin], capture_output=True, text=True)
+    assert done.returncode == 0 and "ptxas info" in done.stderr, done.stderr
+    assert not re.search(r"C75\d\d", done.stderr), done.stderr
+    cuobjdump = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    text = subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    kernels = {name: code for name, code in functions(text).items() if "warpgroup" in name}
+    assert len(kernels) == 8, kernels.keys()
+    for name, code in kernels.items():
+        assert any(instruction.name.startswith("HGMMA") for instruction in code), name
+        assert hazards(code) == [], name

@@ -1,0 +1,162 @@
+"""Machine code as cuobjdump prints it, and a check of it: registers of a wgmma product that is not complete.
+
+A product of a warpgroup (PTX wgmma.mma_async, machine code HGMMA) runs beside the code after it, until a wait for its
+group. Until then nothing may write its factor in registers, or touch its accumulator. Assemblers from 12.8 on are
+reported to break the first rule (Triton issue 11781).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+Registers = frozenset[int]
+MOST_GROUPS = 16  # that run at a time; more means that nothing waits for them
+# Instructions without a register as their destination
+NO_DESTINATION = ("ST", "RED", "LDGSTS", "BAR", "SYNCS", "UTMA", "UBLKCP", "R2UR", "ISETP", "FSETP", "BRX", "HSETP2")
+
+
+class Instruction(NamedTuple):
+    address: int
+    predicate: str
+    name: str
+    operands: str
+
+
+def parse(sass: str) -> list[Instruction]:
+    """The instructions in the output of cuobjdump -sass."""
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?\w+)?\s*([A-Z][A-Za-z0-9_.]*)([^;]*);", sass, re.M)
+    return [Instruction(int(address, 16), predicate, name, operands) for address, predicate, name, operands in found]
+
+
+def functions(sass: str) -> dict[str, list[Instruction]]:
+    """The instructions of each function of a cubin, by its name."""
+    _, *parts = re.split(r"Function : (\w+)", sass)
+    return {name: parse(text) for name, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def successors(code: list[Instruction]) -> list[list[int]]:
+    """For each instruction the numbers of those that may follow it."""
+    index = {instruction.address: i for i, instruction in enumerate(code)}
+    found: list[list[int]] = []
+    for i, (_, predicate, name, operands) in enumerate(code):
+        to = re.search(r"0x([0-9a-f]+)\s*$", operands)
+        jumps = name.startswith(("BRA", "CALL")) and to  # a loop may be left by a call that does not return
+        after = [index[int(to[1], 16)]] if jumps else []
+        always = name.startswith(("BRA", "EXIT")) and not predicate and not re.search(r"\bU?P\d", operands)
+        found.append(after + ([] if always or i + 1 == len(code) else [i + 1]))
+    return found
+
+
+class Product(NamedTuple):
+    """Registers of a warpgroup's product."""
+
+    factor: Registers  # empty if the product reads both factors from shared memory
+    accumulator: Registers
+
+
+class _Effect(NamedTuple):
+    """One instruction: the registers that it uses, or its product."""
+
+    reads: Registers
+    writes: Registers
+    product: Product | None
+    ends_group: bool
+    waits: int | None  # groups that may still run after it
+
+
+def _span(first: str, count: int) -> Registers:
+    return frozenset(range(int(first), int(first) + count))
+
+
+def _width(name: str) -> int:
+    """Registers of the widest operands, by the suffix of the instruction's name."""
+    if re.search(r"\.128\b|\.M88\.4|\.MT88\.4|x4\b", name):
+        return 4
+    if name == "CS2R" or re.search(r"\.64\b|\.WIDE\b|\.M88\.2|\.MT88\.2|x2\b", name):
+        return 2
+    return 1
+
+
+def _effect(instruction: Instruction) -> _Effect:
+    _, _, name, operands = instruction
+    nothing: Registers = frozenset()
+    if name.startswith("WARPGROUP.DEPBAR"):
+        found = re.search(r"0x([0-9a-f]+)", operands)
+        return _Effect(nothing, nothing, None, False, int(found[1], 16) if found else 0)
+    if name.startswith("HGMMA"):
+        columns, result = re.search(r"64x(\d+)x\d+\.(F32|F16)", name).groups()
+        destination, factor = (part.strip() for part in operands.split(",")[:2])
+        in_registers = re.match(r"R(\d+)", factor)
+        product = Product(
+            _span(in_registers[1], 4) if in_registers else nothing,
+            _span(destination[1:], int(columns) // (2 if result == "F32" else 4)),
+        )
+        return _Effect(nothing, nothing, product, "gsb0" in operands, None)
+    width, seen = _width(name), [nothing, nothing]
+    # Registers in the order of the operands: the first outside of brackets is the destination
+    destination_is_due = not name.startswith(NO_DESTINATION)
+    found = re.findall(r"(\[?)(?<![A-Z])R(\d+)(\.64)?", operands)
+    for number, (bracket, register, wide) in enumerate(found):
+        is_destination = destination_is_due and not bracket
+        # Factors of IMAD.WIDE have one register, its sum has two
+        is_factor = ".WIDE" in name and not is_destination and number + 1 < len(found)
+        own = 1 if bracket or is_factor else width
+        seen[is_destination] |= _span(register, 2 if wide else own)
+        destination_is_due = destination_is_due and not is_destination
+    return _Effect(seen[False], seen[True], None, False, None)
+
+
+Groups = tuple[frozenset[Product], ...]  # of products, the oldest first; the last one is still open
+
+
+def _fault(effect: _Effect, groups: Groups) -> str | None:
+    for product in (product for group in groups for product in group):
+        if effect.product is not None:
+            if effect.product.factor & product.accumulator:
+                return "reads the accumulator of a product that is not complete as a factor"
+            if effect.product.accumulator & product.factor:
+                return "accumulates into the factor of a product that is not complete"
+            if effect.product.accumulator & product.accumulator and effect.product.accumulator != product.accumulator:
+                return "accumulates into a part of another product's accumulator"
+        elif effect.writes & product.factor:
+            return "writes the factor of a product that is not complete"
+        elif (effect.writes | effect.reads) & product.accumulator:
+            return "touches the accumulator of a product that is not complete"
+    return None
+
+
+def _after(effect: _Effect, groups: Groups) -> Groups:
+    *closed, running = groups
+    if effect.product is not None:
+        running |= {effect.product}
+        if effect.ends_group:
+            closed, running = [*closed, running], frozenset()
+    elif effect.waits is not None:
+        closed = closed[len(closed) - effect.waits :] if effect.waits < len(closed) else closed
+    return (*closed, running)
+
+
+def hazards(code: list[Instruction]) -> list[str]:
+    """Faults of all ways through the code, each with the address of its instruction."""
+    effects, leads = [_effect(instruction) for instruction in code], successors(code)
+    seen: list[set[Groups]] = [set() for _ in code]
+    faults: dict[int, str] = {}
+    todo: list[tuple[int, Groups]] = [(0, (frozenset(),))] if code else []
+    while todo:
+        i, groups = todo.pop()
+        if groups in seen[i] or i in faults:
+            continue
+        seen[i].add(groups)
+        fault = _fault(effects[i], groups)
+        after = _after(effects[i], groups)
+        if fault is None and len(after) > MOST_GROUPS:
+            fault = "begins a product while no wait ends the ones before"
+        if fault is not None:
+            faults[i] = fault
+            continue
+        todo += [(j, after) for j in leads[i]]
+    return [
+        f"{code[i].address:04x}: {code[i].name}{code[i].operands.rstrip()} {fault}"
+        for i, fault in sorted(faults.items())
+    ]

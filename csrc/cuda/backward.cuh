@@ -142,15 +142,13 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
   const RelAttention& p = call.p;
   const Lane lane = this_lane();
   const int keys = int(p.mem_len + p.key_len), head_dim = int(p.head_dim);
-  const int tiles = tiles_of(keys, BLOCK_N);
-  const KeyItem item = key_item(a, tiles);
+  const BlockItem item = key_item(a);
   const int b = item.b;
-  if (b >= p.batch) return;
   BackwardMemory<S> memory(shared_memory());
   clear_key_labels<S::THREADS>(memory.labels, BLOCK_N);
 
-  const KeyTile<S> tile(a, item.tile, b, item.h);
-  OrderedAccumulation ordered(a, item, tiles);
+  const KeyTile<S> tile(a, item);
+  OrderedAccumulation ordered(a, item);
   sync_block();  // all labels are cleared
   const UnreadRows unread = unread_keys(call, b, tile.h);
   copy_rows_inside<S::THREADS, BLOCK_N>(memory.keys, 0, tile.key_rows, tile.j0, head_dim, thread_index(),
@@ -221,13 +219,14 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
 }
 
 template <typename T, int HEAD_DIM>
-std::string launch_backward(const Backward& a, Stream stream) {
+std::string launch_backward(Backward a, Stream stream) {
   using S = BackwardShape<T, HEAD_DIM>;
+  const RelAttention& p = a.call.p;
+  const bool is_ordered = a.gradients.sums.progress.data != nullptr;
+  a.call.order = backward_order(p, (p.mem_len + p.key_len + S::BLOCK_N - 1) / S::BLOCK_N, is_ordered);
   const char* error = preprocess<T>(a, stream);
   if (error) return failure("preprocess", a.call, 0, error);
-  const RelAttention& p = a.call.p;
-  const Index grid = backward_grid(a, (p.mem_len + p.key_len + S::BLOCK_N - 1) / S::BLOCK_N);
-  error = launch(backward_kernel<S>, grid, S::THREADS, S::SHARED, stream, a);
+  error = launch(backward_kernel<S>, {a.call.order.blocks(), 1, 1}, S::THREADS, S::SHARED, stream, a);
   if (error) return failure("backward", a.call, S::SHARED, error);
   error = postprocess<T>(a, stream);
   return error ? failure("postprocess", a.call, 0, error) : "";

@@ -62,13 +62,13 @@ struct KeyTile {
   const float* row_values;
   int64_t all_rows;
 
-  DEVICE KeyTile(const Backward& a, int tile, int b, int h) : b(b), h(h) {
+  DEVICE KeyTile(const Backward& a, const BlockItem& item) : b(item.b), h(item.h) {
     const Call& call = a.call;
     const Gradients& grad = a.gradients;
     const RelAttention& p = call.p;
     const int heads = int(p.heads), head_dim = int(p.head_dim);
     head = b * heads + h;
-    j0 = tile * S::BLOCK_N;
+    j0 = item.tile * S::BLOCK_N;
     key_rows = key_rows_of<T>(p, p.memory.key, p.keys.key, b, h);
     value_rows = key_rows_of<T>(p, p.memory.value, p.keys.value, b, h);
     query_rows = rows_of<T>(p.rows.query, b, h);

@@ -20,12 +20,6 @@ inline std::string failure(const char* kernel, const Call& call, int shared_byte
          std::to_string(shared_bytes) + " bytes of shared memory: " + error;
 }
 
-// Blocks for `tiles` of each head and batch: batches beyond the grid's third dimension come after them in the first.
-inline Index grid_of(int64_t tiles, const RelAttention& p) {
-  const int64_t together = p.batch < MAX_GRID ? p.batch : MAX_GRID;
-  return {int(tiles * ((p.batch + together - 1) / together)), int(p.heads), int(together)};
-}
-
 // Runs the kernels of one dtype, for the smallest compiled head_dim that holds the call's: csrc/cuda/instances, which
 // compilers work on side by side.
 template <typename T>

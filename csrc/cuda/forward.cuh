@@ -213,11 +213,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::BLOCKS) forward_kernel(Call call) {
   using T = typename S::T;
   constexpr int D = S::HEAD_DIM, BLOCK_M = S::BLOCK_M, BLOCK_N = S::BLOCK_N, M_TILES = S::M_TILES;
   const RelAttention& p = call.p;
-  const int splits = S::SPLITS ? call.splits : 1, parts = tiles_of(p.length, S::BLOCK_M) * splits;
-  int part = block_index().x, b = block_index().z;
-  for (; part >= parts; part -= parts) b += grid_size().z;  // a batch beyond the grid
-  if (b >= p.batch) return;
-  ForwardTile<S> tile(p, part / splits, b, part % splits);
+  ForwardTile<S> tile(p, own_item(call.order), S::SPLITS ? call.splits : 1);
   const ForwardMemory<S> memory{shared_memory()};
   for (int stage = 0; stage < 2; ++stage) clear_key_labels<S::THREADS>(memory.labels(stage), BLOCK_N);
   const float scale = float(p.scale) * LOG2_E;
@@ -299,12 +295,12 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::BLOCKS) forward_kernel(Call call) {
 }
 
 template <typename T, int HEAD_DIM, bool SPLITS = false>
-std::string launch_forward(const Call& call, Stream stream) {
+std::string launch_forward(Call call, Stream stream) {
   using S = ForwardShape<T, HEAD_DIM, SPLITS>;
+  call.order = forward_order(call.p, (call.p.length + S::BLOCK_M - 1) / S::BLOCK_M * call.splits);
   const char* error = preprocess<T>(call, stream);
   if (error) return failure("preprocess", call, 0, error);
-  const Index grid = grid_of((call.p.length + S::BLOCK_M - 1) / S::BLOCK_M * call.splits, call.p);
-  error = launch(forward_kernel<S>, grid, S::THREADS, S::SHARED, stream, call);
+  error = launch(forward_kernel<S>, {call.order.blocks(), 1, 1}, S::THREADS, S::SHARED, stream, call);
   if (error) return failure("forward", call, S::SHARED, error);
   error = SPLITS ? merge<T>(call, stream) : nullptr;
   return error ? failure("merge", call, 0, error) : "";

@@ -62,13 +62,14 @@ struct ForwardTile {
   int span;    // how far the last row's position is from the first's
   int origin;  // first row of rel_key in the window of the last position and key 0
 
-  DEVICE ForwardTile(const RelAttention& p, int tile, int b, int split = 0)
+  // One of `splits` parts of it, which are numbered as tiles are
+  DEVICE ForwardTile(const RelAttention& p, const BlockItem& part, int splits = 1)
       : lane(this_lane()),
-        b(b),
-        h(block_index().y),
+        b(part.b),
+        h(part.h),
         head(b * int(p.heads) + h),
-        first_row(tile * S::BLOCK_M),
-        split(split) {}
+        first_row(part.tile / splits * S::BLOCK_M),
+        split(part.tile % splits) {}
 
   DEVICE void locate(const RelAttention& p) {
     last_position = row_position(p, b, smaller(first_row + S::BLOCK_M, int(p.length)) - 1);

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "../rel_attention.h"
+#include "block_order.h"
 #include "tile_sizes.h"
 
 namespace xlnet_kernels::cuda {
@@ -115,6 +116,7 @@ struct Call {
   int mask_heads;         // H where a dense mask has masks of its own for each head, else 1
   int key_words;          // of 32 keys, as many as tiles of keys have
   int splits;             // how many blocks of forward share the keys of one tile of rows
+  BlockOrder order;       // of the main loop's blocks, which its launch sets
 };
 
 // Whether there may be a key that no row sees: a mask hides some, or rel_key has no row for some distance.

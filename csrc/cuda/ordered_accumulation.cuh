@@ -16,20 +16,15 @@ namespace xlnet_kernels::cuda {
 
 constexpr int32_t ENDED = INT32_MAX;  // of a block that has added all its terms
 
-// A block's work item: a tile of keys of one head.
-struct KeyItem {
-  int tile, b, h;
-};
-
 // A block's place among those of its head.
 struct OrderedAccumulation {
   int32_t* const& progress;  // null: blocks add in any order
   int head, own;             // the first of this head's blocks among all, and this one among them
   int first = 0;             // all before it have ended
 
-  DEVICE OrderedAccumulation(const Backward& a, const KeyItem& item, int key_tiles)
+  DEVICE OrderedAccumulation(const Backward& a, const BlockItem& item)
       : progress(a.gradients.sums.progress.data),
-        head((item.b * int(a.call.p.heads) + item.h) * key_tiles),
+        head((item.b * int(a.call.p.heads) + item.h) * a.call.order.tiles),
         own(item.tile) {}
 
   DEVICE bool is_ordered() const { return progress != nullptr; }
@@ -63,26 +58,16 @@ struct OrderedAccumulation {
   }
 };
 
-// This block's work item; invalid if b >= batch. Called by the block before it has anything in shared memory.
-DEVICE KeyItem key_item(const Backward& a, int key_tiles) {
-  const RelAttention& p = a.call.p;
+// This block's tile of keys. Called by the block before it has anything in shared memory.
+DEVICE BlockItem key_item(const Backward& a) {
   int32_t* const begun = a.gradients.sums.progress.data;
-  if (begun == nullptr) {
-    int tile = block_index().x, b = block_index().z;
-    for (; tile >= key_tiles; tile -= key_tiles) b += grid_size().z;  // a batch beyond the grid
-    return {tile, b, block_index().y};
-  }
+  if (begun == nullptr) return own_item(a.call.order);
   int32_t* const shared = reinterpret_cast<int32_t*>(shared_memory());
   if (thread_index() == 0) *shared = count_up(begun);
   sync_block();
-  const int number = uniform(*shared), heads = int(p.heads), all_heads = int(p.batch) * heads;
+  const int number = *shared;
   sync_block();  // all have read it before the tiles come
-  return {number / all_heads, number % all_heads / heads, number % heads};
-}
-
-inline Index backward_grid(const Backward& a, int64_t key_tiles) {
-  const RelAttention& p = a.call.p;
-  return a.gradients.sums.progress.data ? Index{int(key_tiles * p.batch * p.heads), 1, 1} : grid_of(key_tiles, p);
+  return item_of(a.call.order, number);
 }
 
 }  // namespace xlnet_kernels::cuda

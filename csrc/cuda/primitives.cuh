@@ -26,7 +26,6 @@ struct BFloat16 {
 struct Index {
   int x, y, z;
 };
-constexpr int MAX_GRID = 65535;  // of y and z (CUDA programming guide, compute capabilities)
 
 DEVICE int thread_index() { return threadIdx.x; }
 DEVICE Index block_index() { return {int(blockIdx.x), int(blockIdx.y), int(blockIdx.z)}; }

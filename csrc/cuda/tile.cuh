@@ -4,6 +4,7 @@
 #include <primitives.cuh>
 #include <type_traits>
 
+#include "block_order.h"
 #include "tile_sizes.h"
 
 namespace xlnet_kernels::cuda {
@@ -30,6 +31,17 @@ struct Lane {
 DEVICE Lane this_lane() {
   const int id = thread_index() % WARP;
   return {id, uniform(thread_index() / WARP), id / 4, id % 4};
+}
+
+// The work of the block with this number, the same for all lanes.
+DEVICE BlockItem item_of(const BlockOrder& order, int number) {
+  const BlockItem item = order.item(number);
+  return {uniform(item.tile), uniform(item.b), uniform(item.h)};
+}
+
+// This block's; found anew by each who asks, because numbers that the main loop does not need would take its registers.
+DEVICE BlockItem own_item(const BlockOrder& order) {
+  return item_of(order, int(kept_in_register(block_index().x)));
 }
 
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }

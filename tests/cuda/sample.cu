@@ -15,11 +15,11 @@ static_assert(ForwardShape<BFloat16, 128>::SHARED <= 99 * 1024);
 static_assert(BackwardShape<BFloat16, 64>::SHARED <= 99 * 1024 && BackwardShape<float, 64>::SHARED <= 99 * 1024);
 static_assert(BackwardShape<BFloat16, 128>::SHARED <= 163 * 1024 && BackwardShape<float, 128>::SHARED <= 163 * 1024);
 
-template std::string launch_forward<BFloat16, 64>(const Call&, Stream);
-template std::string launch_forward<BFloat16, 128>(const Call&, Stream);
-template std::string launch_forward<float, 64>(const Call&, Stream);
-template std::string launch_backward<BFloat16, 64>(const Backward&, Stream);
-template std::string launch_backward<BFloat16, 128>(const Backward&, Stream);
-template std::string launch_backward<float, 64>(const Backward&, Stream);
+template std::string launch_forward<BFloat16, 64>(Call, Stream);
+template std::string launch_forward<BFloat16, 128>(Call, Stream);
+template std::string launch_forward<float, 64>(Call, Stream);
+template std::string launch_backward<BFloat16, 64>(Backward, Stream);
+template std::string launch_backward<BFloat16, 128>(Backward, Stream);
+template std::string launch_backward<float, 64>(Backward, Stream);
 
 }  // namespace xlnet_kernels::cuda

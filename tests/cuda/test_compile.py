@@ -29,8 +29,8 @@ KERNELS = {
 
 
 # Bytes of wide heads where rows have positions, by direction: forward's with dropout 340, a few in the main loop, most
-# at its ends; backward's with dropout 536.
-POSITIONS_SPILL = {"forward": 350, "backward": 550}
+# at its ends; backward's 536 with dropout, 648 without.
+POSITIONS_SPILL = {"forward": 350, "backward": 650}
 
 
 @pytest.mark.parametrize(("direction", "spills"), [("forward", 0), ("backward", 160)])

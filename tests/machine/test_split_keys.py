@@ -36,7 +36,7 @@ def test_right_with_gradients(problem):
     with serving(80, size=A100) as record:
         assert_right(given, "cuda", with_lse=True)
     prepare, forward, merge, *backward = record.launches
-    assert "forward_kernel" in forward.name and forward.grid == (row_tiles * splits, 2, 1)
+    assert "forward_kernel" in forward.name and forward.grid == (row_tiles * splits * 2, 1, 1)
     assert "merge_kernel" in merge.name and len(backward) == 3
 
 

@@ -21,8 +21,6 @@ using Stream = void*;
 using simt::Index;
 using simt::Place;
 
-constexpr int MAX_GRID = 2;  // so few that batches of tests are beyond it
-
 struct Half {
   uint16_t bits;
 };

@@ -13,26 +13,26 @@ namespace xlnet_kernels::cuda {
 template <typename S>
 KERNEL THREADS_PER_BLOCK(S::THREADS, 1) warpgroup_backward_kernel(const __grid_constant__ Backward a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  const RelAttention& p = a.call.p;
-  const int key_tiles = tiles_of(p.mem_len + p.key_len, S::KEYS);
-  int key_tile = block_index().x, b = block_index().z;
-  for (; key_tile >= key_tiles; key_tile -= key_tiles) b += grid_size().z;  // a batch beyond the grid
-  if (b >= p.batch) return;
   const BackwardWarpgroupMemory<S> memory{swizzled_memory()};
   memory.init();
   if (thread_index() < WARPGROUP) {
     shrink_registers<S::PRODUCER_REGISTERS>();
+    const BlockItem item = own_item(a.call.order);
     if (thread_index() < WARP)
-      BackwardProducer<S>{a, memory, b, block_index().y, key_tile * S::KEYS, {}, {}, false}.run();
+      BackwardProducer<S>{a, memory, item.b, item.h, item.tile * S::KEYS, {}, {}, false}.run();
   } else {
     grow_registers<S::CONSUMER_REGISTERS>();
     Lane lane = this_lane();
     const int consumer = lane.warp / 4 - 1;
     lane.warp %= 4;
-    const KeyTile<S> tile(a, S::CONSUMERS * key_tile + consumer, b, block_index().y);
+    const auto tile_of_keys = [&] {
+      const BlockItem item = own_item(a.call.order);
+      return KeyTile<S>(a, {S::CONSUMERS * item.tile + consumer, item.b, item.h});
+    };
+    const KeyTile<S> tile = tile_of_keys();
     BackwardConsumer<S> work(a, tile, memory, consumer, lane);
     work.run();
-    backward_epilogue(a, tile, WarpPart{lane, lane.warp, 0}, work.dV, work.dK, work.key_sum);
+    backward_epilogue(a, tile_of_keys(), WarpPart{lane, lane.warp, 0}, work.dV, work.dK, work.key_sum);
   }
 #else
   trap();
@@ -40,13 +40,13 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) warpgroup_backward_kernel(const __grid_c
 }
 
 template <typename S>
-std::string launch_warpgroup_backward(const Backward& a, Stream stream) {
+std::string launch_warpgroup_backward(Backward a, Stream stream) {
   using T = typename S::T;
   const RelAttention& p = a.call.p;
+  a.call.order = backward_order(p, (p.mem_len + p.key_len + S::KEYS - 1) / S::KEYS, false);
   const char* error = preprocess<T>(a, stream);
   if (error) return failure("preprocess", a.call, 0, error);
-  const Index grid = grid_of((p.mem_len + p.key_len + S::KEYS - 1) / S::KEYS, p);
-  error = launch(warpgroup_backward_kernel<S>, grid, S::THREADS, S::SHARED, stream, a);
+  error = launch(warpgroup_backward_kernel<S>, {a.call.order.blocks(), 1, 1}, S::THREADS, S::SHARED, stream, a);
   if (error) return failure("backward on sm_90a", a.call, S::SHARED, error);
   error = postprocess<T>(a, stream);
   return error ? failure("postprocess", a.call, 0, error) : "";

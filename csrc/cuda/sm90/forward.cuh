@@ -10,9 +10,9 @@ namespace xlnet_kernels::cuda {
 
 // One warpgroup's 64 rows, from the query to the output. Nothing is computed before the registers are there.
 template <typename S>
-DEVICE void consume(const Call& call, const WarpgroupMemory<S>& memory, int row_tile, int b) {
+DEVICE void consume(const Call& call, const WarpgroupMemory<S>& memory) {
   const RelAttention& p = call.p;
-  ForwardTile<S> tile(p, row_tile, b);
+  ForwardTile<S> tile(p, own_item(call.order));
   tile.lane.warp -= WARPGROUP / WARP;
   Consumer<S> consumer(call, tile, memory);
   consumer.load_rows();
@@ -24,19 +24,15 @@ DEVICE void consume(const Call& call, const WarpgroupMemory<S>& memory, int row_
 template <typename S>
 KERNEL THREADS_PER_BLOCK(S::THREADS, 1) warpgroup_forward_kernel(const __grid_constant__ Call call) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  const RelAttention& p = call.p;
-  const int row_tiles = tiles_of(p.length, S::BLOCK_M);
-  int row_tile = block_index().x, b = block_index().z;
-  for (; row_tile >= row_tiles; row_tile -= row_tiles) b += grid_size().z;  // a batch beyond the grid
-  if (b >= p.batch) return;
   const WarpgroupMemory<S> memory{swizzled_memory()};
   memory.init();
   if (thread_index() < WARPGROUP) {
     shrink_registers<S::PRODUCER_REGISTERS>();
-    if (thread_index() < WARP) Producer<S>(call, memory, b, block_index().y, row_tile * S::BLOCK_M).run();
+    const BlockItem item = own_item(call.order);
+    if (thread_index() < WARP) Producer<S>(call, memory, item.b, item.h, item.tile * S::BLOCK_M).run();
   } else {
     grow_registers<S::CONSUMER_REGISTERS>();
-    consume(call, memory, uniform(row_tile), uniform(b));
+    consume(call, memory);
   }
 #else
   trap();
@@ -44,12 +40,12 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) warpgroup_forward_kernel(const __grid_co
 }
 
 template <typename S>
-std::string launch_warpgroup_forward(const Call& call, Stream stream) {
+std::string launch_warpgroup_forward(Call call, Stream stream) {
   using T = typename S::T;
+  call.order = forward_order(call.p, (call.p.length + S::BLOCK_M - 1) / S::BLOCK_M);
   const char* error = preprocess<T>(call, stream);
   if (error) return failure("preprocess", call, 0, error);
-  const Index grid = grid_of((call.p.length + S::BLOCK_M - 1) / S::BLOCK_M, call.p);
-  error = launch(warpgroup_forward_kernel<S>, grid, S::THREADS, S::SHARED, stream, call);
+  error = launch(warpgroup_forward_kernel<S>, {call.order.blocks(), 1, 1}, S::THREADS, S::SHARED, stream, call);
   return error ? failure("forward on sm_90a", call, S::SHARED, error) : "";
 }
 

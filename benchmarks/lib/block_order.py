@@ -28,7 +28,7 @@ def _library() -> ctypes.CDLL:
 def block_items(
     kernel: str, batch: int, heads: int, length: int, tiles: int, head_dim: int = 64
 ) -> tuple[list[Item], int]:
-    """What each block of the CUDA kernels has, in bfloat16, and how many heads begin together."""
+    """The tile and head of each block of the CUDA kernels, in bfloat16; how many heads begin together."""
     count = tiles * batch * heads
     found = (ctypes.c_int * (3 * count))()
     sizes = [ctypes.c_int64(size) for size in (batch, heads, length, length, head_dim, tiles)]

@@ -14,6 +14,10 @@
 
 namespace xlnet_kernels::cuda {
 
+// Nanoseconds between two looks of a warp that waits, because looks of all warps would take L2's time from additions. A
+// tile of rows takes about a microsecond.
+constexpr int SHORTEST_PAUSE = 32, LONGEST_PAUSE = 512;
+
 constexpr int32_t ENDED = INT32_MAX;  // of a block that has added all its terms
 
 // A block's place among those of its head.
@@ -45,7 +49,9 @@ struct OrderedAccumulation {
     return true;
   }
   DEVICE void wait(int32_t row_tile, int lane) {
-    while (!has_come(row_tile, lane)) {
+    for (int nanoseconds = SHORTEST_PAUSE; !has_come(row_tile, lane); nanoseconds += nanoseconds) {
+      nanoseconds = smaller(nanoseconds, LONGEST_PAUSE);
+      pause(nanoseconds);
     }
     sync_warp();  // each lane knows what others have acquired: a ballot orders no memory
   }

@@ -7,6 +7,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <string>
 
 #define KERNEL __global__ void
 #define DEVICE __device__ __forceinline__
@@ -196,6 +197,8 @@ DEVICE int32_t load_acquire(const int32_t* from) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
   return value;
 }
+// About this long, twice as long at most.
+DEVICE void pause(int nanoseconds) { asm volatile("nanosleep.u32 %0;" ::"r"(nanoseconds)); }
 
 DEVICE float exp2_approximately(float x) {
   float result;
@@ -246,10 +249,21 @@ inline int compute_capability() {
   return found ? 10 * major + minor : 0;
 }
 
+// The text of an error that other code has left behind, or null. It is told once: the next launch is free of it, unless
+// the device is lost.
+inline const char* earlier_error() {
+  const cudaError_t error = cudaGetLastError();
+  if (error == cudaSuccess) return nullptr;
+  static thread_local std::string text;
+  text = std::string("not launched, because an earlier CUDA call of other code had failed: ") + cudaGetErrorString(error);
+  return text.c_str();
+}
+
 // Runs `kernel` on grid x threads; the error's text, or null.
 template <typename Arguments>
 inline const char* launch(void (*kernel)(Arguments), Index grid, int threads, int shared_bytes, Stream stream,
                           const Arguments& arguments) {
+  if (const char* const earlier = earlier_error()) return earlier;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error == cudaSuccess) kernel<<<dim3(grid.x, grid.y, grid.z), threads, shared_bytes, stream>>>(arguments);
   const cudaError_t last = cudaGetLastError();  // clears that of the attribute too: the next launch is not to report it

@@ -42,7 +42,7 @@ def test_of_all_heads_the_tiles_that_see_most_begin_first(kernel):
 
 @pytest.mark.parametrize("kernel", [FORWARD, BACKWARD])
 def test_heads_of_a_group_fit_in_the_cache(kernel):
-    """64 heads of 64, length 2048: keys, values and rel_key of one are 768 KB; query, dO, dQ, rel_key and dR 1.75 MB."""
+    """64 heads of 64, length 2048. One reads 768 KB; in backward it reads and adds to 1.75 MB."""
     items, together = block_items(kernel, 4, 16, 2048, 16)
     groups, most = (4, 21) if kernel == FORWARD else (8, 9)
     assert together == 64 // groups <= most

@@ -189,6 +189,7 @@ DEVICE int32_t load_acquire(const int32_t* from, Place place = Place::here()) {
   simt::pass("load_acquire", place);
   return *from;
 }
+DEVICE void pause(int, Place place = Place::here()) { simt::pass("pause", place); }
 
 DEVICE float exp2_approximately(float x) {
   const float result = std::exp2(x);

@@ -7,6 +7,7 @@ additions to global memory come late, until a fence.
 from __future__ import annotations
 
 import ctypes
+import re
 
 import pytest
 import torch
@@ -96,3 +97,12 @@ def test_bits_of_sums_in_any_order_depend_on_it(monkeypatch):
     first, *others = (results_and_sums(problem, seed, workspace) for seed in SEEDS)
     for sums in ("sums for query", "sums for rel_key"):
         assert any(sums in different(first, other) for other in others), sums
+
+
+def test_a_warp_pauses_between_two_looks():
+    """Else looks of warps that wait would take L2's time from additions."""
+    with serving(80) as record:
+        problem_of(True, batch=1, length=70).results("cuda")
+    kernel = next(launch for launch in record.launches if "backward_kernel" in launch.name)
+    between = r"ld\.acquire(?:(?!\.entry|ld\.acquire).)*nanosleep\.u32"
+    assert re.search(between, kernel.ptx, re.S)

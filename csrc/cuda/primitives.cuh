@@ -249,21 +249,15 @@ inline int compute_capability() {
   return found ? 10 * major + minor : 0;
 }
 
-// The text of an error that other code has left behind, or null. It is told once: the next launch is free of it, unless
-// the device is lost.
-inline const char* earlier_error() {
-  const cudaError_t error = cudaGetLastError();
-  if (error == cudaSuccess) return nullptr;
-  static thread_local std::string text;
-  text = std::string("not launched, because an earlier CUDA call of other code had failed: ") + cudaGetErrorString(error);
-  return text.c_str();
-}
-
-// Runs `kernel` on grid x threads; the error's text, or null.
+// Runs `kernel` on grid x threads; the error's text, or null. An error that other code left behind is told as such, once.
 template <typename Arguments>
 inline const char* launch(void (*kernel)(Arguments), Index grid, int threads, int shared_bytes, Stream stream,
                           const Arguments& arguments) {
-  if (const char* const earlier = earlier_error()) return earlier;
+  if (const cudaError_t earlier = cudaGetLastError(); earlier != cudaSuccess) {
+    static thread_local std::string text;
+    text = "not launched, because an earlier CUDA call of other code had failed: ";
+    return (text += cudaGetErrorString(earlier)).c_str();
+  }
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   if (error == cudaSuccess) kernel<<<dim3(grid.x, grid.y, grid.z), threads, shared_bytes, stream>>>(arguments);
   const cudaError_t last = cudaGetLastError();  // clears that of the attribute too: the next launch is not to report it

@@ -249,7 +249,7 @@ inline int compute_capability() {
   return found ? 10 * major + minor : 0;
 }
 
-// Runs `kernel` on grid x threads; the error's text, or null. An error that other code left behind is told as such, once.
+// Runs `kernel` on grid x threads; the error's text, or null. An error that other code left behind is told as such.
 template <typename Arguments>
 inline const char* launch(void (*kernel)(Arguments), Index grid, int threads, int shared_bytes, Stream stream,
                           const Arguments& arguments) {

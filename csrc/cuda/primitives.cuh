@@ -253,7 +253,8 @@ inline int compute_capability() {
 template <typename Arguments>
 inline const char* launch(void (*kernel)(Arguments), Index grid, int threads, int shared_bytes, Stream stream,
                           const Arguments& arguments) {
-  if (const cudaError_t earlier = cudaGetLastError(); earlier != cudaSuccess) {
+  // An event that is not ready is no failure, but leaves an error, too.
+  if (const cudaError_t earlier = cudaGetLastError(); earlier != cudaSuccess && earlier != cudaErrorNotReady) {
     static thread_local std::string text;
     text = "not launched, because an earlier CUDA call of other code had failed: ";
     return (text += cudaGetErrorString(earlier)).c_str();

@@ -156,7 +156,7 @@ def edits() -> list[tuple[str, str, str]]:
     for file, kind, text in EDIT.findall(PAGE):
         name = file or name
         if kind:
-            found.append((name, kind, text))
+            found += [(name, kind, hunk) for hunk in text.split("@@\n")]
     return found
 
 

@@ -71,10 +71,10 @@ def rel_attention(
         key, value: (B, H, K, D), the current segment.
         rel_key: (H, P, D), shared by the batch, or (B, H, P, D); row p encodes distance ``max_distance - p``. A pair
             whose distance has no row is invisible. The rows reach down to -(K - 1), P = M + 2 K, or end at distance 0,
-            P = M + K + 1: then keys ahead of the query are invisible. With max_distance, any 1 <= P <= max_distance
-            + K: a window. Each query sees `max_distance` keys before it and P - 1 - max_distance after it; time and
-            memory are linear in L for a fixed P (NeMo's local attention: max_distance = left,
-            P = left + right + 1).
+            P = M + K + 1: then keys ahead of the query are invisible. With max_distance, any
+            1 <= P <= max_distance + K: a window. Each query sees `max_distance` keys before it and P - 1 - max_distance
+            after it; time and memory are linear in L for a fixed P (NeMo's local attention: max_distance = left, P =
+            left + right + 1).
         content_bias: u, (H, D) (XLNet ``r_w_bias``).
         position_bias: v, (H, D) (XLNet ``r_r_bias``).
         segments: the relative segment term, or None.

@@ -1,16 +1,12 @@
 """How well causal calls fill a GPU by the order of their blocks, simulated: no GPU is needed.
 
-    python benchmarks/block_order.py --output benchmarks/results/block-order.json
+    python benchmarks/block_order.py
 
 Blocks of 128 rows or keys, of a cost proportional to the pairs that are seen, on 132 multiprocessors. Each has one
 block at a time (kernels of sm_90a) or two.
 """
 
 from __future__ import annotations
-
-import argparse
-import json
-from pathlib import Path
 
 from lib import block_order
 
@@ -35,16 +31,6 @@ def rows() -> list[dict]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
-    output = parser.parse_args().output
-    found = rows()
-    for row in found:
-        print(*(f"{name}: {value}" for name, value in row.items()), sep="; ")
-    if output:
-        output.write_text(json.dumps({"simulated": found}, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    for row in rows():
+        print(*(f"{name}: {value}" for name, value in row.items()), sep="; ")

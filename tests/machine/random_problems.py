@@ -3,7 +3,7 @@
     python tests/machine/random_problems.py 2000 --seed 1 --backend triton
 
 prints one line for each that is wrong or breaks a rule of the GPU, with what repeats it, and a line of totals.
-With --kernels NAME, the state of the kernels, that line is one for the log in benchmarks/results/random-problems.txt.
+With --kernels NAME, the state of the kernels, that line is one for the log, random-problems.txt.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ MODES = {
     "torch function mode": Watching,
     "forward-mode gradients": forward_ad.dual_level,
     "dispatch mode": Catching,
-    "self check": lambda: mock.patch.dict(self_check._refusals, {("cpu", "cpu", torch.float32): "wrong"}),
+    "self check": lambda: mock.patch.dict(self_check._refusals, {("cpu", torch.device("cpu"), torch.float32): "wrong"}),
     "a better backend": lambda: mock.patch.dict(BACKENDS, {"cpu": MODULES["reference"]}),
 }
 

@@ -137,6 +137,30 @@ def test_nothing_is_compared_while_a_cuda_graph_is_captured(use, monkeypatch):
     assert fake.calls == 0 and not self_check._checked
 
 
+def test_each_device_of_a_type_is_compared(monkeypatch):
+    """A backend that is wrong on one GPU serves the others; graphs, which know the type alone, do without it."""
+    wrong = {torch.device("cuda", 1)}
+    compared = []
+
+    def look(name, backend, device, dtype, head_dim):
+        compared.append(device)
+        return "wrong" if device in wrong else None
+
+    monkeypatch.setattr(self_check, "_wish", lambda: "1")
+    monkeypatch.setattr(self_check, "_checked", set())
+    monkeypatch.setattr(self_check, "_refusals", {})
+    monkeypatch.setattr(self_check, "_look", look)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    devices = [torch.device("cuda", index) for index in range(3)]
+    for device in devices * 2:
+        self_check.check_once("fake", Fake(), device, torch.float32, 8)
+    assert compared == devices
+    assert [self_check.refusal("fake", "cuda", torch.float32, device) for device in devices] == [None, "wrong", None]
+    assert self_check.refusal("fake", "cuda", torch.float32) == "wrong"
+    assert self_check.refusal("fake", "cuda", torch.float16) is None
+    assert self_check.refusal("fake", "cpu", torch.float32) is None
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_a_gpu_is_asked_unless_a_result_vouches_for_it(monkeypatch, capability):
     monkeypatch.setattr(self_check, "_wish", lambda: "")

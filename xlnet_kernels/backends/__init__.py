@@ -134,4 +134,4 @@ def _refusal(
         return f"it serves head_dim up to {most}, query has {head_dim}"
     if check_on is not None:
         self_check.check_once(name, backend, check_on, dtype, head_dim)
-    return self_check.refusal(name, device_type, dtype)
+    return self_check.refusal(name, device_type, dtype, check_on)

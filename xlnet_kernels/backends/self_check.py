@@ -210,15 +210,16 @@ def _compare(backend: ModuleType, problem: Problem, device: str) -> list[str]:
 
 
 _lock = threading.RLock()
-_checked: set[tuple] = set()  # (name, device type, dtype, head_dim)
-_refusals: dict[tuple, str] = {}  # (name, device type, dtype) -> what was wrong with one head_dim of it
+# By device, because a machine may have GPUs of several kinds.
+_checked: set[tuple[str, torch.device, torch.dtype, int]] = set()  # name, device, dtype, head_dim
+_refusals: dict[tuple[str, torch.device, torch.dtype], str] = {}  # what was wrong with one head_dim
 
 
 def check_once(name: str, backend: ModuleType, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     """Compare an unverified backend with the reference at its first call of the kind."""
     if not _is_asked_for(name, device):
         return
-    key = (name, device.type, dtype, head_dim)
+    key = (name, device, dtype, head_dim)
     if key in _checked:
         return
     if transformed() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
@@ -235,11 +236,14 @@ def check_once(name: str, backend: ModuleType, device: torch.device, dtype: torc
 
 
 @constant_for_compilers
-def refusal(name: str, device_type: str, dtype: torch.dtype) -> str | None:
-    """The failure found by `check_once`, or None."""
+def refusal(name: str, device_type: str, dtype: torch.dtype, device: torch.device | None = None) -> str | None:
+    """The failure found by `check_once`, or None; without `device`, of any device of the type."""
     if not _refusals or _wish() == "0":
         return None
-    return _refusals.get((name, device_type, dtype))
+    if device is not None:
+        return _refusals.get((name, device, dtype))
+    found = (reason for key, reason in _refusals.items() if (key[0], key[1].type, key[2]) == (name, device_type, dtype))
+    return next(found, None)
 
 
 def _look(name: str, backend: ModuleType, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

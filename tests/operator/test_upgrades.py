@@ -41,7 +41,7 @@ def test_triton_before_the_kernels_of_newer_gpus():
     [
         ("3.6.0", H100, "TF32 with dropout, rotation in quads"),
         ("3.8.1", H100, "rotation in quads"),
-        ("3.7.1", B200, "TF32 with dropout"),
+        ("3.7.1", B200, "TF32 with dropout, heads over 64 on sm_100"),
     ],
 )
 def test_features_of_a_newer_triton(triton, device, names):

@@ -152,6 +152,23 @@ def test_the_backend_is_refused_by_version_and_gpu(version, capability, refused,
     assert features.refusal(capability) == refused
 
 
+@pytest.mark.parametrize(
+    ("version", "capability", "most"),
+    [
+        ("3.7.1", (10, 0), 64),
+        ("3.7.1", (11, 0), 64),
+        ("3.7.1", (12, 0), 256),
+        ("3.7.1", (9, 0), 256),
+        ("3.7.1", None, 256),
+        ("3.8.0", (10, 0), 256),
+    ],
+)
+def test_wide_heads_are_refused_where_their_backward_does_not_compile(version, capability, most, monkeypatch):
+    monkeypatch.setattr(features, "installed", lambda: version)
+    monkeypatch.setattr(features, "version", features.version.__wrapped__)
+    assert features.max_head_dim(capability) == most
+
+
 def test_plans_are_few(monkeypatch):
     monkeypatch.setattr(launch_cache, "_MOST", 2)
     first, second, third = (inputs(length) for length in (1, 2, 3))

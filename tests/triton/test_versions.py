@@ -52,7 +52,9 @@ def test_other_versions_compile_every_kernel(version, architecture, tmp_path):
     if architecture == 100 and version == "3.6.0":
         pytest.skip("features.py refuses sm_100 with this version")
     calls = CALLS if architecture == 90 else ("order",)
-    kernels = [(head_dim, kernel) for head_dim in (64, 128) for kernel in ("forward", "rows", "keys")]
+    # features.py refuses wider heads there
+    head_dims = (64,) if (architecture, version) == (100, "3.7.1") else (64, 128)
+    kernels = [(head_dim, kernel) for head_dim in head_dims for kernel in ("forward", "rows", "keys")]
     check(version, [(architecture, "16-bit", *kernel, call) for kernel in kernels for call in calls], tmp_path)
 
 

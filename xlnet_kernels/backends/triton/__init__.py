@@ -25,9 +25,17 @@ DTYPES = (torch.float16, torch.float32) if INTERPRETED else (torch.float16, torc
 rel_attention = define("rel_attention_triton")
 
 
+@constant_for_compilers
 def max_head_dim(dtype: torch.dtype) -> int:
-    """The largest head_dim."""
-    return 256
+    """The largest head_dim on the current device."""
+    return _max_head_dim()
+
+
+# Cached, because every call asks.
+@functools.cache
+def _max_head_dim() -> int:
+    is_on_gpu = not INTERPRETED and torch.cuda.is_available()
+    return features.max_head_dim(torch.cuda.get_device_capability() if is_on_gpu else None)
 
 
 @constant_for_compilers

@@ -23,8 +23,8 @@ class Feature(NamedTuple):
     until: tuple[int, int] | None = None  # the last minor version of Triton; None: no last one
 
 
-# "backend" and "backend on sm_100" are refused elsewhere, all others are off. tuning.py adds conditions on tiles,
-# dtypes and widths of heads.
+# "backend", "backend on sm_100" and "heads over 64 on sm_100" are refused elsewhere, all others are off. tuning.py adds
+# conditions on tiles, dtypes and widths of heads.
 FEATURES = {
     "backend": Feature((3, 6), ANY, "earlier versions were not tried, earlier GPUs have no table"),
     "backend on sm_100": Feature(
@@ -37,6 +37,9 @@ FEATURES = {
         (3, 8),
         ANY,
         "earlier versions leave out half of a TF32 product over 16 rows, one factor of which dropout has made",
+    ),
+    "heads over 64 on sm_100": Feature(
+        (3, 8), (100,), "3.7.1 compiles backward's walk over rows to 544 columns of tensor memory and more, of 512"
     ),
     "queries in registers": Feature((3, 6), (80, 90), "tcgen05 reads its operands from shared memory"),
     "fragments": Feature((3, 6), (80, 90), "tiles of tcgen05 lie otherwise, and the interpreter has none"),
@@ -88,6 +91,13 @@ def is_on(name: str, capability: tuple[int, int] | None = None) -> bool:
     if found < feature.since or (feature.until is not None and found[:2] > feature.until):
         return False
     return (None if capability is None else family(capability)) in feature.families
+
+
+def max_head_dim(capability: tuple[int, int] | None) -> int:
+    """The largest head_dim on a GPU; capability None: in Triton's interpreter."""
+    if capability is None or family(capability) != 100 or is_on("heads over 64 on sm_100", capability):
+        return 256
+    return 64
 
 
 def refusal(capability: tuple[int, int] | None = None) -> str | None:

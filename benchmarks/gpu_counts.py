@@ -24,7 +24,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 
 import xlnet_kernels as xk  # noqa: E402
-from compiled import triton_report  # noqa: E402
+from compiled.sass import classify  # noqa: E402
 from lib import bounds, plain_attention  # noqa: E402
 from lib.machine import cuda_driver  # noqa: E402
 from lib.machine.machine import Counts  # noqa: E402
@@ -83,7 +83,7 @@ def executed(launches: Sequence[Launch], architecture: int, factors: list[Fracti
     total: Counter[str] = Counter()
     for launch, factor in zip(launches, factors, strict=True):
         for name, count in code.executed(weights, launch.counts.lines).items():
-            total[triton_report.classify(name)] += count * float(factor)
+            total[classify(name)] += count * float(factor)
     return total
 
 

@@ -20,7 +20,6 @@ import os
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +28,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
-from compiled.machine_code import Instruction, hazards, parse, successors
+from compiled.sass import PRODUCTS, loop_over_tiles, parse
+from compiled.wgmma_hazards import hazards
 from xlnet_kernels.backends import triton as backend
 from xlnet_kernels.backends.triton import launch, launch_cache, tuning
 from xlnet_kernels.call import Call
@@ -39,25 +39,11 @@ in_quads = tuning.in_quads
 precision_of = launch_cache.precision_of
 DTYPES = {"16-bit": torch.bfloat16, "float32": torch.float32, "ieee": torch.float32}
 CLASSES = sorted({(kind, head_dim) for _, kind, head_dim in tuning.TABLE})
-# Tensor cores by one warp, by four (sm_90), by one thread (sm_100); and multiply-add without them.
-PRODUCTS = ("HMMA", "HGMMA", "UTCHMMA", "FFMA")
 # Limits of a program (CUDA programming guide, compute capabilities): sm_80 shares its entries with sm_86, sm_89 and
 # sm_120, which have the least of all from sm_80 on.
 # AMD CDNA 3 and 4 instruction set architecture, "local data share".
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, "gfx942": 64 * 1024, "gfx950": 160 * 1024}
 AMD = ("gfx942", "gfx950")
-# Classes of instructions by how their names begin; the first that fits counts.
-INSTRUCTIONS = {
-    "products": ("HMMA", "HGMMA", "UTCHMMA"),
-    "spills": ("LDL", "STL"),
-    "memory": ("LD", "ST", "RED", "ATOM", "CCTL", "UTM", "UBLKCP", "SYNCS", "MOVM"),
-    "shuffles": ("SHFL",),
-    "exponentials": ("MUFU",),
-    "selections": ("SEL", "FSEL", "USEL"),
-    "float": ("F", "HADD", "HMUL", "HFMA", "HMNMX", "R2F"),
-    "control": ("B", "EXIT", "WARP", "DEPBAR", "NOP", "CS2R", "S2", "YIELD", "CALL", "RET", "ERRBAR", "MEMBAR"),
-    "integer": ("",),
-}
 
 
 class Driver:
@@ -223,93 +209,6 @@ def disassemble(cubin: bytes, option: str = "-sass") -> str:
         file.write(cubin)
         file.flush()
         return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
-
-
-def loop_over_tiles(code: list[Instruction]) -> dict[str, Counter]:
-    """Instructions by class in the innermost loop with most products: on the shortest way through it and the longest.
-
-    A loop is what leads back to the target of a backward branch. The shortest way is that of a tile that all rows see,
-    of one segment; the longest takes every branch, those that exclude each other too.
-    """
-    leads = successors(code)
-    comes: list[list[int]] = [[] for _ in code]
-    for i, after in enumerate(leads):
-        for j in after:
-            comes[j].append(i)
-
-    def body(head: int, latch: int) -> set[int]:
-        inside, todo = {head}, [latch]
-        while todo:
-            i = todo.pop()
-            if i not in inside:
-                inside.add(i)
-                todo += comes[i]
-        return inside
-
-    names = [name.split(".")[0] for _, _, name, _ in code]
-    product = [name for name in PRODUCTS if name in names][0]
-
-    def products(loop: set[int]) -> int:
-        return sum(names[i] == product for i in loop)
-
-    loops = [(head, latch, body(head, latch)) for latch in range(len(code)) for head in leads[latch] if head <= latch]
-    own = [loop for loop in loops if products(loop[2]) and 0 not in loop[2]]  # entered at their heads alone
-    # or else elsewhere, where a compiler has turned a loop round: what its head leads to, too
-    loops = own or [(head, latch, inside & _reached(head, leads)) for head, latch, inside in loops if products(inside)]
-    if not loops:
-        return {}
-    # A loop around all has two over tiles at most, of memory and of keys; loops over chunks of a tile have less.
-    most = max(products(inside) for *_, inside in loops)
-    loops = [loop for loop in loops if 3 * products(loop[2]) >= most]
-    innermost = [loop for loop in loops if not any(other[2] < loop[2] for other in loops)]
-    head, latch, inside = max(innermost, key=lambda loop: products(loop[2]))
-    return {
-        name: Counter(classify(code[i][2]) for i in _way(head, latch, inside, leads, choose))
-        for name, choose in (("shortest", min), ("longest", max))
-    }
-
-
-def _reached(start: int, leads: list[list[int]]) -> set[int]:
-    """The instructions that one leads to."""
-    found, todo = {start}, [start]
-    while todo:
-        after = [j for j in leads[todo.pop()] if j not in found]
-        found.update(after)
-        todo += after
-    return found
-
-
-def _way(head: int, latch: int, inside: set[int], leads: list[list[int]], choose) -> list[int]:
-    """The instructions from head to latch on the way that `choose` takes; loops inside are passed once."""
-    length: dict[int, float] = {latch: 1}
-    follow: dict[int, int] = {}
-    todo, open_ = [head], set()
-    while todo:
-        i = todo[-1]
-        if i in length:
-            todo.pop()
-            continue
-        after = [j for j in leads[i] if j in inside and j != head and (j not in open_ or j in length)]
-        missing = [j for j in after if j not in length]
-        if missing and i not in open_:
-            open_.add(i)
-            todo += missing
-            continue
-        ends = [j for j in after if length.get(j, -1) > 0]
-        if ends:
-            follow[i] = choose(ends, key=length.__getitem__)
-            length[i] = length[follow[i]] + 1
-        else:
-            length[i] = -1  # leads nowhere
-        todo.pop()
-    way = [head]
-    while way[-1] != latch:
-        way.append(follow[way[-1]])
-    return way
-
-
-def classify(name: str) -> str:
-    return next(kind for kind, starts in INSTRUCTIONS.items() if name.startswith(starts))
 
 
 def serialised(ptx: str) -> list[str]:

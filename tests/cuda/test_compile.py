@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compiled import ptxas_report
-from benchmarks.compiled.machine_code import functions, hazards
+from benchmarks.compiled.sass import functions
+from benchmarks.compiled.wgmma_hazards import hazards
 from tests import ROOT
 from tests.wheels import wheel
 

@@ -7,7 +7,8 @@ import json
 import pytest
 
 pytest.importorskip("triton")
-from benchmarks.compiled.machine_code import hazards, parse  # noqa: E402
+from benchmarks.compiled.sass import parse  # noqa: E402
+from benchmarks.compiled.wgmma_hazards import hazards  # noqa: E402
 from tests.triton.test_compile import in_a_process  # noqa: E402
 from tests.wheels import wheel  # noqa: E402
 

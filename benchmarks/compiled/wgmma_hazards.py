@@ -1,4 +1,4 @@
-"""Machine code as cuobjdump prints it, and a check of it: registers of a wgmma product that is not complete.
+"""Check of machine code: registers of a wgmma product that is not complete.
 
 A product of a warpgroup (PTX wgmma.mma_async, machine code HGMMA) runs beside the code after it, until a wait for its
 group. Until then nothing may write its factor in registers, or touch its accumulator. Assemblers from 12.8 on are
@@ -10,42 +10,12 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from .sass import Instruction, successors
+
 Registers = frozenset[int]
 MOST_GROUPS = 16  # that run at a time; more means that nothing waits for them
 # Instructions without a register as their destination
 NO_DESTINATION = ("ST", "RED", "LDGSTS", "BAR", "SYNCS", "UTMA", "UBLKCP", "R2UR", "ISETP", "FSETP", "BRX", "HSETP2")
-
-
-class Instruction(NamedTuple):
-    address: int
-    predicate: str
-    name: str
-    operands: str
-
-
-def parse(sass: str) -> list[Instruction]:
-    """The instructions in the output of cuobjdump -sass."""
-    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?\w+)?\s*([A-Z][A-Za-z0-9_.]*)([^;]*);", sass, re.M)
-    return [Instruction(int(address, 16), predicate, name, operands) for address, predicate, name, operands in found]
-
-
-def functions(sass: str) -> dict[str, list[Instruction]]:
-    """The instructions of each function of a cubin, by its name."""
-    _, *parts = re.split(r"Function : (\w+)", sass)
-    return {name: parse(text) for name, text in zip(parts[::2], parts[1::2], strict=True)}
-
-
-def successors(code: list[Instruction]) -> list[list[int]]:
-    """For each instruction the numbers of those that may follow it."""
-    index = {instruction.address: i for i, instruction in enumerate(code)}
-    found: list[list[int]] = []
-    for i, (_, predicate, name, operands) in enumerate(code):
-        to = re.search(r"0x([0-9a-f]+)\s*$", operands)
-        jumps = name.startswith(("BRA", "CALL")) and to  # a loop may be left by a call that does not return
-        after = [index[int(to[1], 16)]] if jumps else []
-        always = name.startswith(("BRA", "EXIT")) and not predicate and not re.search(r"\bU?P\d", operands)
-        found.append(after + ([] if always or i + 1 == len(code) else [i + 1]))
-    return found
 
 
 class Product(NamedTuple):

@@ -166,7 +166,6 @@ def test_trainer(tmp_path):
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        remove_unused_columns=False,
         prediction_loss_only=True,
         seed=7,
     )

@@ -42,8 +42,7 @@ class DataCollatorForPermutationLM:
 
     Calling it with rows (lists or 1-dimensional integer tensors), or dictionaries with `input_ids` and, if need be,
     `token_type_ids`, gives keyword arguments of a model: input_ids and token_type_ids (B, L), the masks of `dense`, and
-    labels (B, N), or (B, L) with AutoregressiveLM; -100 is ignored. MaskedLM adds output_rows (B, N). Trainer needs
-    `TrainingArguments(remove_unused_columns=False)`.
+    labels (B, N), or (B, L) with AutoregressiveLM; -100 is ignored. MaskedLM adds output_rows (B, N).
 
     Raises:
         ValueError: there is no row; a row is empty, too short for a target and context, or has other values than ids of

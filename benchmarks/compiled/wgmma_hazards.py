@@ -66,14 +66,15 @@ def _effect(instruction: Instruction) -> _Effect:
     width, seen = _width(name), [nothing, nothing]
     # Registers in the order of the operands: the first outside of brackets is the destination
     destination_is_due = not name.startswith(NO_DESTINATION)
-    found = re.findall(r"(\[?)(?<![A-Z])R(\d+)(\.64)?", operands)
-    for number, (bracket, register, wide) in enumerate(found):
-        is_destination = destination_is_due and not bracket
-        # Factors of IMAD.WIDE have one register, its sum has two
-        is_factor = ".WIDE" in name and not is_destination and number + 1 < len(found)
-        own = 1 if bracket or is_factor else width
-        seen[is_destination] |= _span(register, 2 if wide else own)
-        destination_is_due = destination_is_due and not is_destination
+    parts = [part for part in operands.split(",") if not re.fullmatch(r"\s*!?U?P[T\d]\s*", part)]
+    for number, part in enumerate(parts):
+        for bracket, register, wide in re.findall(r"(\[?)(?<![A-Z])R(\d+)(\.64)?", part):
+            is_destination = destination_is_due and not bracket
+            # Factors of IMAD.WIDE have one register, its sum has two
+            is_factor = ".WIDE" in name and not is_destination and number + 1 < len(parts)
+            own = 1 if bracket or is_factor else width
+            seen[is_destination] |= _span(register, 2 if wide else own)
+            destination_is_due = destination_is_due and not is_destination
     return _Effect(seen[False], seen[True], None, False, None)
 
 

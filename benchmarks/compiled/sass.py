@@ -49,7 +49,9 @@ def successors(code: list[Instruction]) -> list[list[int]]:
         to = re.search(r"0x([0-9a-f]+)\s*$", operands)
         jumps = name.startswith(("BRA", "CALL")) and to  # a loop may be left by a call that does not return
         after = [index[int(to[1], 16)]] if jumps else []
-        always = name.startswith(("BRA", "EXIT")) and not predicate and not re.search(r"\bU?P\d", operands)
+        # BRA.DIV jumps only where the threads of a warp have parted
+        ends = name.startswith(("BRA", "EXIT")) and ".DIV" not in name
+        always = ends and not predicate and not re.search(r"\bU?P\d", operands)
         found.append(after + ([] if always or i + 1 == len(code) else [i + 1]))
     return found
 

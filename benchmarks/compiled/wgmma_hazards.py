@@ -15,7 +15,15 @@ from .sass import Instruction, successors
 Registers = frozenset[int]
 MOST_GROUPS = 16  # that run at a time; more means that nothing waits for them
 # Instructions without a register as their destination
-NO_DESTINATION = ("ST", "RED", "LDGSTS", "BAR", "SYNCS", "UTMA", "UBLKCP", "R2UR", "ISETP", "FSETP", "BRX", "HSETP2")
+NO_DESTINATION = (
+    "ST", "RED", "LDGSTS", "BAR", "SYNCS.PHASECHK", "SYNCS.EXCH", "SYNCS.CCTL", "UTMA", "UBLKCP", "R2UR", "ISETP",
+    "FSETP", "BRX", "HSETP2", "DSETP",
+)  # fmt: skip
+# Registers of destination, factors and sum of a product of one warp: PTX ISA, fragments of mma.m16n8k16 and m16n8k8
+HMMA = {
+    "HMMA.16816.F32": (4, 4, 2, 4), "HMMA.16816.F16": (2, 4, 2, 2), "HMMA.1688.F32.TF32": (4, 4, 2, 4),
+    "HMMA.1684.F32.TF32": (4, 2, 1, 4), "HMMA.1688.F32": (4, 2, 1, 4), "HMMA.1688.F16": (2, 2, 1, 2),
+}  # fmt: skip
 
 
 class Product(NamedTuple):
@@ -39,19 +47,25 @@ def _span(first: str, count: int) -> Registers:
     return frozenset(range(int(first), int(first) + count))
 
 
-def _width(name: str) -> int:
-    """Registers of the widest operands, by the suffix of the instruction's name."""
+def _widths(name: str, operands: int) -> tuple[int, ...]:
+    """Registers of each operand, by the instruction's name; too many rather than too few."""
+    if name.startswith("HMMA"):
+        return next(widths for begin, widths in HMMA.items() if name.startswith(begin))
+    # Factors of IMAD.WIDE have one register, its sum has two
+    if ".WIDE" in name:
+        return (2, *(1,) * (operands - 2), 2)
+    width = 1
     if re.search(r"\.128\b|\.M88\.4|\.MT88\.4|x4\b", name):
-        return 4
-    if name == "CS2R" or re.search(r"\.64\b|\.WIDE\b|\.M88\.2|\.MT88\.2|x2\b", name):
-        return 2
-    return 1
+        width = 4
+    elif name in ("CS2R", "LEPC") or re.search(r"^D[A-Z]|64\b|\.M88\.2|\.MT88\.2|x2\b", name):
+        width = 2
+    return (width,) * operands
 
 
 def _effect(instruction: Instruction) -> _Effect:
-    _, _, name, operands = instruction
+    _, predicate, name, operands = instruction
     nothing: Registers = frozenset()
-    if name.startswith("WARPGROUP.DEPBAR"):
+    if name.startswith("WARPGROUP.DEPBAR") and not predicate:
         found = re.search(r"0x([0-9a-f]+)", operands)
         return _Effect(nothing, nothing, None, False, int(found[1], 16) if found else 0)
     if name.startswith("HGMMA"):
@@ -63,17 +77,14 @@ def _effect(instruction: Instruction) -> _Effect:
             _span(destination[1:], int(columns) // (2 if result == "F32" else 4)),
         )
         return _Effect(nothing, nothing, product, "gsb0" in operands, None)
-    width, seen = _width(name), [nothing, nothing]
+    seen = [nothing, nothing]
     # Registers in the order of the operands: the first outside of brackets is the destination
     destination_is_due = not name.startswith(NO_DESTINATION)
     parts = [part for part in operands.split(",") if not re.fullmatch(r"\s*!?U?P[T\d]\s*", part)]
-    for number, part in enumerate(parts):
+    for part, width in zip(parts, _widths(name, len(parts)), strict=False):
         for bracket, register, wide in re.findall(r"(\[?)(?<![A-Z])R(\d+)(\.64)?", part):
             is_destination = destination_is_due and not bracket
-            # Factors of IMAD.WIDE have one register, its sum has two
-            is_factor = ".WIDE" in name and not is_destination and number + 1 < len(parts)
-            own = 1 if bracket or is_factor else width
-            seen[is_destination] |= _span(register, 2 if wide else own)
+            seen[is_destination] |= _span(register, 2 if wide else 1 if bracket else width)
             destination_is_due = destination_is_due and not is_destination
     return _Effect(seen[False], seen[True], None, False, None)
 
@@ -109,7 +120,10 @@ def _after(effect: _Effect, groups: Groups) -> Groups:
 
 
 def hazards(code: list[Instruction]) -> list[str]:
-    """Faults of all ways through the code, each with the address of its instruction."""
+    """Faults of all ways through the code, each with the address of its instruction.
+
+    Jumps by a table, and products that no way leads to, are faults too, because they are not checked.
+    """
     effects, leads = [_effect(instruction) for instruction in code], successors(code)
     seen: list[set[Groups]] = [set() for _ in code]
     faults: dict[int, str] = {}
@@ -127,6 +141,11 @@ def hazards(code: list[Instruction]) -> list[str]:
             faults[i] = fault
             continue
         todo += [(j, after) for j in leads[i]]
+    for i, (_, _, name, _) in enumerate(code):
+        if name.startswith("BRX"):
+            faults[i] = "jumps by a table"
+        elif name.startswith("HGMMA") and not seen[i] and not faults:
+            faults[i] = "is a product that no way leads to"
     return [
         f"{code[i].address:04x}: {code[i].name}{code[i].operands.rstrip()} {fault}"
         for i, fault in sorted(faults.items())

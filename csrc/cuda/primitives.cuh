@@ -249,14 +249,14 @@ inline int compute_capability() {
   return found ? 10 * major + minor : 0;
 }
 
-// Runs `kernel` on grid x threads; the error's text, or null. An error that other code left behind is told as such.
+// Runs `kernel` on grid x threads; the error's text, or null. An error that an earlier call left behind is told as such.
 template <typename Arguments>
 inline const char* launch(void (*kernel)(Arguments), Index grid, int threads, int shared_bytes, Stream stream,
                           const Arguments& arguments) {
   // An event that is not ready is no failure, but leaves an error, too.
   if (const cudaError_t earlier = cudaGetLastError(); earlier != cudaSuccess && earlier != cudaErrorNotReady) {
     static thread_local std::string text;
-    text = "not launched, because an earlier CUDA call of other code had failed: ";
+    text = "not launched, because an earlier CUDA call or kernel had failed: ";
     return (text += cudaGetErrorString(earlier)).c_str();
   }
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);

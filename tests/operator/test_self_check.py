@@ -157,6 +157,7 @@ def test_each_device_of_a_type_is_compared(monkeypatch):
     assert compared == devices
     assert [self_check.refusal("fake", "cuda", torch.float32, device) for device in devices] == [None, "wrong", None]
     assert self_check.refusal("fake", "cuda", torch.float32) == "wrong"
+    assert self_check.refusal("fake", "cuda", torch.float32, torch.device("cuda", 3)) == "wrong"  # not compared yet
     assert self_check.refusal("fake", "cuda", torch.float16) is None
     assert self_check.refusal("fake", "cpu", torch.float32) is None
 

@@ -79,6 +79,17 @@ WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
         ("HGMMA.64x8x16.F32.BF16 R40, R24, gdesc[UR8], R40, gsb0", "as a factor"),
         ("HGMMA.64x8x16.F32.BF16 R4, gdesc[UR4], gdesc[UR8], R4, gsb0", "into the factor"),
         ("HGMMA.64x8x16.F32.BF16 R24, gdesc[UR4], gdesc[UR8], R24, gsb0", "into a part"),
+        ("HMMA.16816.F32.BF16 R2, R40, R44, R2", "writes the factor"),
+        ("HMMA.16816.F32.BF16 R40, R21, R44, R40", "touches the accumulator"),
+        ("HMMA.16816.F32.BF16 R40, R44, R23, R40", "touches the accumulator"),
+        ("HMMA.16816.F32.BF16 R40, R44, R22, R40", None),
+        ("HMMA.16816.F32.BF16 R40, R44, R48, R22", "touches the accumulator"),
+        ("HMMA.1688.F32.TF32 R2, R40, R44, R2", "writes the factor"),
+        ("DADD R40, R40, R23", "touches the accumulator"),
+        ("F2F.F64.F32 R6, R40", "writes the factor"),
+        ("LEPC R6", "writes the factor"),
+        ("SYNCS.ARRIVE.TRANS64.A1T0 R7, [R40], R41", "writes the factor"),
+        ("SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R40], R7", None),
         ("FADD R40, R7, R41", None),
         ("IMAD.WIDE.U32 R40, R23, 0x4, R42", None),
         ("IMAD.WIDE.U32 R40, R23, -0x326172a9, RZ", None),
@@ -106,3 +117,17 @@ def test_a_wait_may_leave_the_newest_group_running():
     partly = WAIT.replace("0x0", "0x1")
     assert hazards(sass(PRODUCT, other, partly, "MOV R4, R24", WAIT, "EXIT")) == []
     assert "accumulator" in hazards(sass(PRODUCT, other, partly, "MOV R4, R60", WAIT, "EXIT"))[0]
+
+
+def test_a_wait_of_some_threads_ends_no_product():
+    assert "accumulator" in hazards(sass(PRODUCT, f"@P1 {WAIT}", "MOV R40, R24", WAIT, "EXIT"))[0]
+
+
+def test_parted_threads_go_both_ways():
+    assert "writes" in hazards(sass(PRODUCT, "BRA.DIV UR4, 0x40", "MOV R7, R40", "EXIT", WAIT, "EXIT"))[0]
+    assert "writes" in hazards(sass(PRODUCT, "BRA.DIV UR4, 0x40", WAIT, "EXIT", "MOV R7, R40", "EXIT"))[0]
+
+
+def test_code_that_cannot_be_followed_is_a_fault():
+    assert "by a table" in hazards(sass("BRX R2 -0x10", PRODUCT, WAIT, "EXIT"))[0]
+    assert "no way leads to" in hazards(sass("BRA 0x20", PRODUCT, WAIT, "EXIT"))[0]

@@ -237,10 +237,10 @@ def check_once(name: str, backend: ModuleType, device: torch.device, dtype: torc
 
 @constant_for_compilers
 def refusal(name: str, device_type: str, dtype: torch.dtype, device: torch.device | None = None) -> str | None:
-    """The failure found by `check_once`, or None; without `device`, of any device of the type."""
+    """The failure found by `check_once`, or None; of any device of the type where `device` was not compared."""
     if not _refusals or _wish() == "0":
         return None
-    if device is not None:
+    if device is not None and any(key[:3] == (name, device, dtype) for key in _checked):
         return _refusals.get((name, device, dtype))
     found = (reason for key, reason in _refusals.items() if (key[0], key[1].type, key[2]) == (name, device_type, dtype))
     return next(found, None)

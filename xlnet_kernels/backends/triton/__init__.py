@@ -28,14 +28,14 @@ rel_attention = define("rel_attention_triton")
 @constant_for_compilers
 def max_head_dim(dtype: torch.dtype) -> int:
     """The largest head_dim on the current device."""
-    return _max_head_dim()
+    is_on_gpu = not INTERPRETED and torch.cuda.is_available()
+    return _max_head_dim(torch.cuda.current_device() if is_on_gpu else None)
 
 
 # Cached, because every call asks.
 @functools.cache
-def _max_head_dim() -> int:
-    is_on_gpu = not INTERPRETED and torch.cuda.is_available()
-    return features.max_head_dim(torch.cuda.get_device_capability() if is_on_gpu else None)
+def _max_head_dim(device: int | None) -> int:
+    return features.max_head_dim(None if device is None else torch.cuda.get_device_capability(device))
 
 
 @constant_for_compilers

@@ -10,7 +10,7 @@ from .report import baseline_kernel
 
 OWN = "xlnet_kernels "
 COMPILED = "transformers compiled"
-REFERENCE = "xlnet_kernels reference"
+UNFUSED = ("xlnet_kernels torch", "xlnet_kernels reference")
 PEERS = {
     TRANSFORMERS: "transf.",
     "SDPA + bias": "SDPA+bias",
@@ -144,23 +144,35 @@ def _both(ratios: Iterable[float]) -> str:
 
 
 def markdown(runs: dict[str, dict]) -> str:
-    """One table of several runs by name: a line for each run, dtype, head_dim, backend and length."""
-    heads = ["run", "dtype, head_dim", "L", "backend", "forward", "backward", *(f"vs {peer}" for peer in PEERS)]
+    """One table of several runs by name: a line for each run, dtype, head_dim, fused backend and length.
+
+    A run without fused backends has its other ones. Peers that no run has are left out.
+    """
+    lines = {name: _fused(summarise(run["rows"])) for name, run in runs.items()}
+    found_peers = zip(*(line.peers for part in lines.values() for line in part), strict=True)
+    shown = [index for index, ratios in enumerate(found_peers) if any(ratios)]
+    peers = [f"vs {list(PEERS)[index]}" for index in shown]
+    heads = ["run", "dtype, head_dim", "L", "backend", "forward", "backward", *peers]
     found = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, run in runs.items():
         settings = run["settings"]
         kind = f"{name} | {settings['dtype']}, {settings['head_dim']}"
-        lines = [line for line in summarise(run["rows"]) if line.name != REFERENCE]
-        for line in sorted(lines, key=lambda line: line.length):
-            peers = [_cell(ratio) + "x" * (ratio is not None) for ratio in line.peers]
+        for line in sorted(lines[name], key=lambda line: line.length):
+            ratios = [line.peers[index] for index in shown]
             cells = [kind, str(line.length), line.name.removeprefix(OWN), _ratio(line.forward), _ratio(line.backward)]
-            found.append(f"| {' | '.join([*cells, *peers])} |")
+            cells += [_cell(ratio) + "x" * (ratio is not None) for ratio in ratios]
+            found.append(f"| {' | '.join(cells)} |")
     machines = dict.fromkeys(
         f"{run['environment'].get('gpu') or run['environment']['cpu']}, torch {run['environment']['torch']}"
         for run in runs.values()
     )
     found += ["", f"Forward and backward are multiples of the best plain SDPA's time. {'; '.join(machines)}.", ""]
     return "\n".join(found)
+
+
+def _fused(lines: list[Line]) -> list[Line]:
+    """Lines of fused backends; where there are none, of all."""
+    return [line for line in lines if line.name not in UNFUSED] or lines
 
 
 def _ratio(found: tuple[float, str] | None) -> str:

@@ -175,12 +175,27 @@ def test_headline_takes_the_best_kernel_of_each_direction(tmp_path, capsys):
     assert report.main(["--headline", *map(str, sources), str(page)]) == 0
     text = page.read_text()
     assert text.startswith("before") and text.endswith("after\n") and "old" not in text
-    assert "| bfloat16, 64 | 512 | cuda | 2.00 flash | 2.00 cuDNN | - | - | - | - |" in text
+    assert "| bfloat16, 64 | 512 | cuda | 2.00 flash | 2.00 cuDNN |\n" in text and "| vs " not in text
     assert "| float16, 128 | 512 | cuda |" in text and text.count("a GPU, torch 2.11") == 1
     page.write_text("no place")
     assert report.main(["--headline", str(sources[0]), str(page)]) == 1
     assert "there is no <!-- headline -->" in capsys.readouterr().err
     assert report.main(["--headline", str(sources[0])]) == 0 and "2.00 flash" in capsys.readouterr().out
+
+
+def test_headline_leaves_out_what_is_slower_or_not_timed():
+    """Backends of plain torch beside a fused one, and peers without times."""
+    from lib import headline
+
+    own = {name: core(f"xlnet_kernels {name}", 512, 2, 8) for name in ("cpu", "torch", "reference")}
+    facts = {"settings": {"dtype": "float32", "head_dim": 64}, "environment": {"cpu": "a CPU", "torch": "2.13"}}
+    rows = core(FLASH, 512, 1, 5) + core("transformers eager", 512, 10, 40)
+    runs = {"fused": facts | {"rows": sum(own.values(), rows)}, "plain": facts | {"rows": rows + own["torch"]}}
+    heads, _, *lines = headline.markdown(runs).splitlines()
+    assert heads.endswith("| backward | vs transformers eager |")
+    assert [line.split(" | ")[::3] for line in lines[:3]] == [
+        ["| fused", "cpu", "5.00x |"], ["| plain", "torch", "5.00x |"], [""]
+    ]  # fmt: skip
 
 
 def test_times_stand_beside_counts(tmp_path, capsys):

@@ -52,7 +52,7 @@ def test_misuse(name):
         run(body, np.zeros(64, np.uint32), block=64, shared=1024, architecture=90, declarations=ASSERT)
 
 
-def test_the_page_names_the_opcodes_that_are_known():
+def test_the_page_has_the_number_of_opcodes_that_are_known():
     page = (Path(__file__).resolve().parents[2] / "docs/validation.md").read_text()
-    found = re.search(r"knows these (\d+) opcodes.*?never with a guess:\n\n(.*?)\n\n", page, re.S)
-    assert found[2].replace("\n", " ").split(", ") == machine.opcodes() and int(found[1]) == len(machine.opcodes())
+    (found,) = re.findall(r"knows (\d+)\s+opcodes", page)
+    assert int(found) == len(machine.opcodes()) == len(set(machine.opcodes()))

@@ -1,4 +1,4 @@
-"""The documentation's examples run, page by page; its links, files, commands and drawings exist."""
+"""The documentation's examples run, page by page; its links, files and commands exist."""
 
 from __future__ import annotations
 
@@ -115,30 +115,3 @@ def test_named_files_and_targets_exist(page):
             assert (ROOT / name).exists() or name in new, name
     for name in re.findall(r"`([\w./-]*\w\.(?:py|h|cuh|cu|cpp|md))`", text):  # by their last names, as pages have them
         assert Path(name).name in FILE_NAMES or name in new, name
-
-
-@pytest.fixture
-def drawings(monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(str(ROOT / "docs" / "pictures"))
-    import shift
-
-    return shift
-
-
-def test_drawings_are_those_of_the_script(drawings, tmp_path):
-    drawings.main(tmp_path)
-    committed = {path.name for path in (ROOT / "docs" / "pictures").glob("*.svg")}
-    assert {path.name for path in tmp_path.iterdir()} == committed
-    for name in committed:
-        shown = [
-            re.findall(r">([^<>\n]+)</text>", path.read_text())
-            for path in (tmp_path / name, ROOT / "docs/pictures" / name)
-        ]
-        assert shown[0] == shown[1]  # same words and keys, whatever version of matplotlib drew them
-
-
-def test_drawn_rotation_ends_in_order(drawings):
-    """Triton's picture shows the kernel's own steps: picked from two blocks, then three exchanges."""
-    picked, *_, last = drawings.butterfly()
-    assert picked[0] == [5, 6, 7, 0, 1, 2, 3, 4] and last == [list(range(8))] * 4

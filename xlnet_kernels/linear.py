@@ -1,7 +1,7 @@
 """`linear`: torch's linear with the faster of torch's two matrix-product libraries on this processor.
 
 torch sends float32 products on the CPU to MKL. On AMD's processors oneDNN, which is in the same wheel, is faster for
-many shapes (docs/linear.md). The choice depends on the processor and the number of rows alone, so that two runs of a
+many shapes (docs/cpu.md). The choice depends on the processor and the number of rows alone, so that two runs of a
 program round alike; XLNET_KERNELS_LINEAR=onednn or mkl fixes the choice.
 
 Where torch allows bfloat16 in float32 products, oneDNN's take it with AMX-BF16 alone. With AVX512-BF16 `linear` rounds
@@ -38,7 +38,7 @@ _ROUNDED_ROWS = 192  # with fewer rows, rounding the weight takes longer than it
 _FEW = "onednn for few rows"
 _FEW_ROWS = 192
 
-# The faster library by processor (docs/linear.md), and the text that explains the choice.
+# The faster library by processor (docs/cpu.md), and the text that explains the choice.
 _FASTER = {
     "AMD with AVX-512": ("onednn", "MKL is slower on AMD processors with AVX-512"),
     "AMD": (_FEW, f"on AMD processors without AVX-512 MKL is as fast beyond {_FEW_ROWS} rows, and for gradients"),

@@ -61,6 +61,17 @@ def test_what_may_not_run_is_marked():
     assert [code for skipped, code in BLOCK.findall(page * 2) if not skipped] == ["a = 1\n"] * 2
 
 
+def test_global_tokens_are_those_of_a_dense_mask():
+    """The merged calls of masks.md give what a mask of every pair gives."""
+    names = run(ROOT / "docs" / "how-to" / "masks.md")
+    position, is_global = torch.arange(names["L"]), names["is_global"]
+    distance = position[:, None] - position
+    is_seen = (distance <= names["left"]) & (distance >= -names["right"]) | is_global[:, :, None] | is_global[:, None]
+    wanted = names["attend"](is_seen[:, None])
+    for name in ("out", "both"):
+        torch.testing.assert_close(names[name], wanted, rtol=0, atol=1e-5)
+
+
 @pytest.fixture
 def new_backend():
     """The module of add-a-backend.md with its kernels."""

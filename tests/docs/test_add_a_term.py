@@ -1,4 +1,4 @@
-"""The edits of docs/how-to/add-a-term.md, made in a copy of the tree, add a term to every backend; all are needed."""
+"""The edits of key_bias.md, made in a copy of the tree, add a term to every backend; all are needed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from lib.simt import simt_build
 from tests import ROOT
 
 PAGE = (ROOT / "docs/how-to/add-a-term.md").read_text()
+ALL_EDITS = (ROOT / "tests/docs/key_bias.md").read_text()
 EDIT = re.compile(r"^`([\w./]+)`(?:, [^\n]*)?:$|^```(diff|cpp|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # Start of a backend's program, in the copy
 FAST_INTERPRETER = """
@@ -150,10 +151,10 @@ else:
 """
 
 
-def edits() -> list[tuple[str, str, str]]:
-    """(file, kind, text) of each of the page's edits."""
+def edits(page: str = ALL_EDITS) -> list[tuple[str, str, str]]:
+    """(file, kind, text) of each edit on a page."""
     found, name = [], ""
-    for file, kind, text in EDIT.findall(PAGE):
+    for file, kind, text in EDIT.findall(page):
         name = file or name
         if kind:
             found += [(name, kind, hunk) for hunk in text.split("@@\n")]
@@ -243,9 +244,19 @@ def in_fork(tmp_path_factory):
 
 
 def test_the_table_names_the_files_that_are_edited():
-    table = PAGE.partition("## Python")[0].partition("|---|")[2]
-    named = re.findall(r"`([\w/]+/[\w.]+\.\w+)`", table.partition("\n\n")[0])
+    table = PAGE.partition("|---|")[2].partition("\n\n")[0]
+    named = re.findall(r"`([\w/]+/[\w.]+\.\w+)`", table)
     assert sorted(named) == sorted({name for name, _, _ in edits()})
+
+
+def test_the_page_shows_edits():
+    """Each of them whole, or lines of a new file."""
+    shown = edits(PAGE)
+    assert {kind for _, kind, _ in shown} == {"diff", "cpp", "python"}
+    for edit in shown:
+        name, kind, text = edit
+        is_part = kind != "diff" and any(name == file and text in whole for file, _, whole in edits())
+        assert edit in edits() or is_part, edit
 
 
 def test_backends_in_python_have_the_term(tree, in_fork):

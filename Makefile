@@ -82,7 +82,7 @@ docs: $(VENV)/docs
 	ln -s $(addprefix $(CURDIR)/,README.md CHANGELOG.md CONTRIBUTING.md CITATION.cff docs) $(SITE) && ln -s $(CURDIR)/benchmarks/results $(SITE)/benchmarks
 	ln -s $(CURDIR)/tests/README.md $(SITE)/tests && ln -s $(CURDIR)/tests/docs/key_bias.md $(SITE)/tests/docs
 	$(RUN) benchmarks/report.py --page benchmarks/results/*.json $(SITE)/benchmarks/tables.md
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
 
 gpu-check:
 	@$(PYTHON) -u benchmarks/gpu_check.py '$(OUT)'

@@ -79,7 +79,7 @@ def new_backend():
 
 
 @pytest.mark.parametrize("limits", [{}, {"DEVICE": None, "DTYPES": None}], ids=["as it stands", "for any tensors"])
-@pytest.mark.parametrize("part", ["by_head", "rel_attention"])
+@pytest.mark.parametrize("part", ["in_torch", "rel_attention"])
 def test_new_backend_is_right(monkeypatch, new_backend, part, limits):
     """Named where the page says, without its kernels and with them it gives what the reference gives."""
     new = SimpleNamespace(**new_backend | limits | {"rel_attention": new_backend[part]})

@@ -57,7 +57,7 @@ def pretend_cuda() -> Operator:
     fast_path._OF_DEVICE["cpu"] = ("cuda", cuda)
     library.simt_entries.restype = ctypes.c_void_p
     _extension.module.fast_path.__self__.use(library.simt_entries())
-    cuda._unavailable, cuda._max_head_dim = lambda: None, lambda dtype, device: 128
+    cuda._unavailable, cuda._max_head_dim = lambda device: None, lambda dtype, device: 128
     torch.cuda.current_device = lambda: 0
     operators = torch.ops.xlnet_kernels
     return operators.rel_attention.default, operators.rel_attention_backward.default

@@ -50,17 +50,30 @@ def exports_to_onnx() -> bool:
 
 
 def is_free_in_onnx(size: int | torch.SymInt) -> bool:
-    """Whether torch.onnx.export is making a file in which this size is free.
+    """Whether torch.onnx.export is making a file in which this size is free."""
+    return exports_to_onnx() and not is_static(size)
 
-    `isinstance(size, int)` is not enough: after an error the exporter lets Dynamo trace the call, and Dynamo's free
-    sizes are instances of int. When the name goes: another function of symbolic_shapes that Dynamo supports.
+
+def is_static(size: int | torch.SymInt) -> bool:
+    """Whether the size is a number, not one that a compiler leaves free.
+
+    `isinstance(size, int)` is not enough, because Dynamo's free sizes are instances of int. When the name goes: another
+    function of symbolic_shapes that Dynamo supports.
     """
-    if not exports_to_onnx():
-        return False
+    if not torch.compiler.is_compiling():
+        return True
     # Imported here, because it imports sympy.
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
-    return not has_static_value(size)
+    return has_static_value(size)
+
+
+def fixed_size(size: int | torch.SymInt) -> int | None:
+    """The size as an int, for functions that are `constant_for_compilers`; None where a compiler leaves it free."""
+    if not torch.compiler.is_compiling():
+        return int(size)
+    # Not `int`, because Dynamo gives a symbol for that.
+    return len(range(size)) if is_static(size) else None
 
 
 def is_wrapped(values: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import _extension
 from ._torch import in_dispatch_mode
-from .backends import choose, cpu, cuda
+from .backends import choose, cpu, cuda, first_calls
 from .call import Call
 
 _fast_path = getattr(_extension.module, "fast_path", None)
@@ -39,7 +39,13 @@ def attend(call: Call, backend: str | None) -> tuple[Tensor, Tensor] | None:
     name, module = _OF_DEVICE.get(device.type, (None, None))
     if name is None or (backend is not None and backend != name):
         return None
+    kind = None
+    if first_calls.is_wanted(device):
+        try:
+            kind = first_calls.kind_of(call)
+        except (AttributeError, IndexError, TypeError):  # an argument is wrong
+            return None
     # Under a transform of torch.func no fused backend can serve.
-    if choose(None, device.type, query.dtype, query.shape[3], device) is not module:
+    if choose(None, device, query.dtype, query.shape[3], kind) is not module:
         return None
     return _fast_path(*call)

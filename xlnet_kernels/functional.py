@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from . import dropout, fast_path
 from ._checks import readable
-from .backends import choose
+from .backends import choose, first_calls
 from .call import Call, collect, replace
 from .call_checks import cast, check
 from .distributed.tensors import is_distributed
@@ -122,9 +123,14 @@ def attend(call: Call, backend: str | None) -> tuple[Tensor, Tensor]:
         return attend_on_shards(lambda own: attend(own, backend), call)
     call = check(cast(call))
     query = call.query
-    check_on = query.device if readable(query) else None
-    module = choose(backend, query.device.type, query.dtype, query.shape[3], check_on)
+    kind = first_calls.kind_of(call) if _can_be_compared(query) and first_calls.is_wanted(query.device) else None
+    module = choose(backend, query.device, query.dtype, query.shape[3], kind)
     return module.rel_attention(with_dropout_state(call))
+
+
+def _can_be_compared(query: Tensor) -> bool:
+    """Whether a small call could run now on the device of `query`: a graph's compiler runs it ahead of the graph."""
+    return readable(query) or (torch.compiler.is_compiling() and query.device.type != "meta")
 
 
 def with_dropout_state(call: Call) -> Call:

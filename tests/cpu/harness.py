@@ -180,7 +180,11 @@ def backend(monkeypatch, harness: Harness) -> str:
     call, current = _operator("rel_attention_harness")
     current[:] = [harness]
     module = SimpleNamespace(
-        DEVICE="cpu", DTYPES=DTYPES, max_head_dim=lambda dtype: None, unavailable=lambda: None, rel_attention=call
+        DEVICE="cpu",
+        DTYPES=DTYPES,
+        max_head_dim=lambda dtype, device=None: None,
+        unavailable=lambda device=None: None,
+        rel_attention=call,
     )
     monkeypatch.setitem(importlib.import_module("xlnet_kernels.backends")._BACKENDS, "harness", module)
     return "harness"

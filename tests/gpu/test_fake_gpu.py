@@ -37,7 +37,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     for backend in BACKENDS.values():
-        monkeypatch.setattr(backend, "_unavailable", lambda: None)
+        monkeypatch.setattr(backend, "_unavailable", lambda device: None)
         monkeypatch.setattr(backend, "DEVICE", GPU.type)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cuda, "_max_head_dim", lambda dtype, device: 128)
@@ -58,8 +58,8 @@ def facts(tensor: torch.Tensor) -> tuple:
 
 
 def test_the_best_backend_of_a_gpu_is_chosen():
-    assert choose(None, GPU.type, torch.bfloat16, 128) is cuda
-    assert choose(None, GPU.type, torch.bfloat16, 256) is triton
+    assert choose(None, GPU, torch.bfloat16, 128) is cuda
+    assert choose(None, GPU, torch.bfloat16, 256) is triton
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)

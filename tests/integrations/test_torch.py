@@ -331,12 +331,12 @@ def test_meta_device(kind):
 def test_falling_back_to_the_reference_is_logged_once(device, level, monkeypatch, caplog):
     for name, backend in backends._BACKENDS.items():
         if name != "reference":
-            monkeypatch.setattr(backend, "unavailable", lambda: "it is not built")
+            monkeypatch.setattr(backend, "unavailable", lambda device=None: "it is not built")
             monkeypatch.setattr(backend, "DEVICE", device)  # of some it is the CPU only in these tests
     backends._log_once.cache_clear()
     with caplog.at_level("INFO", logger="xlnet_kernels"):
         for _ in range(2):
-            assert backends.choose(None, device, torch.float32, 64) is backends.reference
+            assert backends.choose(None, torch.device(device), torch.float32, 64) is backends.reference
     (record,) = caplog.records
     assert record.levelname == level
     assert record.getMessage().startswith(f"the reference backend serves tensors on {device}, since no fused one can (")

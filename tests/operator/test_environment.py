@@ -13,9 +13,9 @@ import xlnet_kernels as xk
 from tests import ROOT
 from tests.cases import assert_right, make
 from xlnet_kernels import _environment, _extension, linear
-from xlnet_kernels.backends import blocks, choose, cpu, self_check
+from xlnet_kernels.backends import blocks, choose, cpu, first_calls
 
-CACHED = _environment.leave_aside, linear.choice, self_check._wish
+CACHED = _environment.leave_aside, linear.choice, first_calls._wish
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def afresh():
 
 
 READS = {
-    "XLNET_KERNELS_SELF_CHECK": (self_check._wish, ("off", "2", " 1")),
+    "XLNET_KERNELS_SELF_CHECK": (first_calls._wish, ("off", "2", " 1")),
     "XLNET_KERNELS_BLOCK_BYTES": (lambda: blocks.budget(), ("0", "-1", "many", "1e6", "12.5")),
     "XLNET_KERNELS_LINEAR": (linear.library, ("blas", "MKL")),
 }
@@ -60,7 +60,7 @@ def test_an_unknown_instruction_set_leaves_the_cpu_backend_out(monkeypatch):
     assert str(xk.backends()["cpu"]) == reason
     with pytest.raises(RuntimeError, match=f'^backend="cpu" is unavailable: {reason}$'):
         make().call("cpu")
-    assert choose(None, "cpu", torch.float32, 8) is not cpu
+    assert choose(None, torch.device("cpu"), torch.float32, 8) is not cpu
     assert_right(make(), None)
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import xlnet_kernels as xk
 from tests.cases import MASKS, MODULES, assert_close, make
 from xlnet_kernels import _extension, fast_path
-from xlnet_kernels.backends import self_check
+from xlnet_kernels.backends import first_calls
 
 BACKENDS = import_module("xlnet_kernels.backends")._BACKENDS
 pytestmark = pytest.mark.skipif(fast_path._fast_path is None, reason=str(_extension.fast_path_reason))
@@ -111,7 +111,7 @@ MODES = {
     "torch function mode": Watching,
     "forward-mode gradients": forward_ad.dual_level,
     "dispatch mode": Catching,
-    "self check": lambda: mock.patch.dict(self_check._refusals, {("cpu", torch.device("cpu"), torch.float32): "wrong"}),
+    "self check": lambda: mock.patch.dict(first_calls._wrong, {("cpu", "cpu", torch.float32): "wrong"}),
     "a better backend": lambda: mock.patch.dict(BACKENDS, {"cpu": MODULES["reference"]}),
 }
 
@@ -174,7 +174,8 @@ def test_errors_are_those_of_the_python_checks(name):
 def cuda_serves_the_cpu(monkeypatch):
     """Its operator is the CPU's on tensors there."""
     monkeypatch.setattr(BACKENDS["cpu"], "DEVICE", "none")
-    for name, value in (("DEVICE", "cpu"), ("unavailable", lambda: None), ("max_head_dim", lambda dtype: 128)):
+    changes = {"DEVICE": "cpu", "unavailable": lambda device=None: None, "max_head_dim": lambda dtype, device=None: 128}
+    for name, value in changes.items():
         monkeypatch.setattr(BACKENDS["cuda"], name, value)
     monkeypatch.setattr(fast_path, "_OF_DEVICE", {"cpu": ("cuda", BACKENDS["cuda"])})
 

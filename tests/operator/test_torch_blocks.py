@@ -183,7 +183,7 @@ def test_blocks_of_the_dropout_mask_are_parts_of_it():
 
 def test_serves_where_no_kernel_does(monkeypatch, caplog):
     served = {"cpu": cpu, "torch": torch_blocks, "reference": reference}
-    monkeypatch.setattr(cpu, "unavailable", lambda: "no compiler")
+    monkeypatch.setattr(cpu, "unavailable", lambda device=None: "no compiler")
     _log_once.cache_clear()
     problem = make(mask="order")
     with mock.patch.dict(_BACKENDS, served, clear=True), caplog.at_level(logging.INFO, "xlnet_kernels"):

@@ -349,7 +349,8 @@ def test_triton_is_imported_by_the_first_call_only():
         ("metadata.version = lambda name: '3.5.1'", "it needs Triton 3.6 or newer, found 3.5.1"),
         ("torch.cuda.is_available = lambda: False", "no CUDA device"),
         (
-            "torch.cuda.is_available = lambda: True; torch.cuda.get_device_capability = lambda: (7, 5)",
+            "torch.cuda.is_available = lambda: True; torch.cuda.current_device = lambda: 0; "
+            "torch.cuda.get_device_capability = lambda device: (7, 5)",
             "it needs compute capability 8.0 or newer, this GPU has 7.5",
         ),
     ],

@@ -3,8 +3,8 @@
 Each is a module with:
 
 - `DEVICE` and `DTYPES`: the supported device type and dtypes, None for all;
-- `max_head_dim(dtype)`: the largest head_dim, None for all;
-- `unavailable()`: the reason why it cannot be used on this machine, or None;
+- `max_head_dim(dtype, device)`: the largest head_dim on a device (default: the current one), None for all;
+- `unavailable(device)`: the reason why it cannot be used there, or None;
 - `rel_attention(call)` as in reference.py.
 
 To add a backend, write such a module and name it here.
@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from .._torch import exports_to_onnx, transformed
-from . import cpu, cuda, exported, reference, self_check, torch_blocks, triton
+from . import cpu, cuda, exported, first_calls, reference, torch_blocks, triton
+from .first_calls import Kind
 
 _LOGGER = logging.getLogger("xlnet_kernels")
 _BACKENDS = {"cpu": cpu, "cuda": cuda, "triton": triton, "torch": torch_blocks, "reference": reference}  # best first
@@ -66,16 +67,16 @@ def check_name(name: str | None) -> None:
         raise ValueError(f"backend must be None or one of {[*_BACKENDS]}, got {name!r}")
 
 
-def choose(name: str | None, device_type: str, dtype: torch.dtype, head_dim: int, check_on: torch.device | None = None):
-    """The backend module `name`, or the best for tensors of `dtype` and `head_dim` on `device_type`.
+def choose(name: str | None, device: torch.device, dtype: torch.dtype, head_dim: int, kind: Kind | None = None):
+    """The backend module `name`, or the best for tensors of `dtype` and `head_dim` on `device`.
 
-    `check_on`: device for the comparison of an unverified backend with the reference (self_check.py), or None.
+    kind: of the call, for the comparison of an unverified backend with the reference (first_calls.py); None: without.
 
     Raises:
         ValueError: there is no backend of that name.
         RuntimeError: the backend asked for by name cannot serve the call.
     """
-    call = device_type, dtype, head_dim, check_on
+    call = device, dtype, head_dim, kind
     # Because ONNX export supports torch's own operators only.
     if exports_to_onnx():
         check_name(name)
@@ -85,7 +86,7 @@ def choose(name: str | None, device_type: str, dtype: torch.dtype, head_dim: int
     if name is None:
         found = reference
         for name, backend in _BACKENDS.items():
-            if _refusal(name, backend, device_type, dtype, head_dim, check_on) is None:
+            if _refusal(name, backend, *call) is None:
                 found = backend
                 break
         if (found is torch_blocks or found is reference) and not torch.compiler.is_compiling():
@@ -93,20 +94,20 @@ def choose(name: str | None, device_type: str, dtype: torch.dtype, head_dim: int
         return found
     check_name(name)
     backend = _BACKENDS[name]
-    reason = backend.unavailable() or _refusal(name, backend, *call)
+    reason = backend.unavailable(device) or _refusal(name, backend, *call)
     if reason is not None:
         raise RuntimeError(f'backend="{name}" is unavailable: {reason}')
     return backend
 
 
-def _explain(found, device_type: str, *call) -> None:
+def _explain(found, device: torch.device, *call) -> None:
     """Log why the automatic choice is a plain-torch backend: "torch" is slower, "reference" quadratic in memory."""
-    served = {name: backend for name, backend in _BACKENDS.items() if backend.DEVICE == device_type}
-    reasons = "; ".join(f"{name}: {_refusal(name, backend, device_type, *call)}" for name, backend in served.items())
+    served = {name: backend for name, backend in _BACKENDS.items() if backend.DEVICE == device.type}
+    reasons = "; ".join(f"{name}: {_refusal(name, backend, device, *call)}" for name, backend in served.items())
     name = next(name for name, backend in _BACKENDS.items() if backend is found)
     if reasons or found is reference:
-        is_expected = device_type == "cpu" or transformed()
-        _log_once(logging.INFO if is_expected else logging.WARNING, name, device_type, reasons)
+        is_expected = device.type == "cpu" or transformed()
+        _log_once(logging.INFO if is_expected else logging.WARNING, name, device.type, reasons)
 
 
 @functools.cache
@@ -115,23 +116,23 @@ def _log_once(level: int, name: str, device_type: str, reasons: str) -> None:
 
 
 def _refusal(
-    name: str, backend, device_type: str, dtype: torch.dtype, head_dim: int, check_on: torch.device | None
+    name: str, backend, device: torch.device, dtype: torch.dtype, head_dim: int, kind: Kind | None
 ) -> str | None:
     """Why the backend cannot serve this call, or None."""
     if backend is reference:
         return None
-    if backend.DEVICE not in (None, device_type):
-        return f"it serves {backend.DEVICE} tensors, query is on {device_type}"
+    if backend.DEVICE not in (None, device.type):
+        return f"it serves {backend.DEVICE} tensors, query is on {device.type}"
     if backend.DTYPES is not None and dtype not in backend.DTYPES:
         return f"it serves {', '.join(str(served) for served in backend.DTYPES)}, query is {dtype}"
     if transformed():
         return "torch.func transforms and forward-mode gradients need the reference"
-    reason = backend.unavailable()
+    reason = backend.unavailable(device)
     if reason is not None:
         return reason
-    most = backend.max_head_dim(dtype)
+    most = backend.max_head_dim(dtype, device)
     if most is not None and head_dim > most:
         return f"it serves head_dim up to {most}, query has {head_dim}"
-    if check_on is not None:
-        self_check.check_once(name, backend, check_on, dtype, head_dim)
-    return self_check.refusal(name, device_type, dtype, check_on)
+    if kind is not None:
+        first_calls.check_once(name, device, *kind)
+    return first_calls.refusal(name, device, dtype, *(kind or ()))

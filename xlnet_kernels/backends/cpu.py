@@ -17,11 +17,11 @@ DEVICE = "cpu"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def max_head_dim(dtype: torch.dtype) -> None:
+def max_head_dim(dtype: torch.dtype, device: torch.device | None = None) -> None:
     """No limit."""
 
 
-def unavailable() -> str | None:
+def unavailable(device: torch.device | None = None) -> str | None:
     """The reason why the kernels cannot be used, or None."""
     module: Any = _extension.module
     if module is None:

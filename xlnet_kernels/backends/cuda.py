@@ -11,6 +11,7 @@ import torch
 from .. import _extension, _first_use
 from .._torch import constant_for_compilers
 from ..ops import rel_attention
+from . import gpus
 
 __all__ = ["DEVICE", "DTYPES", "max_head_dim", "rel_attention", "unavailable"]
 
@@ -19,13 +20,13 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @constant_for_compilers
-def max_head_dim(dtype: torch.dtype) -> int:
-    """The largest head_dim on the current device, limited because blocks of wide heads need much shared memory."""
-    return _max_head_dim(dtype, torch.cuda.current_device())
+def max_head_dim(dtype: torch.dtype, device: torch.device | None = None) -> int:
+    """The largest head_dim, limited because blocks of wide heads need much shared memory; default: current device."""
+    return _max_head_dim(dtype, gpus.number(device))
 
 
 @functools.cache
-def _max_head_dim(dtype: torch.dtype, device: int) -> int:
+def _max_head_dim(dtype: torch.dtype, device: int | None) -> int:
     module: Any = _extension.module
     _say_where_the_driver_compiles(device)
     needed: dict[int, int] = {}  # bytes of shared memory, by head_dim
@@ -45,23 +46,23 @@ def _say_where_the_driver_compiles(device: int) -> None:
 
 
 @constant_for_compilers
-def unavailable() -> str | None:
-    """The reason why the kernels cannot be used, or None."""
-    return _unavailable()
+def unavailable(device: torch.device | None = None) -> str | None:
+    """The reason why the kernels cannot be used on a device, default the current one; or None."""
+    return _unavailable(gpus.number(device))
 
 
 # Cached, because every call asks.
 @functools.cache
-def _unavailable() -> str | None:
+def _unavailable(device: int | None) -> str | None:
     module = _extension.module
     if module is None:
         return f"the C++ extension is not loaded: {_extension.reason}"
     if module.cuda_version is None:
         decision = _extension.build_record().get("cuda", "there is no record of why").removeprefix("no, because ")
         return f"the extension was built without CUDA: {decision}"
-    if not torch.cuda.is_available():
+    if device is None:
         return f"compiled for {_names(module.cuda_architectures)}, no CUDA device"
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = torch.cuda.get_device_capability(device)
     if _code_for(module.cuda_architectures, (major, minor)) is None:
         return f"compiled for {_names(module.cuda_architectures)}, this GPU has sm_{major}{minor}"
     return None

@@ -19,11 +19,11 @@ DEVICE = None  # any
 DTYPES = None  # any
 
 
-def max_head_dim(dtype: torch.dtype) -> None:
+def max_head_dim(dtype: torch.dtype, device: torch.device | None = None) -> None:
     """No limit."""
 
 
-def unavailable() -> None:
+def unavailable(device: torch.device | None = None) -> None:
     """None: always available."""
 
 

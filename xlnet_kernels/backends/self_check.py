@@ -1,35 +1,27 @@
 """Comparison of a backend with the reference on this machine, and the tolerance rule.
 
-`python -m xlnet_kernels.info --check` compares every backend that is ready. On a GPU of a kind that no committed result
-vouches for, the first call of a backend is preceded by one such comparison. XLNET_KERNELS_SELF_CHECK=0 leaves it out,
-=1 makes it on every device.
+`python -m xlnet_kernels.info --check` compares every backend that is ready. first_calls.py compares before first calls.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _environment
-from .._precision import allows_tf32, float32_precision
-from .._torch import constant_for_compilers, transformed
+from .._precision import float32_precision
 from ..call import Call, collect
 from ..masks import RankMask
+from ..two_streams import RowPositions
 from . import reference
 
-# Compute capabilities on which a result under benchmarks/results/ shows the GPU tests to have passed, by backend.
-VOUCHED: dict[str, frozenset[tuple[int, int]]] = {"cuda": frozenset(), "triton": frozenset()}
-
-# Relative tolerance where TF32 is allowed: ten bits of fraction, over successive products
-TF32 = 1e-2
+# Relative tolerance of float32 results by Float32Precision (csrc/inputs.h), None for `allowances`' default. Products of
+# TF32 have ten bits of fraction, of bfloat16 seven; several follow one another.
+RELATIVE = (None, 1e-2, 8e-2)
 
 
 @dataclass(frozen=True)
@@ -47,10 +39,14 @@ class Problem:
     segments: bool = True
     biases: bool = True
     stacked: bool = False  # query rows of both streams, with repeated positions
+    is_sorted: bool = False  # these positions as RowPositions
     is_causal: bool = False  # rel_key ends at distance 0
     window: tuple[int, int] | None = None  # rel_key has the distances from the first down to minus the second
     dropout_p: float = 0.0
-    options: dict = field(default_factory=dict)
+    deterministic: bool = False
+    has_gradients: bool = True  # else forward alone
+    # Optional tensors of `Call` that are left out
+    without: frozenset[str] = frozenset({"query_floor", "sees_self"})
 
     def leaves(self) -> dict[str, Tensor]:
         """The differentiable inputs by name, on the CPU, rounded to `dtype`."""
@@ -67,9 +63,8 @@ class Problem:
             shapes |= {name: (H, D) for name in ("content_bias", "position_bias")}
         if self.segments:
             shapes |= {"segment_embed": (2, H, D), "segment_bias": (H, D)}
-        return {
-            name: torch.randn(shape, generator=generator, device="cpu").to(self.dtype) for name, shape in shapes.items()
-        }
+        made = {name: torch.randn(shape, generator=generator, device="cpu") for name, shape in shapes.items()}
+        return {name: leaf.to(self.dtype) for name, leaf in made.items() if name not in self.without}
 
     def _rows(self) -> int:
         return self.length + self.length // 6 if self.stacked else self.length
@@ -90,7 +85,7 @@ class Problem:
         mask: RankMask | Tensor | None = None
         if self.mask == "order":
             order = torch.rand(batch, self.length, generator=generator, device="cpu").argsort(1)
-            mask = RankMask.from_order(order, mem_len=self.mem_len).rows(positions)
+            mask = self._completed(RankMask.from_order(order, mem_len=self.mem_len)).rows(positions)
         elif self.mask == "causal":
             mask = RankMask.causal(batch, self.length, self.mem_len, device="cpu").rows(positions)
         elif self.mask == "padding":
@@ -101,7 +96,10 @@ class Problem:
         vectors: dict[str, Any] = {}
         if self.segments:
             vectors = {name: integers(3, batch, count) for name, count in (("query_ids", rows), ("key_ids", keys))}
-        if self.stacked:
+        if self.is_sorted:
+            sorted_rows = RowPositions(positions)
+            vectors |= {"query_positions": sorted_rows.ascending, "query_order": sorted_rows.row}
+        elif self.stacked:
             vectors["query_positions"] = positions
         if self.dropout_p:
             vectors["dropout_state"] = torch.tensor([20261122, 7], device="cpu")
@@ -112,18 +110,27 @@ class Problem:
             max_distance=self.window[0] if self.window else keys,
             dropout_p=self.dropout_p,
             scale=self.head_dim**-0.5,
-            deterministic=False,
+            deterministic=self.deterministic,
             float32_precision=float32_precision(query.device.type),
         )
 
+    def _completed(self, mask: RankMask) -> RankMask:
+        """An order's mask with a floor, and keys at the rows' own positions, unless these are left out."""
+        floor = None if "query_floor" in self.without else mask.query_rank - self.length // 2
+        return RankMask(mask.query_rank, mask.key_rank, floor, "sees_self" not in self.without)
+
     def results(self, backend: ModuleType, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
-        """out, lse and the gradient of every leaf, in float64 on the CPU."""
-        leaves = {name: leaf.to(device, dtype).requires_grad_() for name, leaf in self.leaves().items()}
+        """out, lse and, with gradients, that of every leaf; in float64 on the CPU."""
+        leaves = {name: leaf.to(device, dtype) for name, leaf in self.leaves().items()}
+        for leaf in leaves.values():
+            leaf.requires_grad_(self.has_gradients)
         out, lse = backend.rel_attention(self.call(leaves))
+        named = {"out": out, "lse": lse}
         generator = torch.Generator("cpu").manual_seed(2)
-        grads = [torch.randn(result.shape, generator=generator, device="cpu").to(result) for result in (out, lse)]
-        gradients = torch.autograd.grad((out, lse), [*leaves.values()], grads)
-        named = {"out": out, "lse": lse} | {f"grad {n}": g for n, g in zip(leaves, gradients, strict=True)}
+        if self.has_gradients:
+            grads = [torch.randn(result.shape, generator=generator, device="cpu").to(result) for result in (out, lse)]
+            gradients = torch.autograd.grad((out, lse), [*leaves.values()], grads)
+            named |= {f"grad {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
         return {name: result.detach().to("cpu", torch.float64) for name, result in named.items()}
 
 
@@ -199,82 +206,12 @@ def _compare(backend: ModuleType, problem: Problem, device: str) -> list[str]:
     low = problem.dtype.itemsize == 2
     baseline = problem.results(reference, problem.dtype) if low else None
     found = problem.results(backend, problem.dtype, device)
-    tf32 = problem.dtype == torch.float32 and device.startswith("cuda") and allows_tf32()
+    is_float32 = problem.dtype == torch.float32
+    relative = RELATIVE[float32_precision(torch.device(device).type)] if is_float32 else None
     wrong = []
-    for name, allowed in allowances(exact, baseline, problem.dtype, TF32 if tf32 else None).items():
+    for name, allowed in allowances(exact, baseline, problem.dtype, relative).items():
         if found[name].isnan().any() or not torch.equal(found[name].isinf(), exact[name].isinf()):
             wrong.append(f"{name} is not finite")
         elif (off := error(found[name], exact[name])) > allowed:
             wrong.append(f"{name} is off by {off:.2g}, allowed are {allowed:.2g}")
     return wrong
-
-
-_lock = threading.RLock()
-# By device, because a machine may have GPUs of several kinds.
-_checked: set[tuple[str, torch.device, torch.dtype, int]] = set()  # name, device, dtype, head_dim
-_refusals: dict[tuple[str, torch.device, torch.dtype], str] = {}  # what was wrong with one head_dim
-
-
-def check_once(name: str, backend: ModuleType, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Compare an unverified backend with the reference at its first call of the kind."""
-    if not _is_asked_for(name, device):
-        return
-    key = (name, device, dtype, head_dim)
-    if key in _checked:
-        return
-    if transformed() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return
-    with _lock:
-        if key not in _checked:
-            try:
-                reason = _look(name, backend, device, dtype, head_dim)
-            except torch.OutOfMemoryError:
-                return  # not a verdict on the backend; the next call repeats the check
-            _checked.add(key)
-            if reason is not None:
-                _refusals[key[:3]] = reason
-
-
-@constant_for_compilers
-def refusal(name: str, device_type: str, dtype: torch.dtype, device: torch.device | None = None) -> str | None:
-    """The failure found by `check_once`, or None; of any device of the type where `device` was not compared."""
-    if not _refusals or _wish() == "0":
-        return None
-    if device is not None and any(key[:3] == (name, device, dtype) for key in _checked):
-        return _refusals.get((name, device, dtype))
-    found = (reason for key, reason in _refusals.items() if (key[0], key[1].type, key[2]) == (name, device_type, dtype))
-    return next(found, None)
-
-
-def _look(name: str, backend: ModuleType, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    try:
-        wrong = compare(backend, Problem("first call", dtype, head_dim), str(device))
-        if not wrong:
-            return None
-        reason = f"its results are wrong on this device: {'; '.join(wrong)}"
-    # Every exception of a compiler or driver, because the next backend may work.
-    except Exception as failure:
-        if isinstance(failure, torch.OutOfMemoryError) or "is out of memory" in str(failure):
-            raise torch.OutOfMemoryError(str(failure)) from failure
-        reason = f"it could not be compared with the reference on this device: {type(failure).__name__}: {failure}"
-    reason += ". XLNET_KERNELS_SELF_CHECK=0 uses it anyway"
-    warnings.warn(f'xlnet_kernels: backend "{name}" is not used, as {reason}', RuntimeWarning, stacklevel=2)
-    return reason
-
-
-def _is_asked_for(name: str, device: torch.device) -> bool:
-    wish = _wish()
-    if name == "reference" or wish == "0":
-        return False
-    return wish == "1" or (device.type == "cuda" and not _is_vouched_for(name, device))
-
-
-# Cached, because reading the environment takes a tenth of a small call's time.
-@functools.cache
-def _wish() -> str:
-    return _environment.read("XLNET_KERNELS_SELF_CHECK", ("0", "1").__contains__)
-
-
-@functools.cache
-def _is_vouched_for(name: str, device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) in VOUCHED.get(name, ())

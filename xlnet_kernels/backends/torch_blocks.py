@@ -26,11 +26,11 @@ _SUMMED = {"key", "value", "memory_key", "memory_value", "rel_key"}
 rel_attention = define("rel_attention_torch", has_residual=False)
 
 
-def max_head_dim(dtype: torch.dtype) -> None:
+def max_head_dim(dtype: torch.dtype, device: torch.device | None = None) -> None:
     """No limit."""
 
 
-def unavailable() -> None:
+def unavailable(device: torch.device | None = None) -> None:
     """None: always available."""
 
 

@@ -38,10 +38,10 @@ def serving(architecture: int, *, size: tuple[int, int] = (3, 4), **how) -> Iter
     changes = {
         (triton_backend, "DEVICE"): "cpu",
         (triton_backend, "DTYPES"): TRITON_DTYPES,
-        (triton_backend, "_unavailable"): lambda: None,
+        (triton_backend, "_unavailable"): lambda device: None,
         (cuda_backend, "DEVICE"): "cpu",
-        (cuda_backend, "_unavailable"): cuda_driver.unavailable,
-        (cuda_backend, "max_head_dim"): lambda dtype: 128,
+        (cuda_backend, "_unavailable"): lambda device: cuda_driver.unavailable(),
+        (cuda_backend, "max_head_dim"): lambda dtype, device=None: 128,
         (cuda_backend, "rel_attention"): cuda_driver.rel_attention,
         (launch_cache, "plans"): {},  # kernels are compiled for this architecture
         (cuda_driver.Device, "size"): size,

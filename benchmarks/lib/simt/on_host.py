@@ -31,11 +31,11 @@ _operator = ops.define("rel_attention_simt")
 _seeds = itertools.count()
 
 
-def max_head_dim(dtype: torch.dtype) -> int:
+def max_head_dim(dtype: torch.dtype, device: torch.device | None = None) -> int:
     return max(sizes["head_dim"] for sizes in _extension.module.cuda_kernels())
 
 
-def unavailable() -> str | None:
+def unavailable(device: torch.device | None = None) -> str | None:
     if torch.cuda.is_available():
         return "there is a GPU for them"
     return simt_build.NO_COMPILER if simt_build.COMPILER is None else _extension.reason

@@ -14,6 +14,7 @@ from ..._environment import INTERPRETED
 from ..._ops import add_op_namespace_prefix
 from ..._torch import constant_for_compilers
 from ...ops import define
+from .. import gpus
 from . import features
 
 __all__ = ["DEVICE", "DTYPES", "max_head_dim", "rel_attention", "unavailable"]
@@ -26,10 +27,9 @@ rel_attention = define("rel_attention_triton")
 
 
 @constant_for_compilers
-def max_head_dim(dtype: torch.dtype) -> int:
-    """The largest head_dim on the current device."""
-    is_on_gpu = not INTERPRETED and torch.cuda.is_available()
-    return _max_head_dim(torch.cuda.current_device() if is_on_gpu else None)
+def max_head_dim(dtype: torch.dtype, device: torch.device | None = None) -> int:
+    """The largest head_dim on a device, default the current one."""
+    return _max_head_dim(None if INTERPRETED else gpus.number(device))
 
 
 # Cached, because every call asks.
@@ -39,25 +39,25 @@ def _max_head_dim(device: int | None) -> int:
 
 
 @constant_for_compilers
-def unavailable() -> str | None:
-    """The reason why the kernels cannot be used, or None."""
-    return _unavailable()
+def unavailable(device: torch.device | None = None) -> str | None:
+    """The reason why the kernels cannot be used on a device, default the current one; or None."""
+    return _unavailable(None if INTERPRETED else gpus.number(device))
 
 
 # Cached, because every call asks.
 @functools.cache
-def _unavailable() -> str | None:
+def _unavailable(device: int | None) -> str | None:
     try:
         reason = features.refusal()
     except metadata.PackageNotFoundError:
         return "Triton is not installed"
     if INTERPRETED or reason is not None:
         return reason
-    if not torch.cuda.is_available():
+    if device is None:
         return "no CUDA device"
     if torch.version.hip is not None:
         return "its tiles are chosen for NVIDIA GPUs, this torch is built for ROCm"
-    return features.refusal(torch.cuda.get_device_capability())
+    return features.refusal(torch.cuda.get_device_capability(device))
 
 
 @torch.library.impl(add_op_namespace_prefix("rel_attention_triton"), (DEVICE,))

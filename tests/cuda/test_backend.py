@@ -54,7 +54,8 @@ def test_says_why_it_is_unavailable(monkeypatch, module, available, capability, 
         module = SimpleNamespace(cuda_version="13.0", cuda_architectures=ARCHITECTURES)
     monkeypatch.setattr(_extension, "module", module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     cuda._unavailable.cache_clear()
     try:
         found = cuda.unavailable()
@@ -78,6 +79,7 @@ def test_wide_heads_need_much_shared_memory(monkeypatch, kilobytes, widths):
     module = SimpleNamespace(cuda_kernels=kernels, cuda_shared_memory=limits.get, cuda_architectures=ARCHITECTURES)
     monkeypatch.setattr(_extension, "module", module)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(major=9, minor=0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cuda._max_head_dim.cache_clear()
     try:
         for device, wanted in ((0, (0, 0)), (1, widths)):

@@ -327,7 +327,7 @@ def test_wide_heads_are_refused():
 
 @interpreted
 def test_automatic_choice_prefers_compiled_kernels():
-    chosen = choose(None, "cpu", torch.float32, 64)
+    chosen = choose(None, torch.device("cpu"), torch.float32, 64)
     assert chosen is MODULES["cpu" if "cpu" in MODULES else "triton"]
 
 

@@ -109,7 +109,7 @@ def is_wanted(device: torch.device) -> bool:
 
 
 _lock = threading.RLock()
-# What was wrong, None if nothing was. By device, because a machine may have GPUs of several kinds.
+# The fault, or None. By device, because a machine may have GPUs of several kinds.
 _verdicts: dict[tuple[str, torch.device, Kind], str | None] = {}
 _wrong: dict[tuple[str, str, torch.dtype], str] = {}  # one of the faults, by backend, device type and dtype
 
@@ -149,7 +149,8 @@ def refusal(name: str, device: torch.device, dtype: torch.dtype, *kind) -> str |
 
 
 def _compare(name: str, device: torch.device, kind: Kind) -> str | None:
-    from . import _BACKENDS  # here, because that module imports this one
+    # Here, because that module imports this one.
+    from . import _BACKENDS
 
     _LOGGER.info("comparing backend %s with the reference once, for calls like this one (%s)", name, kind)
     is_lasting = True

@@ -111,7 +111,8 @@ class RankMask:
             sequence: instead of steps, (B, L) integers, the positions in the order in which they are visited:
                 ``steps = sequence.argsort(1)``.
             targets: (B, L) bool, True where a token is predicted; None: all of them.
-            padding: (B, L) bool, True where there is no token; hidden from all rows.
+            padding: (B, L) bool, True where there is no token; hidden from all rows. For padding in memory see
+                `hide_memory`.
             mem_len: M, number of memory positions before the segment.
         """
         if (steps is None) == (sequence is None):
@@ -143,6 +144,11 @@ class RankMask:
         """Causal mask: each position sees itself and earlier keys, memory included; at most `window` keys if given.
 
         The query stream of this mask sees earlier keys only.
+
+        Args:
+            window: the number of keys that a row sees, its own included.
+            padding: (B, L) bool, True where there is no token; hidden from all other rows. The content row of padding
+                sees its own key, so its output is no zero. For padding in memory see `hide_memory`.
         """
         check_sizes(batch, length, mem_len)
         if window is not None:
@@ -342,6 +348,23 @@ class RankMask:
         mask = self.expand(batch)
         key_rank = hide_segment(mask.key_rank, targets, mask.key_rank.shape[1] - length)
         return RankMask(mask.query_rank, key_rank, mask.query_floor, mask.sees_self)
+
+    def hide_memory(self, padding: Tensor) -> RankMask:
+        """The mask without keys of memory that are padding. `padding` of the other masks is of the segment only.
+
+        Args:
+            padding: (B, M) bool, True where the memory, the first M keys, has no token.
+
+        >>> RankMask.causal(1, 2, mem_len=2).hide_memory(torch.tensor([[True, False]])).to_bool().int().tolist()
+        [[[0, 1, 1, 0], [0, 1, 1, 1]]]
+        """
+        batch, length = check_flags("padding", padding).shape
+        mask = self.expand(batch)
+        keys = mask.key_rank.shape[1]
+        if length > keys:
+            raise ValueError(f"RankMask: padding of the memory must have at most the mask's {keys} keys, got {length}")
+        key_rank = hide(mask.key_rank, torch.nn.functional.pad(padding, (0, keys - length)))
+        return RankMask(mask.query_rank, key_rank, mask.query_floor, mask.sees_self, mask.one_stream)
 
     def for_stream(self, stream: str) -> RankMask:
         """This mask's ranks for the "content" stream (sees itself) or the "query" stream (does not).

@@ -163,6 +163,35 @@ def test_attention_with_ranks_is_attention_with_the_dense_mask(kind, backend):
         torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("name", ["causal", "padding", "local"])
+def test_padding_in_memory_is_hidden_where_it_is_named(name):
+    """Its keys and values reach no output. The `padding` of a mask is of its segment only."""
+    length, memory = 4, 3
+    no_token, in_memory = torch.tensor([[False, False, False, True]]), torch.tensor([[True, False, False]])
+    mask = {
+        "causal": RankMask.causal(1, length, memory, padding=no_token),
+        "padding": RankMask.padding(no_token, memory),
+        "local": RankMask.local(1, length, 9, 1, memory, padding=no_token),
+    }[name]
+    hidden = mask.hide_memory(in_memory)
+    expected = mask.to_bool()
+    assert expected[:, :, 0].any()
+    expected[:, :, 0] = False
+    assert torch.equal(hidden.to_bool(), expected) and hidden.one_stream == mask.one_stream
+
+    q, k, v = torch.randn(3, 1, 2, length, 8)
+    mems = torch.randn(2, 1, 2, memory, 8)
+    rel_key = torch.randn(2, memory + 2 * length, 8)
+    found = rel_attention(q, k, v, rel_key, memory=(mems[0], mems[1]), mask=hidden)
+    mems[:, :, :, 0] = torch.nan
+    assert torch.equal(found, rel_attention(q, k, v, rel_key, memory=(mems[0], mems[1]), mask=hidden))
+
+
+def test_padding_of_a_memory_longer_than_the_keys_is_refused():
+    with pytest.raises(ValueError, match="padding of the memory must have at most the mask's 3 keys, got 4"):
+        RankMask.causal(1, 2, 1).hide_memory(torch.zeros(1, 4, dtype=torch.bool))
+
+
 def test_full_shows_everything():
     assert RankMask.full(B, L, M).to_bool().all()
     assert RankMask.full(B, L, M).to_bool().shape == (B, L, M + L)

@@ -81,7 +81,7 @@ def accelerate(
             read zeros at padding.
 
     Returns:
-        `model` itself. Accelerating it again sets backend, window and skip_padding anew, and nothing else.
+        `model` itself. Accelerating it again sets every argument anew, but linears stay until `restore`.
 
     Raises:
         ValueError: `model` has no supported layer, has an unsupported layer or version of its library, or a layer whose

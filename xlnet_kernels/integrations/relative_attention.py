@@ -29,10 +29,10 @@ class RelativeAttention(Original):
             module, or for one that `forward` calls itself.
         bias_names: the parameters u and v, each (H, D); None where there are none, or `forward` passes them.
         head_dim_name: the attribute with the width D of a head; None takes it from u.
-        mask_convention: "visible" where nonzero shows (ESPnet), "hidden" where nonzero hides (NeMo), "added" where
-            zeros show and the lowest number, added to the scores, hides.
-        table_order: "descending" where the first row of the positions is for the furthest key before the query,
-            "ascending" where it is for the furthest key after it.
+        mask_convention: "visible" (default) where nonzero shows (ESPnet), "hidden" where nonzero hides (NeMo), "added"
+            where zeros show and the lowest number, added to the scores, hides.
+        table_order: "descending" (default) where the first row of the positions is for the furthest key before the
+            query, "ascending" where it is for the furthest key after it. A wrong order or convention raises no error.
         backend: of the attention; `accelerate` sets it.
         window: of the attention; `accelerate` sets it.
     """

@@ -5,7 +5,8 @@ torch has no public name for any of these. tests/packaging/test_private_names.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from typing import Any
@@ -101,6 +102,18 @@ def below_autograd(wanted: bool = True) -> AbstractContextManager:
     """
     is_traced = torch.compiler.is_compiling()  # by compiled autograd, which records the operators themselves
     return torch._C._AutoDispatchBelowAutograd() if wanted and not is_traced else nullcontext()
+
+
+def own_gradients(results: Sequence[Tensor], leaves: list[Tensor], grads: list[Tensor]) -> tuple[Tensor, ...]:
+    """torch.autograd.grad in this thread, and without the user's compiled autograd.
+
+    Otherwise a call from a thread that holds a lock, or is autograd's own, waits for itself. When `_disable` goes:
+    another switch of compiled autograd, which is off unless its module is loaded.
+    """
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    switched_off = getattr(compiled_autograd, "_disable", nullcontext)
+    with torch.autograd.set_multithreading_enabled(False), switched_off():
+        return torch.autograd.grad(results, leaves, grads)
 
 
 def in_dispatch_mode() -> bool:

@@ -41,9 +41,8 @@ def attend(call: Call, backend: str | None) -> tuple[Tensor, Tensor] | None:
         return None
     kind = None
     if first_calls.is_wanted(device):
-        try:
-            kind = first_calls.kind_of(call)
-        except (AttributeError, IndexError, TypeError):  # an argument is wrong
+        kind = first_calls.known_kind(name, call)
+        if kind is None:
             return None
     # Under a transform of torch.func no fused backend can serve.
     if choose(None, device, query.dtype, query.shape[3], kind) is not module:

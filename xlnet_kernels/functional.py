@@ -130,7 +130,9 @@ def attend(call: Call, backend: str | None) -> tuple[Tensor, Tensor]:
 
 def _can_be_compared(query: Tensor) -> bool:
     """Whether a small call could run now on the device of `query`: a graph's compiler runs it ahead of the graph."""
-    return readable(query) or (torch.compiler.is_compiling() and query.device.type != "meta")
+    if torch.compiler.is_compiling():
+        return query.device.type != "meta"
+    return readable(query) and not torch.jit.is_tracing()
 
 
 def with_dropout_state(call: Call) -> Call:

@@ -17,7 +17,7 @@ import threading
 import warnings
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +33,14 @@ _LOGGER = logging.getLogger("xlnet_kernels")
 # Compute capabilities on which a result under benchmarks/results/ shows the GPU tests to have passed, by backend.
 VOUCHED: dict[str, frozenset[tuple[int, int]]] = {"cuda": frozenset(), "triton": frozenset()}
 FILE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "xlnet_kernels" / "self_check.jsonl"
-_OPTIONAL = tuple(name for name in INPUT_NAMES[4:] if name != "dropout_state")  # `has_dropout` stands for that
+# The operator's optional tensors but dropout_state, the last, for which `has_dropout` stands
+_FIRST_OPTIONAL, _END_OPTIONAL = 4, len(INPUT_NAMES) - 1
+_OPTIONAL = INPUT_NAMES[_FIRST_OPTIONAL:_END_OPTIONAL]
+_NO_GRADIENTS = (False,) * DIFFERENTIABLE
+MANY_KEYS = 2100  # CUDA's forward splits them among blocks where there are few rows
+_AGAIN = f"{FILE} keeps this result, XLNET_KERNELS_SELF_CHECK=1 compares again, and "
+# Names of exceptions that a compiler raises for a kernel, whatever else runs on the machine
+_LASTING = ("CompilationError", "OutOfResources")
 
 
 class Kind(NamedTuple):
@@ -41,83 +48,118 @@ class Kind(NamedTuple):
 
     dtype: torch.dtype
     head_dim: int
-    tensors: tuple[str, ...]  # the optional ones that are given
+    given: tuple[bool, ...]  # whether a call has each of _OPTIONAL
+    needs: tuple[bool, ...]  # whether each differentiable input wants a gradient
     bounded: tuple[bool, bool]  # rel_key has no row for some key before its query, for some key after it
+    rel_batch: bool  # rel_key of each sequence
+    rows: str  # "few" over many keys, "more" than keys of the segment, or ""
     has_dropout: bool
     deterministic: bool
     float32_precision: int
-    has_gradients: bool
 
     def problem(self) -> self_check.Problem:
         """A small problem of this kind."""
+        given = {name for name, is_given in zip(_OPTIONAL, self.given, strict=True) if is_given}
         behind, ahead = self.bounded
-        length = self_check.Problem.length
+        length = mem_len = 0
+        rows: int | None = None
+        if self.rows == "few":
+            length, mem_len = (3, MANY_KEYS) if "memory_key" in given else (MANY_KEYS, 0)
+        else:
+            length, mem_len = 70, 21 if "memory_key" in given else 0
+        if "query_positions" in given:
+            rows = {"few": 3, "more": 81, "": 60}[self.rows]
         return self_check.Problem(
             "first call",
             self.dtype,
             self.head_dim,
-            mem_len=self_check.Problem.mem_len if "memory_key" in self.tensors else 0,
-            mask="dense" if "mask" in self.tensors else "order" if "key_rank" in self.tensors else None,
-            stacked="query_positions" in self.tensors,
-            is_sorted="query_order" in self.tensors,
-            segments="segment_embed" in self.tensors,
+            length=length,
+            mem_len=mem_len,
+            mask="dense" if "mask" in given else "order" if "key_rank" in given else None,
+            rows=rows,
+            is_sorted="query_order" in given,
+            segments="segment_embed" in given,
             is_causal=ahead,
-            window=(20, 8 if ahead else length - 1) if behind else None,
+            window=(20, min(8, length - 2) if ahead else length - 1) if behind else None,
+            rel_batch=self.rel_batch,
             dropout_p=0.25 if self.has_dropout else 0.0,
             deterministic=self.deterministic,
-            has_gradients=self.has_gradients,
-            without=frozenset(_OPTIONAL) - frozenset(self.tensors),
+            needs=frozenset(name for name, needed in zip(INPUT_NAMES, self.needs, strict=False) if needed),
+            without=frozenset(_OPTIONAL) - given,
         )
 
 
 def kind_of(call: Call) -> Kind | None:
     """The kind of a call, whose numbers may still be None; None in a compiled graph that leaves head_dim free."""
-    query, head_dim, deterministic = call.query, fixed_size(call.query.shape[3]), call.deterministic
-    if head_dim is None:
-        return None
-    given = [name for name in INPUT_NAMES[:DIFFERENTIABLE] if getattr(call, name) is not None]
+    query, deterministic = call.query, call.deterministic
+    batch, heads, length, head_dim = query.shape
+    max_distance, memory, keys, rel_len = call.max_distance, mem_len(call), call.key.shape[2], call.rel_key.shape[-2]
+    if max_distance is None:
+        max_distance = memory + keys
+    are_free = False
+    if torch.compiler.is_compiling():
+        sizes: list[Any] = [head_dim, batch, heads, length, max_distance, memory, keys, rel_len]
+        head_dim, batch, heads, length, max_distance, memory, keys, rel_len = sizes = [*map(fixed_size, sizes)]
+        if head_dim is None:
+            return None
+        are_free = None in sizes
+    # Free sizes count as ordinary ones, because a comparison would fix them in the graph.
+    bounded, rows = (False, False), ""
+    if not are_free:
+        bounded = max_distance < memory + keys - 1, rel_len < max_distance + keys
+        if memory + keys >= max(MANY_KEYS, 16 * length) and batch * heads * -(-length // 128) <= 40:
+            rows = "few"
+        elif length > keys and call.query_positions is not None:
+            rows = "more"
+    inputs: tuple[Any, ...] = call[:DIFFERENTIABLE]
+    needs = _NO_GRADIENTS
+    if torch.is_grad_enabled():
+        needs = tuple([value is not None and value.requires_grad for value in inputs])
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     return Kind(
         query.dtype,
         head_dim,
-        tuple(name for name in _OPTIONAL if getattr(call, name) is not None),
-        _bounded(call),
-        call.dropout_p > 0,
-        deterministic,
+        tuple([value is not None for value in call[_FIRST_OPTIONAL:_END_OPTIONAL]]),
+        needs,
+        bounded,
+        call.rel_key.dim() == 4,
+        rows,
+        # Not the comparison itself, because compilers make it a symbol where dropout_p is an argument.
+        True if call.dropout_p > 0 else False,
+        deterministic and True in needs,
         float32_precision(query.device.type) if query.dtype == torch.float32 else 0,
-        torch.is_grad_enabled() and any(getattr(call, name).requires_grad for name in given),
     )
-
-
-def _bounded(call: Call) -> tuple[bool, bool]:
-    length, memory, rel_len = (fixed_size(size) for size in (call.key.shape[2], mem_len(call), call.rel_key.shape[-2]))
-    # Free sizes are not compared, because that would fix them in the graph.
-    if length is None or memory is None or rel_len is None:
-        return False, False
-    max_distance = memory + length if call.max_distance is None else fixed_size(call.max_distance)
-    if max_distance is None:
-        return False, False
-    return max_distance < memory + length - 1, rel_len < max_distance + length
 
 
 @constant_for_compilers
 def is_wanted(device: torch.device) -> bool:
     """Whether some backend of a device has to be compared."""
     wish = _wish()
-    return wish != "0" and (wish == "1" or device.type == "cuda")
+    if wish == "" and device.type == "cuda":
+        return any(not _is_vouched_for(name, device) for name in VOUCHED)
+    return wish == "1"
+
+
+def known_kind(name: str, call: Call) -> Kind | None:
+    """The kind of an unchecked call, if the backend was compared for it; None where the call may be wrong, too."""
+    try:
+        kind = kind_of(call)
+        return kind if kind is not None and (name, call.query.device, *kind) in _verdicts else None
+    except (AttributeError, IndexError, OverflowError, TypeError, ValueError):
+        return None
 
 
 _lock = threading.RLock()
 # The fault, or None. By device, because a machine may have GPUs of several kinds.
-_verdicts: dict[tuple[str, torch.device, Kind], str | None] = {}
+_verdicts: dict[tuple, str | None] = {}  # by backend, device and the fields of `Kind`
 _wrong: dict[tuple[str, str, torch.dtype], str] = {}  # one of the faults, by backend, device type and dtype
 
 
 @constant_for_compilers
 def check_once(name: str, device: torch.device, *kind) -> None:
     """Compare a backend with the reference at its first call of a kind; `kind`: the fields of `Kind`."""
-    key = name, device, Kind(*kind)
+    key = name, device, *kind
     if key in _verdicts or not _has_to_be_compared(name, device):
         return
     if transformed() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
@@ -126,15 +168,13 @@ def check_once(name: str, device: torch.device, *kind) -> None:
         if key not in _verdicts:
             remembered = _remembered(device)
             try:
-                if (about := _text(*key)) in remembered:
-                    reason = remembered[about]
-                else:
-                    reason = _compare(*key)
+                about = _text(name, kind)
+                reason = remembered[about] if about in remembered else _compare(name, device, Kind(*kind))
             except torch.OutOfMemoryError:
                 return  # not a verdict on the backend; the next call repeats the comparison
             _verdicts[key] = reason
             if reason is not None:
-                _wrong.setdefault((name, device.type, key[2].dtype), reason)
+                _wrong.setdefault((name, device.type, kind[0]), reason)
                 reason = f'backend "{name}" is not used for such calls, as {reason}'
                 warnings.warn(f"xlnet_kernels: {reason} ({_versions(device)})", RuntimeWarning, stacklevel=2)
 
@@ -145,7 +185,7 @@ def refusal(name: str, device: torch.device, dtype: torch.dtype, *kind) -> str |
     reason = _wrong.get((name, device.type, dtype))
     if reason is None or _wish() == "0":
         return None
-    return _verdicts.get((name, device, Kind(*kind)), reason) if kind else reason
+    return _verdicts.get((name, device, *kind), reason) if kind else reason
 
 
 def _compare(name: str, device: torch.device, kind: Kind) -> str | None:
@@ -153,24 +193,24 @@ def _compare(name: str, device: torch.device, kind: Kind) -> str | None:
     from . import _BACKENDS
 
     _LOGGER.info("comparing backend %s with the reference once, for calls like this one (%s)", name, kind)
-    is_lasting = True
+    is_lasting = device.type == "cuda"
     try:
         wrong = self_check.compare(_BACKENDS[name], kind.problem(), str(device))
         reason = f"its results are wrong on this device: {'; '.join(wrong)}" if wrong else None
     # Every exception of a compiler or driver, because the next backend may work.
     except Exception as failure:
-        if isinstance(failure, torch.OutOfMemoryError) or "is out of memory" in str(failure):
+        if isinstance(failure, torch.OutOfMemoryError) or "out of memory" in str(failure):
             raise torch.OutOfMemoryError(str(failure)) from failure
-        is_lasting = "CUDA error" not in str(failure)  # which other code may have caused
+        is_lasting = is_lasting and type(failure).__name__ in _LASTING
         reason = f"it could not be compared with the reference on this device: {type(failure).__name__}: {failure}"
     if reason is not None:
-        reason += ". XLNET_KERNELS_SELF_CHECK=0 uses it anyway"
-    if is_lasting and device.type == "cuda":
-        _remember(_text(name, device, kind), device, reason)
+        reason += f". {_AGAIN if is_lasting else ''}XLNET_KERNELS_SELF_CHECK=0 uses it anyway"
+    if is_lasting:
+        _remember(_text(name, kind), device, reason)
     return reason
 
 
-def _text(name: str, device: torch.device, kind: Kind) -> str:
+def _text(name: str, kind: tuple) -> str:
     return f"{name} {tuple(kind)}"
 
 
@@ -186,7 +226,7 @@ def _stack(device: torch.device) -> dict[str, str]:
     is_gpu = device.type == "cuda"
     return {
         "xlnet_kernels": __version__,
-        "sources": f"{_extension.build_record().get('sources')} {sources}",
+        "build": f"{_build()} {sources}",
         "Triton": triton,
         "torch": torch.__version__,
         "driver": gpus.driver() if is_gpu else "",
@@ -194,18 +234,23 @@ def _stack(device: torch.device) -> dict[str, str]:
     }
 
 
+def _build() -> str:
+    """The build of the compiled library: its record, and the time of its file."""
+    file = getattr(_extension.module, "__file__", None)
+    return f"{_extension.build_record()} {os.stat(file).st_mtime_ns}" if file else ""
+
+
 def _versions(device: torch.device) -> str:
-    return ", ".join(f"{name} {value}" for name, value in _stack(device).items() if value and name != "sources")
+    return ", ".join(f"{name} {value}" for name, value in _stack(device).items() if value and name != "build")
 
 
-@functools.cache
 def _remembered(device: torch.device) -> dict[str, str | None]:
     """Earlier processes' results with this stack, by `_text`."""
     found = {}
     if device.type == "cuda" and _wish() != "1":
         try:
-            lines = FILE.expanduser().read_text().splitlines()
-        except (OSError, RuntimeError, UnicodeDecodeError):  # RuntimeError: there is no home
+            lines = FILE.expanduser().read_text(errors="replace").splitlines()
+        except (OSError, RuntimeError):  # RuntimeError: there is no home
             lines = []
         for line in lines:
             try:

@@ -13,7 +13,8 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 def number(device: torch.device | None = None) -> int | None:
     """The number of a GPU, of the current one unless `device` names one; None on a machine without a GPU."""
-    if not torch.cuda.is_available():
+    # The first question is cheap, and true for every tensor on a GPU.
+    if not torch.cuda.is_initialized() and not torch.cuda.is_available():
         return None
     is_named = device is not None and device.type == "cuda" and device.index is not None
     return device.index if is_named else torch.cuda.current_device()  # type: ignore[union-attr]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._precision import float32_precision
+from .._torch import own_gradients
 from ..call import Call, collect
 from ..masks import RankMask
 from ..two_streams import RowPositions
@@ -38,13 +39,14 @@ class Problem:
     mask: str | None = "order"  # "order", "causal", "padding", "dense" or None
     segments: bool = True
     biases: bool = True
-    stacked: bool = False  # query rows of both streams, with repeated positions
+    rows: int | None = None  # L, at any positions, some of them repeated; None: a row for each position
     is_sorted: bool = False  # these positions as RowPositions
     is_causal: bool = False  # rel_key ends at distance 0
     window: tuple[int, int] | None = None  # rel_key has the distances from the first down to minus the second
+    rel_batch: bool = False  # rel_key of each sequence
     dropout_p: float = 0.0
     deterministic: bool = False
-    has_gradients: bool = True  # else forward alone
+    needs: frozenset[str] | None = None  # inputs with a gradient, none of which is of lse; None: all, and lse's too
     # Optional tensors of `Call` that are left out
     without: frozenset[str] = frozenset({"query_floor", "sees_self"})
 
@@ -53,10 +55,10 @@ class Problem:
         generator = torch.Generator("cpu").manual_seed(0)
         H, D, M, K = self.heads, self.head_dim, self.mem_len, self.length
         shapes: dict[str, tuple[int, ...]] = {name: (self.batch, H, K, D) for name in ("key", "value")}
-        shapes["query"] = (self.batch, H, self._rows(), D)
+        shapes["query"] = (self.batch, H, self.rows or K, D)
         ahead = 0 if self.is_causal else K - 1
         left, right = self.window or (M + K, ahead)
-        shapes["rel_key"] = (H, left + right + 1, D)
+        shapes["rel_key"] = (*[self.batch] * self.rel_batch, H, left + right + 1, D)
         if M:
             shapes |= {name: (self.batch, H, M, D) for name in ("memory_key", "memory_value")}
         if self.biases:
@@ -64,24 +66,25 @@ class Problem:
         if self.segments:
             shapes |= {"segment_embed": (2, H, D), "segment_bias": (H, D)}
         made = {name: torch.randn(shape, generator=generator, device="cpu") for name, shape in shapes.items()}
+        # As projections lay them out: heads beside each other.
+        by_row = [name for name, leaf in made.items() if leaf.dim() > 2 and name != "segment_embed"]
+        made |= {name: made[name].transpose(-3, -2).contiguous().transpose(-3, -2) for name in by_row}
         return {name: leaf.to(self.dtype) for name, leaf in made.items() if name not in self.without}
-
-    def _rows(self) -> int:
-        return self.length + self.length // 6 if self.stacked else self.length
 
     def call(self, leaves: dict[str, Tensor]) -> Call:
         """The call of `leaves`, on any device and of any dtype."""
         query = leaves["query"]
         generator = torch.Generator("cpu").manual_seed(1)
-        batch, keys, rows = self.batch, self.mem_len + self.length, self._rows()
+        batch, keys, rows = self.batch, self.mem_len + self.length, self.rows or self.length
 
         def integers(high: int, *shape: int) -> Tensor:
             return torch.randint(high, shape, generator=generator, device="cpu")
 
         place = torch.arange(self.length, device="cpu")
         positions = place.expand(batch, -1)
-        if self.stacked:
-            positions = torch.cat([positions, integers(self.length, batch, rows - self.length)], 1)
+        if self.rows is not None:
+            positions = torch.cat([positions, integers(self.length, batch, max(0, rows - self.length))], 1)[:, :rows]
+            positions = positions.flip(1)
         mask: RankMask | Tensor | None = None
         if self.mask == "order":
             order = torch.rand(batch, self.length, generator=generator, device="cpu").argsort(1)
@@ -99,7 +102,7 @@ class Problem:
         if self.is_sorted:
             sorted_rows = RowPositions(positions)
             vectors |= {"query_positions": sorted_rows.ascending, "query_order": sorted_rows.row}
-        elif self.stacked:
+        elif self.rows is not None:
             vectors["query_positions"] = positions
         if self.dropout_p:
             vectors["dropout_state"] = torch.tensor([20261122, 7], device="cpu")
@@ -120,17 +123,19 @@ class Problem:
         return RankMask(mask.query_rank, mask.key_rank, floor, "sees_self" not in self.without)
 
     def results(self, backend: ModuleType, dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
-        """out, lse and, with gradients, that of every leaf; in float64 on the CPU."""
+        """out, lse and the gradients, in float64 on the CPU."""
         leaves = {name: leaf.to(device, dtype) for name, leaf in self.leaves().items()}
-        for leaf in leaves.values():
-            leaf.requires_grad_(self.has_gradients)
+        needed = {
+            name: leaf.requires_grad_() for name, leaf in leaves.items() if self.needs is None or name in self.needs
+        }
         out, lse = backend.rel_attention(self.call(leaves))
         named = {"out": out, "lse": lse}
         generator = torch.Generator("cpu").manual_seed(2)
-        if self.has_gradients:
-            grads = [torch.randn(result.shape, generator=generator, device="cpu").to(result) for result in (out, lse)]
-            gradients = torch.autograd.grad((out, lse), [*leaves.values()], grads)
-            named |= {f"grad {name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+        if needed:
+            results = (out, lse) if self.needs is None else (out,)
+            grads = [torch.randn(result.shape, generator=generator, device="cpu").to(result) for result in results]
+            gradients = own_gradients(results, [*needed.values()], grads)
+            named |= {f"grad {name}": gradient for name, gradient in zip(needed, gradients, strict=True)}
         return {name: result.detach().to("cpu", torch.float64) for name, result in named.items()}
 
 
@@ -142,8 +147,8 @@ def problems() -> tuple[Problem, ...]:
         Problem("order", float32),
         Problem("order", bfloat16),
         Problem("order", float16),
-        Problem("two streams", bfloat16, stacked=True),
-        Problem("two streams", float32, stacked=True, head_dim=40),
+        Problem("two streams", bfloat16, rows=81),
+        Problem("two streams", float32, rows=81, head_dim=40),
         Problem("causal", bfloat16, mask="causal", is_causal=True),
         Problem("padding, causal", float16, mask="padding", is_causal=True),
         Problem("dense mask", bfloat16, mask="dense"),

@@ -263,7 +263,7 @@ def describe_for_amd(compiled: Compiled) -> dict:
 
 
 def cases(architectures: list[int | str], sample: bool) -> list[tuple]:
-    """(architecture, kind, head_dim, kernel, call): everything, or each kernel and class on one architecture."""
+    """(architecture, kind, head_dim, kernel, call): everything, or each class, and each kernel on each architecture."""
     every = [
         (architecture, kind, head_dim, kernel, call)
         for call in CALLS[:2]
@@ -274,10 +274,12 @@ def cases(architectures: list[int | str], sample: bool) -> list[tuple]:
     ]
     if not sample:
         return every
+    pairs = [
+        (index + turn, kernel) for turn in range(len(architectures)) for index, kernel in enumerate(tuning.KERNELS)
+    ]
     return [
-        (architectures[(index + turn) % len(architectures)], *kind_and_width, kernel, "order")
-        for index, kind_and_width in enumerate(CLASSES)
-        for turn, kernel in enumerate(tuning.KERNELS)
+        (architectures[place % len(architectures)], *CLASSES[number % len(CLASSES)], kernel, "order")
+        for number, (place, kernel) in enumerate(pairs)
     ]
 
 
@@ -293,7 +295,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = {str(name): name for name in SHARED_MEMORY}
     parser.add_argument("architectures", choices=known, nargs="+")
-    parser.add_argument("--sample", action="store_true", help="each kernel and class on one of the architectures")
+    parser.add_argument("--sample", action="store_true", help="each class, and each kernel on each architecture")
     parser.add_argument("--output", type=Path, help="write all of it into this file")
     options = parser.parse_args()
     rows = []

@@ -35,7 +35,7 @@ POSITIONS_SPILL = {"forward": 350, "backward": 650}
 
 
 @pytest.mark.parametrize(("direction", "spills"), [("forward", 0), ("backward", 160)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
 def test_warpgroup_kernels_keep_to_their_registers(direction, spills, dtype, tmp_path):
     """Wide heads spill, in backward or with positions; no wgmma waits for the one before or for what ptxas adds."""
     command = ["nvcc", "-std=c++20", "-O3", "-arch=sm_90a", f"-I{CUDA}", f"-I{CUDA.parent}", "-Xptxas", "-v", "-cubin"]
@@ -80,13 +80,13 @@ def test_compiles_for_gpus_that_are_not_here(architecture, tmp_path):
 
 ASSEMBLERS = [
     ("nvidia-cuda-nvcc-cu12==12.4.131", "cuda_nvcc"),
-    ("nvidia-cuda-nvcc-cu12==12.8.93", "cuda_nvcc"),
-    ("nvidia-cuda-nvcc-cu12==12.9.86", "cuda_nvcc"),
+    pytest.param("nvidia-cuda-nvcc-cu12==12.8.93", "cuda_nvcc", marks=pytest.mark.thorough),
+    pytest.param("nvidia-cuda-nvcc-cu12==12.9.86", "cuda_nvcc", marks=pytest.mark.thorough),
     ("nvidia-cuda-nvcc==13.5.37", "cu13"),
 ]
 
 
-@pytest.mark.parametrize(("requirement", "folder"), ASSEMBLERS, ids=[name for name, _ in ASSEMBLERS])
+@pytest.mark.parametrize(("requirement", "folder"), ASSEMBLERS)
 @pytest.mark.parametrize("direction", ["forward", pytest.param("backward", marks=pytest.mark.thorough)])
 def test_other_assemblers_run_products_side_by_side(direction, requirement, folder, tmp_path):
     """No warning that products wait for one another, and no register of a running product is touched."""

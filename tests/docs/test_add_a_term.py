@@ -277,8 +277,18 @@ PYTHON_EDITS = [edit for edit in edits() if edit[0].endswith(".py")]
 CPP_EDITS = [edit for edit in edits() if edit not in PYTHON_EDITS]
 
 
+def left_out_edits() -> list:
+    """Numbers of PYTHON_EDITS; in a normal run one of Triton's, whose kernels take seconds each."""
+    triton = [number for number, (name, _, _) in enumerate(PYTHON_EDITS) if "/triton/" in name]
+    marks = {number: [pytest.mark.thorough] for number in triton[1:]}
+    return [
+        pytest.param(number, marks=marks.get(number, []), id=f"{name}-{number}")
+        for number, (name, _, _) in enumerate(PYTHON_EDITS)
+    ]
+
+
 @NEEDS_TRITON
-@pytest.mark.parametrize("left_out", range(len(PYTHON_EDITS)), ids=lambda i: f"{PYTHON_EDITS[i][0]}-{i}")
+@pytest.mark.parametrize("left_out", left_out_edits())
 def test_a_forgotten_edit_fails(tree, in_fork, left_out):
     make(tree, PYTHON_EDITS[:left_out] + PYTHON_EDITS[left_out + 1 :])
     name, is_triton = PYTHON_EDITS[left_out][0], "/triton/" in PYTHON_EDITS[left_out][0]

@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 from tests import ROOT
-from tests.packaging.test_install import Environment
+from tests.packaging.test_install import Environment, compiler  # noqa: F401
 
 WRITE = ROOT / "build_backend" / "hugging_face" / "write.py"
 PACKAGES = [Path(entry) for entry in sys.path if entry.endswith("-packages")]
@@ -102,8 +102,8 @@ def test_a_full_folder_is_left_alone(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_kernels_loads_it(tmp_path):
-    environment = Environment(tmp_path / "env", compiler={}, borrow=PACKAGES)
+def test_kernels_loads_it(tmp_path, compiler):  # noqa: F811
+    environment = Environment(tmp_path / "env", compiler, borrow=PACKAGES)
     code, log = environment.pip("install", "kernels>=0.17", "kernel-abi-check", check=False)
     if code:
         pytest.skip(f"kernels cannot be installed here: {log.strip().splitlines()[-1]}")

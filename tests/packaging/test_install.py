@@ -1,8 +1,9 @@
 """Installs the package in real, throw-away virtual environments: every way in that the README names.
 
 Slow: each test makes an environment and most of them compile. One environment gets a real torch and pip; the others
-borrow them through a .pth file, and all compilers share a cache (cached_compiler.py). Isolated builds, which install
-build tools each time, are left to the tests that are about them.
+borrow them through a .pth file. All compilers, of all workers, share a cache and optimise less (cached_compiler.py):
+what `make` has installed for these tests is optimised in full. Isolated builds, which install build tools each time,
+are left to the tests that are about them.
 """
 
 import json
@@ -106,7 +107,10 @@ def compiler(tmp_path_factory):
     script = shlex.join([sys.executable, "-I", str(Path(__file__).with_name("cached_compiler.py"))])
     command.write_text(f'#!/bin/sh\nexec {script} "$@"\n')
     command.chmod(0o755)
-    return {"CXX": str(command), "REAL": real, "CACHE": str(folder)}
+    base = tmp_path_factory.getbasetemp()
+    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled-once"
+    cache.mkdir(exist_ok=True)
+    return {"CXX": str(command), "REAL": real, "CACHE": str(cache)}
 
 
 @pytest.fixture(scope="session")

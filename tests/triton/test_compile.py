@@ -1,6 +1,6 @@
 """The Triton kernels compiled for real GPUs, without one: what the compiler made of the table's configurations.
 
-One architecture for each kernel and class here; all of them are in benchmarks/results/triton-compiled.json.
+Each class, and each kernel on each architecture here; all of them are in benchmarks/results/triton-compiled.json.
 """
 
 from __future__ import annotations
@@ -116,9 +116,7 @@ def test_compiles_for_gpus_that_are_not_here(tmp_path):
     output = in_a_process(tmp_path, str(SCRIPT), "--sample", *map(str, ARCHITECTURES))
     report = [json.loads(line) for line in output.splitlines()]
     classes = {(kind, head_dim) for _, kind, head_dim in tuning.TABLE}
-    assert {(row["kernel"], row["kind"], row["head_dim"]) for row in report} == {
-        (kernel, *key) for kernel in tuning.KERNELS for key in classes
-    }
+    assert {(row["kind"], row["head_dim"]) for row in report} == classes
     assert {(row["kernel"], row["architecture"]) for row in report} == {
         (kernel, architecture) for kernel in tuning.KERNELS for architecture in ARCHITECTURES
     }

@@ -123,7 +123,7 @@ def serve_cpu() -> None:
     torch.library.impl(OPERATOR, "cpu", lambda *inputs: launch.forward(*inputs))
     torch.library.impl(f"{OPERATOR}_backward", "cpu", lambda *inputs: launch.backward(*inputs))
     backend.DEVICE, backend.DTYPES = "cpu", (torch.float16, torch.bfloat16, torch.float32)
-    backend._unavailable = lambda: None
+    backend._unavailable = lambda device: None
 
 
 # Kinds of calls, each compiled to kernels of its own

@@ -48,7 +48,7 @@ def package_backend(name: str) -> Callable[[Problem], Run]:
 
     def prepare(problem: Problem) -> Run:
         try:
-            choose(name, problem.query.device.type, problem.query.dtype, problem.query.shape[-1])
+            choose(name, problem.query.device, problem.query.dtype, problem.query.shape[-1])
         except RuntimeError as error:
             raise CannotRun(error) from error
         leaves = {field: _leaf(getattr(problem, field)) for field in Problem.INPUTS}

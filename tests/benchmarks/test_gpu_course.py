@@ -338,6 +338,7 @@ def commands(tmp_path) -> list[list[str]]:
 
 def test_the_commands_of_the_how_to_are_understood(commands, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     outputs = []
     for script, *arguments in commands:
         module = importlib.import_module(Path(script).stem)

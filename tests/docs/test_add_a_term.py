@@ -43,7 +43,7 @@ from lib.simt import on_host
 instances = {"forward_float32.cu", "backward_float32.cu"}
 sources = [path for path in on_host.SOURCES if path.parent.name != "instances" or path.name in instances]
 on_host.SOURCES = [*reversed(sources), ROOT / "one_dtype.cu"]
-on_host.unavailable, on_host.max_head_dim = lambda: None, lambda dtype, device=None: 128
+on_host.unavailable, on_host.max_head_dim = lambda device=None: None, lambda dtype, device=None: 128
 on_host.install()
 """,
 }

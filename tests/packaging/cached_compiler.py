@@ -39,7 +39,7 @@ def digest(real, args, source):
     """A digest of the compiler, the flags that name no folder, the source and all headers of its csrc."""
     flags = [arg for arg in without(args, "-o", "-MF", "-isystem") if not re.match(r"-I|.*\.cpp$", arg)]
     key = hashlib.sha256(repr((real, source.name, flags)).encode() + source.read_bytes())
-    root = next(folder for folder in source.parents if folder.name == "csrc")
+    root = next((folder for folder in source.parents if folder.name == "csrc"), source.parent)
     for header in sorted(path for path in root.rglob("*") if path.suffix in (".h", ".cuh")):
         key.update(repr(header.relative_to(root).as_posix()).encode() + header.read_bytes())
     return key.hexdigest()

@@ -7,7 +7,7 @@ Each is a module with:
 - `unavailable(device)`: the reason why it cannot be used there, or None;
 - `rel_attention(call)` as in reference.py.
 
-To add a backend, write such a module and name it here.
+To add a backend, write such a module and name it in registry.py.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 
 from .._torch import exports_to_onnx, transformed
-from . import cpu, cuda, exported, first_calls, reference, torch_blocks, triton
+from . import exported, first_calls, reference, torch_blocks
 from .first_calls import Kind
+from .registry import BACKENDS as _BACKENDS
 
 _LOGGER = logging.getLogger("xlnet_kernels")
-_BACKENDS = {"cpu": cpu, "cuda": cuda, "triton": triton, "torch": torch_blocks, "reference": reference}  # best first
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,9 @@ def _refusal(
     """Why the backend cannot serve this call, or None."""
     if backend is reference:
         return None
-    if backend.DEVICE not in (None, device.type):
-        return f"it serves {backend.DEVICE} tensors, query is on {device.type}"
+    device_type = device.type
+    if backend.DEVICE not in (None, device_type):
+        return f"it serves {backend.DEVICE} tensors, query is on {device_type}"
     if backend.DTYPES is not None and dtype not in backend.DTYPES:
         return f"it serves {', '.join(str(served) for served in backend.DTYPES)}, query is {dtype}"
     if transformed():

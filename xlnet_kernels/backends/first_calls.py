@@ -27,6 +27,7 @@ from .._torch import constant_for_compilers, fixed_size, transformed
 from .._version import __version__
 from ..call import DIFFERENTIABLE, INPUT_NAMES, Call, mem_len
 from . import gpus, self_check
+from .registry import BACKENDS
 from .triton import features
 
 _LOGGER = logging.getLogger("xlnet_kernels")
@@ -189,13 +190,10 @@ def refusal(name: str, device: torch.device, dtype: torch.dtype, *kind) -> str |
 
 
 def _compare(name: str, device: torch.device, kind: Kind) -> str | None:
-    # Here, because that module imports this one.
-    from . import _BACKENDS
-
     _LOGGER.info("comparing backend %s with the reference once, for calls like this one (%s)", name, kind)
     is_lasting = device.type == "cuda"
     try:
-        wrong = self_check.compare(_BACKENDS[name], kind.problem(), str(device))
+        wrong = self_check.compare(BACKENDS[name], kind.problem(), str(device))
         reason = f"its results are wrong on this device: {'; '.join(wrong)}" if wrong else None
     # Every exception of a compiler or driver, because the next backend may work.
     except Exception as failure:

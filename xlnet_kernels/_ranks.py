@@ -95,6 +95,32 @@ def hide_segment(key_rank: Tensor, padding: Tensor | None, mem_len: int) -> Tens
     return hide(key_rank, torch.nn.functional.pad(padding, (mem_len, 0)))
 
 
+def hide_first(key_rank: Tensor, padding: Tensor) -> Tensor:
+    """Ranks of memory and segment, with the padding (B, M) of the memory hidden."""
+    keys, length = key_rank.shape[1], padding.shape[1]
+    if length > keys:
+        raise ValueError(f"RankMask: padding of the memory must have at most the mask's {keys} keys, got {length}")
+    return hide(key_rank, torch.nn.functional.pad(padding, (0, keys - length)))
+
+
+def ranks_of_documents(document_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The rank of each key, its index in the order of documents; the first of its document, and the end of that."""
+    ids = check_integers("document_ids", document_ids)
+    in_documents, order = ids.sort(dim=1, stable=True)
+    place = positions_of(ids.shape[0], 0, ids.shape[1], ids.device)
+    place = torch.empty_like(place).scatter(1, order, place)
+    first = torch.searchsorted(in_documents, ids.contiguous(), out_int32=True)
+    end = torch.searchsorted(in_documents, ids.contiguous(), right=True, out_int32=True)
+    return place, first, end
+
+
+def stream_sees_self(stream: str) -> bool:
+    """Whether rows of a stream see their own keys."""
+    if stream not in ("content", "query"):
+        raise ValueError(f'RankMask: stream must be "content" or "query", got {shortened(stream)}')
+    return stream == "content"
+
+
 def ranks_see(query_rank: Tensor, key_rank: Tensor, query_floor: Tensor | None) -> Tensor:
     """(B, L, M + K) bool, the keys that each row sees by rank."""
     visible = key_rank[:, None, :] < query_rank[:, :, None]

@@ -107,7 +107,8 @@ def below_autograd(wanted: bool = True) -> AbstractContextManager:
 def own_gradients(results: Sequence[Tensor], leaves: list[Tensor], grads: list[Tensor]) -> tuple[Tensor, ...]:
     """torch.autograd.grad in this thread, and without the user's compiled autograd.
 
-    Otherwise a call from a thread that holds a lock, or is autograd's own, waits for itself. When `_disable` goes:
+    Otherwise a call from a thread that holds a lock, or is autograd's own, waits for itself. The switch of compiled
+    autograd is that of all threads. When `_disable` goes:
     another switch of compiled autograd, which is off unless its module is loaded.
     """
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")

@@ -40,7 +40,7 @@ def attend(call: Call, backend: str | None) -> tuple[Tensor, Tensor] | None:
     if name is None or (backend is not None and backend != name):
         return None
     kind = None
-    if first_calls.is_wanted(device):
+    if first_calls.has_to_be_compared(name, device):
         kind = first_calls.known_kind(name, call)
         if kind is None:
             return None

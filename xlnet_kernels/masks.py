@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ._checks import check_matrix, check_range, shortened
+from ._checks import check_matrix, check_range
 from ._ranks import (
     HIGHEST,
     LOWEST,
@@ -18,12 +18,15 @@ from ._ranks import (
     check_integers,
     check_sizes,
     hide,
+    hide_first,
     hide_segment,
     no_token,
     own_key,
     positions_of,
+    ranks_of_documents,
     ranks_see,
     steps_of,
+    stream_sees_self,
     warn_of_inversion,
     with_memory,
 )
@@ -69,9 +72,8 @@ class RankMask:
     def __post_init__(self) -> None:
         for name in ("query_rank", "key_rank", "query_floor"):
             rank = getattr(self, name)
-            if rank is None and name == "query_floor":
-                continue
-            object.__setattr__(self, name, as_ranks(name, rank))
+            if rank is not None or name != "query_floor":
+                object.__setattr__(self, name, as_ranks(name, rank))
         rows = tuple(self.query_rank.shape)
         if self.query_floor is not None and tuple(self.query_floor.shape) != rows:
             raise ValueError(
@@ -254,13 +256,7 @@ class RankMask:
         >>> RankMask.packed(torch.tensor([[7, 7, 7, 2, 2]]), causal=True).to_bool().int().tolist()[0]
         [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 1, 1]]
         """
-        ids = check_integers("document_ids", document_ids)
-        # A key's rank is its index in the order of documents.
-        in_documents, order = ids.sort(dim=1, stable=True)
-        place = positions_of(ids.shape[0], 0, ids.shape[1], ids.device)
-        place = torch.empty_like(place).scatter(1, order, place)
-        first = torch.searchsorted(in_documents, ids.contiguous(), out_int32=True)
-        end = torch.searchsorted(in_documents, ids.contiguous(), right=True, out_int32=True)
+        place, first, end = ranks_of_documents(document_ids)
         key_rank = hide_segment(place, padding, 0)
         return cls(place if causal else end, key_rank, first, sees_self=causal, one_stream=not causal)
 
@@ -358,13 +354,8 @@ class RankMask:
         >>> RankMask.causal(1, 2, mem_len=2).hide_memory(torch.tensor([[True, False]])).to_bool().int().tolist()
         [[[0, 1, 1, 0], [0, 1, 1, 1]]]
         """
-        batch, length = check_flags("padding", padding).shape
-        mask = self.expand(batch)
-        keys = mask.key_rank.shape[1]
-        if length > keys:
-            raise ValueError(f"RankMask: padding of the memory must have at most the mask's {keys} keys, got {length}")
-        key_rank = hide(mask.key_rank, torch.nn.functional.pad(padding, (0, keys - length)))
-        return RankMask(mask.query_rank, key_rank, mask.query_floor, mask.sees_self, mask.one_stream)
+        mask = self.expand(check_flags("padding", padding).shape[0])
+        return replace(mask, key_rank=hide_first(mask.key_rank, padding))
 
     def for_stream(self, stream: str) -> RankMask:
         """This mask's ranks for the "content" stream (sees itself) or the "query" stream (does not).
@@ -372,7 +363,7 @@ class RankMask:
         Raises:
             ValueError: the mask is of `one_stream`, whose ranks show a query row its own token.
         """
-        sees_self = _sees_self(stream)
+        sees_self = stream_sees_self(stream)
         if self.one_stream and not sees_self:
             raise ValueError(
                 "RankMask: these ranks show a query row its own token: give mask.hide_targets(targets).for_stream(...)"
@@ -394,23 +385,15 @@ class RankMask:
             query_positions: (B, L) position of each row in the current segment; default 0 .. L-1.
             mem_len: M; default (M + K) - L, right where the rows are the whole segment.
         """
-        sees_self = self.sees_self if stream is None else _sees_self(stream)
+        sees_self = self.sees_self if stream is None else stream_sees_self(stream)
         hides_self = self.one_stream and stream == "query"
         visible = ranks_see(self.query_rank, self.key_rank, self.query_floor)
         if sees_self is False and not hides_self:
             return visible
         length, keys = self.query_rank.shape[1], self.key_rank.shape[1]
-        if mem_len is None:
-            mem_len = keys - length
         if query_positions is None:
             query_positions = torch.arange(length, device=visible.device)[None]
-        own = own_key(query_positions, mem_len, keys)
+        own = own_key(query_positions, keys - length if mem_len is None else mem_len, keys)
         if hides_self:
             return visible & ~own
         return visible | (own & sees_self[:, :, None] if isinstance(sees_self, Tensor) else own)
-
-
-def _sees_self(stream: str) -> bool:
-    if stream not in ("content", "query"):
-        raise ValueError(f'RankMask: stream must be "content" or "query", got {shortened(stream)}')
-    return stream == "content"

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 SAMPLE = Path(__file__).with_name("sample.cu")
 CUDA = ROOT / "csrc" / "cuda"
-# (kernel, dtype, head_dim) of the sample; packaging/test_install_cuda.py has all of them for sm_80
+# (kernel, dtype, head_dim) of the sample; thorough tests of packaging/test_install_cuda.py have all for sm_80
 KERNELS = {
     (kernel, dtype, width)
     for kernel in ("forward", "backward")

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import xlnet_kernels as xk
 from tests.cases import make
-from tests.operator.fake_backend import forget, installed
-from xlnet_kernels.backends import first_calls
+from tests.operator.fake_backend import BACKENDS, forget, installed
+from xlnet_kernels.backends import first_calls, gpus
 from xlnet_kernels.call import INPUT_NAMES
 from xlnet_kernels.functional import collect
 
@@ -179,7 +179,7 @@ def test_a_comparison_precedes_a_compiled_graph(use, fault, has_gradients, has_m
         found = torch.compile(one_call, backend="eager", fullgraph=True)(*given)
     assert sum("is not used" in str(warning.message) for warning in caught) == is_wrong
     (kind,) = (first_calls.Kind(*key[2:]) for key in first_calls._verdicts)
-    assert (any(kind.needs), kind.problem().mask == "order") == (has_gradients, has_mask)
+    assert (any(kind.needs), kind.problems()[0].mask == "order") == (has_gradients, has_mask)
     assert (found == 1).all() and torch.equal(found, one_call(*given)) and len(first_calls._verdicts) == 1
 
 
@@ -201,6 +201,13 @@ def test_a_graph_with_free_sizes(use):
     assert (compiled(3, 24) == 1).all() and len(first_calls._verdicts) == 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_fake_gpu_is_not_asked(monkeypatch):
+    """torch.export for a GPU on a machine without one."""
+    monkeypatch.setattr(first_calls, "_wish", lambda: "")
+    assert not first_calls.is_wanted(DEVICE)
+
+
 def test_nothing_is_compared_while_a_cuda_graph_is_captured(use, monkeypatch):
     fake = use()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -212,10 +219,11 @@ def test_nothing_is_compared_while_a_cuda_graph_is_captured(use, monkeypatch):
 def test_a_gpu_is_asked_unless_a_result_vouches_for_it(monkeypatch, capability):
     monkeypatch.setattr(first_calls, "_wish", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(gpus, "number", lambda device: 0)
     monkeypatch.setattr(first_calls, "VOUCHED", {"cuda": frozenset({(9, 0)}), "triton": frozenset()})
     first_calls._is_vouched_for.cache_clear()
     for device, name in (("cuda", "cuda"), ("cuda", "triton"), ("cpu", "cpu")):
-        asked = first_calls._has_to_be_compared(name, torch.device(device))
+        asked = first_calls.has_to_be_compared(name, torch.device(device))
         assert asked == (device == "cuda" and not (name == "cuda" and capability == (9, 0)))
     first_calls._is_vouched_for.cache_clear()
 
@@ -223,8 +231,10 @@ def test_a_gpu_is_asked_unless_a_result_vouches_for_it(monkeypatch, capability):
 ROWS = {
     "each": {"length": 7},
     "some": {"length": 5, "positions": True},
+    "sorted": {"length": 5, "positions": True},
     "more": {"length": 9, "positions": True},
     "few": {"length": 5, "mem": 2100},
+    "few without memory": {"length": 2, "keys": 2200},
     "few, positions": {"length": 2, "keys": 2200, "positions": True},
 }
 
@@ -240,13 +250,15 @@ def test_the_compared_problem_is_of_the_calls_kind(use, mask, rows, segments, bi
     fake = use()
     given = {"keys": 7 if "few" not in rows else ROWS[rows]["length"]} | ROWS[rows]
     problem = make(mask=mask, segments=segments, biases=biases, rel_batch=rel_batch, **given)
+    if rows == "sorted":
+        problem = problem.with_options(query_positions=xk.RowPositions(problem.options["query_positions"]))
     if how == "one gradient":
         for name in problem.leaves.keys() - {"key"}:
             problem.leaves[name].requires_grad_(False)
     with torch.set_grad_enabled(how != "no gradients"):
         problem.run(None, "cpu", deterministic=how == "deterministic", dropout_p=0.1 if how == "dropout" else 0.0)
-    compared, own = fake.kinds
-    assert compared == own
+    *compared, own = fake.kinds
+    assert compared[0] == own and len(compared) == 1 + (own.rows == "few")
 
 
 def test_an_unchecked_call_of_the_fast_path_is_not_compared(use):
@@ -261,6 +273,9 @@ def test_an_unchecked_call_of_the_fast_path_is_not_compared(use):
     assert first_calls.known_kind("fake", plain) is None
     call()
     assert first_calls.known_kind("fake", plain) is not None
+    with pytest.raises(ValueError, match="key is a nested tensor"):
+        x = torch.ones(1, 1, 3, 8)
+        xk.rel_attention(x, torch.nested.nested_tensor([torch.ones(1, 3, 8)]), x, torch.ones(1, 6, 8))
     for wrong in ({"key": 1}, {"max_distance": "far"}, {"deterministic": []}, {"dropout_p": None}):
         assert first_calls.known_kind("fake", plain._replace(**wrong)) is None
 
@@ -274,15 +289,14 @@ def test_gradients_of_a_recomputation_in_backward(use):
     assert x.grad is not None and fake.calls == 4 and len(first_calls._verdicts) == 2
 
 
-@pytest.mark.parametrize("dropout", [(0.1, 0.2, 0.3)])
-def test_a_compiled_graph_may_take_dropout_as_an_argument(use, dropout):
+def test_a_compiled_graph_may_take_dropout_as_an_argument(use):
     use()
     torch.compiler.reset()
     x, rel_key = torch.ones(1, 1, 3, 8), torch.ones(1, 6, 8)
     graph = torch.compile(
         lambda p: xk.rel_attention(x, x, x, rel_key, dropout_p=p, backend="fake"), backend="eager", fullgraph=True
     )
-    for probability in dropout:
+    for probability in (0.1, 0.2, 0.3):
         assert graph(probability).shape == x.shape
 
 
@@ -299,8 +313,34 @@ def test_compiled_autograd_of_the_user_is_left_out(use, monkeypatch):
 
 @pytest.mark.parametrize("bounded", [*itertools.product([False, True], repeat=2)])
 def test_the_problem_of_a_window_has_the_window(bounded):
-    compared = PLAIN._replace(bounded=bounded).problem()
-    assert first_calls.kind_of(compared.call(compared.leaves())).bounded == bounded
+    for rows in ("", "few"):
+        kind = PLAIN._replace(bounded=bounded, rows=rows)
+        for problem in kind.problems():
+            assert first_calls.kind_of(problem.call(problem.leaves())).bounded == bounded
+
+
+@pytest.mark.parametrize("given", [("memory_key", "memory_value"), ("query_positions", "query_order"), ()], ids=str)
+@pytest.mark.parametrize("rows", ["", "few"])
+def test_no_gradient_of_the_problem_is_zero(given, rows):
+    """With a mask that has a floor; an input without effect could be read wrongly."""
+    names = (*given, "query_rank", "key_rank", "query_floor", "content_bias", "position_bias")
+    kind = PLAIN._replace(given=tuple(name in names for name in first_calls._OPTIONAL), needs=(True,) * 10, rows=rows)
+    for problem in kind.problems():
+        found = problem.results(BACKENDS["reference"], torch.float64)
+        assert len(found) > 7 and all(values.abs().max() > 1e-3 for values in found.values())
+
+
+def test_an_order_of_rows_is_compared(use):
+    """A backend that takes rows in ascending order for the rows themselves is found."""
+
+    def ignores_order(call):
+        return call.query_order is not None
+
+    use(wrong_when=ignores_order)
+    rows = xk.RowPositions(torch.tensor([[2, 0, 1]]))
+    with pytest.warns(RuntimeWarning, match="is not used"):
+        call(query_positions=rows)
+    assert [first_calls.Kind(*key[2:]).problems()[0].positions for key in first_calls._verdicts] == ["sorted"]
 
 
 def test_every_optional_tensor_is_part_of_a_kind():

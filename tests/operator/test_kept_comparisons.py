@@ -24,6 +24,7 @@ def gpu(monkeypatch, tmp_path):
     forget(monkeypatch)
     monkeypatch.setattr(first_calls, "_wish", lambda: "")
     monkeypatch.setattr(first_calls, "_is_vouched_for", lambda name, device: False)
+    monkeypatch.setattr(gpus, "number", lambda device: device.index)
     monkeypatch.setattr(first_calls, "FILE", tmp_path / "cache" / "self_check.jsonl")
     monkeypatch.setattr(first_calls, "_stack", lambda device: STACK | {"device": f"GPU {device.index}"})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -58,18 +58,21 @@ class Kind(NamedTuple):
     deterministic: bool
     float32_precision: int
 
-    def problem(self) -> self_check.Problem:
-        """A small problem of this kind."""
+    def problems(self) -> tuple[self_check.Problem, ...]:
+        """Small problems of this kind. Kernels for few rows also serve as others do, by the GPU's processors."""
+        return (self._problem(self.rows),) if self.rows != "few" else (self._problem("few"), self._problem(""))
+
+    def _problem(self, kind_of_rows: str) -> self_check.Problem:
         given = {name for name, is_given in zip(_OPTIONAL, self.given, strict=True) if is_given}
         behind, ahead = self.bounded
-        length = mem_len = 0
-        rows: int | None = None
-        if self.rows == "few":
-            length, mem_len = (3, MANY_KEYS) if "memory_key" in given else (MANY_KEYS, 0)
-        else:
-            length, mem_len = 70, 21 if "memory_key" in given else 0
-        if "query_positions" in given:
-            rows = {"few": 3, "more": 81, "": 60}[self.rows]
+        is_few = kind_of_rows == "few"
+        # K and M of calls with and without memory
+        sizes = ((MANY_KEYS // 2, MANY_KEYS // 2), (MANY_KEYS, 0)) if is_few else ((70, 21), (70, 0))
+        length, mem_len = sizes["memory_key" not in given]
+        has_positions = "query_positions" in given
+        rows = {"few": 3, "more": 81, "": 60 if has_positions else None}[kind_of_rows]
+        # Wide enough for keys in parts, where rows are few
+        left = MANY_KEYS - 100 if is_few else 20
         return self_check.Problem(
             "first call",
             self.dtype,
@@ -78,10 +81,10 @@ class Kind(NamedTuple):
             mem_len=mem_len,
             mask="dense" if "mask" in given else "order" if "key_rank" in given else None,
             rows=rows,
-            is_sorted="query_order" in given,
+            positions="sorted" if "query_order" in given else "unsorted" if has_positions else None,
             segments="segment_embed" in given,
             is_causal=ahead,
-            window=(20, min(8, length - 2) if ahead else length - 1) if behind else None,
+            window=(left, 8 if ahead else length - 1) if behind else None,
             rel_batch=self.rel_batch,
             dropout_p=0.25 if self.has_dropout else 0.0,
             deterministic=self.deterministic,
@@ -136,10 +139,15 @@ def kind_of(call: Call) -> Kind | None:
 @constant_for_compilers
 def is_wanted(device: torch.device) -> bool:
     """Whether some backend of a device has to be compared."""
+    return any(has_to_be_compared(name, device) for name in VOUCHED)
+
+
+def has_to_be_compared(name: str, device: torch.device) -> bool:
+    """Whether a backend is compared on a device; not on fake GPUs."""
     wish = _wish()
-    if wish == "" and device.type == "cuda":
-        return any(not _is_vouched_for(name, device) for name in VOUCHED)
-    return wish == "1"
+    if wish == "" and device.type == "cuda" and gpus.number(device) is not None:
+        return not _is_vouched_for(name, device)
+    return wish == "1" and name != "reference"
 
 
 def known_kind(name: str, call: Call) -> Kind | None:
@@ -147,7 +155,7 @@ def known_kind(name: str, call: Call) -> Kind | None:
     try:
         kind = kind_of(call)
         return kind if kind is not None and (name, call.query.device, *kind) in _verdicts else None
-    except (AttributeError, IndexError, OverflowError, TypeError, ValueError):
+    except (AttributeError, IndexError, OverflowError, RuntimeError, TypeError, ValueError):
         return None
 
 
@@ -161,7 +169,7 @@ _wrong: dict[tuple[str, str, torch.dtype], str] = {}  # one of the faults, by ba
 def check_once(name: str, device: torch.device, *kind) -> None:
     """Compare a backend with the reference at its first call of a kind; `kind`: the fields of `Kind`."""
     key = name, device, *kind
-    if key in _verdicts or not _has_to_be_compared(name, device):
+    if key in _verdicts or not has_to_be_compared(name, device):
         return
     if transformed() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return
@@ -193,7 +201,8 @@ def _compare(name: str, device: torch.device, kind: Kind) -> str | None:
     _LOGGER.info("comparing backend %s with the reference once, for calls like this one (%s)", name, kind)
     is_lasting = device.type == "cuda"
     try:
-        wrong = self_check.compare(BACKENDS[name], kind.problem(), str(device))
+        found = (self_check.compare(BACKENDS[name], problem, str(device)) for problem in kind.problems())
+        wrong = next(filter(None, found), None)
         reason = f"its results are wrong on this device: {'; '.join(wrong)}" if wrong else None
     # Every exception of a compiler or driver, because the next backend may work.
     except Exception as failure:
@@ -270,12 +279,6 @@ def _remember(about: str, device: torch.device, reason: str | None) -> None:
             stream.write(f"{line}\n")
     except (OSError, RuntimeError):
         _LOGGER.debug("no results of comparisons in %s", FILE, exc_info=True)
-
-
-def _has_to_be_compared(name: str, device: torch.device) -> bool:
-    if name == "reference" or not is_wanted(device):
-        return False
-    return _wish() == "1" or not _is_vouched_for(name, device)
 
 
 # Cached, because reading the environment takes a tenth of a small call's time.

@@ -19,7 +19,13 @@ TAKES = {
     "XLNET_KERNELS_SKIP_EXT": "0 or 1",
 }
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton's own variable, which it reads at import too
-OF_TESTS = ("XLNET_KERNELS_MACHINE", "XLNET_KERNELS_POISON", "XLNET_KERNELS_RESUME", "XLNET_KERNELS_TRANSFORMERS")
+OF_TESTS = (
+    "XLNET_KERNELS_EVERY_CASE",
+    "XLNET_KERNELS_MACHINE",
+    "XLNET_KERNELS_POISON",
+    "XLNET_KERNELS_RESUME",
+    "XLNET_KERNELS_TRANSFORMERS",
+)
 
 
 def read(name: str, is_right: Callable[[str], bool]) -> str:

@@ -82,6 +82,7 @@ struct BackwardTask {
   const Sizes<T>& sizes;
   const Chunk& chunk;
   const Scratch& scratch;
+  const NextSequence& next;
   KeyRange range = {};
   int64_t row = 0;  // of the block's first, in the chunk
 };
@@ -97,7 +98,7 @@ struct RowStatistics {
 template <typename T, typename Scratch>
 static void load_output_gradients(const BackwardTask<T, Scratch>& task, const RowBlock<T>& block,
                                   RowStatistics<T>& statistics) {
-  const auto& [p, g, wanted, sizes, chunk, scratch, range, row] = task;
+  const auto& [p, g, wanted, sizes, chunk, scratch, next, range, row] = task;
   const int64_t head_row = (block.b * p.heads + block.h) * p.length;
   for (int64_t r = 0; r < block.count; ++r) {
     const int64_t row_index = block.row_index[r];
@@ -205,7 +206,7 @@ static void add_rel_key_gradients(const BackwardTask<T>& task, const RowBlock<T>
 template <typename T, typename Scratch>
 static void store_rows(const BackwardTask<T, Scratch>& task, const BlockRows<T>& block,
                        const RowStatistics<T>& statistics) {
-  const auto& [p, g, wanted, sizes, chunk, scratch, range, row] = task;
+  const auto& [p, g, wanted, sizes, chunk, scratch, next, range, row] = task;
   const auto& sums = scratch.sums;
   const SegmentTerms<T>& terms = scratch.terms.segments;
   const T scale = static_cast<T>(p.scale), unscale = static_cast<T>(LN2);
@@ -243,15 +244,14 @@ static void store_rows(const BackwardTask<T, Scratch>& task, const BlockRows<T>&
 
 template <typename T>
 static void backward_block(const BackwardTask<T>& task, const RowBlock<T>& block) {
-  const auto& [p, g, wanted, sizes, chunk, scratch, range, row] = task;
-  const int64_t rows = block.padded(PANEL_ROWS);
+  const auto& [p, g, wanted, sizes, chunk, scratch, next, range, row] = task;
   RowStatistics<T> statistics;
   T* dP[BLOCK_M];
   for (int64_t r = 0; r < BLOCK_M; ++r) dP[r] = scratch.dP + r * BackwardScratch<T>::STRIDE;
   load_output_gradients(task, block, statistics);
   for (int64_t r = 0; !range.is_first && r < block.count; ++r)
     statistics.segments.resume(r, scratch.segment_sums + (row + r) * SegmentRowSums<T>::NUMBERS);
-  transpose_row_panels(scratch.dO, block.count, sizes.padded_dim, p.head_dim, scratch.dO_panels);
+  transpose_row_panels(scratch.dO, block.count, sizes.padded_dim, p.head_dim, Panels<T>{scratch.dO_panels});
   clear(block.padded(ROW_ROWS) * sizes.padded_dim, scratch.dQ_content, scratch.dQ_position);
 
   TileScheduler tiles(p, chunk, scratch.keys.ranks, block.mask, BACKWARD_BLOCK_N, range);
@@ -261,11 +261,12 @@ static void backward_block(const BackwardTask<T>& task, const RowBlock<T>& block
     content_scores(p, block, scratch.key_panels, tile);
     probability_gradients(task, block, tile, dP);
     for (int64_t r = 0; r < block.count; ++r) {
+      if (first == 0) next.prefetch(block.row_index[r]);
       const VisibleKeys<T> visible = segments_and_mask(p, scratch.keys, block, r, tile, StoredScores<T>{tile.score[r]});
       softmax_backward(task, block, r, visible.count, tile, dP[r], statistics);
     }
     tile.clear_corners(block.count);
-    tile.repeat_last_row(block.count, rows);
+    tile.repeat_last_row(block.count, block.padded(ROW_ROWS));
     if (wanted.query) add_query_gradients(task, block, tile);
     if (wanted.key || wanted.value) add_key_gradients(task, block, tile, dP);
     if (wanted.rel_key) add_rel_key_gradients(task, block, tile);
@@ -291,11 +292,8 @@ static bool for_each_backward_task(const RelAttention& p, const RelAttentionGrad
     const Scratch scratch(carver, sizes, p.head_dim);
     RowBlock<T> block(carver, sizes);
     scratch.load(p, sizes, chunk);
-    if (!sizes.ends_run(chunk.b, p.batch)) {
-      prefetch_inputs(p, chunk.b + 1, chunk.h);
-      prefetch_rows(p, g.out, chunk.b + 1, chunk.h, p.length);
-    }
-    body(BackwardTask<T, Scratch>{p, g, wanted, sizes, chunk, scratch}, block);
+    const NextSequence next{p, chunk.b + 1, chunk.h, !sizes.ends_run(chunk.b, p.batch), g.out};
+    body(BackwardTask<T, Scratch>{p, g, wanted, sizes, chunk, scratch, next}, block);
     if (sizes.chunks == 1) scratch.sums.add_keys(g, wanted, p, sizes, chunk);  // no other task has them
     if (!sizes.ends_run(chunk.b, p.batch)) return;
     const int64_t ticket = chunk.index * p.batch + chunk.b;
@@ -310,7 +308,7 @@ static bool for_each_backward_task(const RelAttention& p, const RelAttentionGrad
 // All rows of a chunk, range by range of its keys
 template <typename T>
 static void backward_chunk(const BackwardTask<T>& task, RowBlock<T>& block) {
-  const auto& [p, g, wanted, sizes, chunk, scratch, range, row] = task;
+  const auto& [p, g, wanted, sizes, chunk, scratch, next, range, row] = task;
   // Where rel_key has no row for most pairs, rows in the order of their positions see no more than a range anyway.
   const bool is_long = p.rel_len > RANGE_GROUPS * KEY_GROUP;
   const int64_t groups = chunk.key_groups;
@@ -319,7 +317,7 @@ static void backward_chunk(const BackwardTask<T>& task, RowBlock<T>& block) {
     const KeyRange some{groups * i / ranges, groups * (i + 1) / ranges, i == 0, i == ranges - 1};
     for (int64_t begin = chunk.begin; begin < chunk.end; begin += block.count) {
       load_rows(p, sizes, scratch.terms, chunk, begin, block);
-      backward_block({p, g, wanted, sizes, chunk, scratch, some, begin - chunk.begin}, block);
+      backward_block({p, g, wanted, sizes, chunk, scratch, next, some, begin - chunk.begin}, block);
     }
   }
 }

@@ -50,7 +50,7 @@ static void add_multiples(const T* factors, const T* row, int64_t dim, int64_t c
 template <typename T, int ROWS>
 static void few_rows_query_gradients(const BackwardTask<T, FewRowsBackwardScratch<T>>& task, const RowSequence& keys,
                                      const FewRowsWindow<T, ROWS>& window, const FewRowsTile<T>& tile) {
-  const auto& [p, g, wanted, sizes, chunk, scratch, range, row] = task;
+  const auto& [p, g, wanted, sizes, chunk, scratch, next, range, row] = task;
   constexpr int64_t STRIDE = FewRowsBackwardScratch<T>::STRIDE;
   const int64_t dim = sizes.padded_dim;
   for (int64_t j = 0, some; wanted.query && j < tile.count; j += some) {
@@ -67,7 +67,7 @@ static void few_rows_query_gradients(const BackwardTask<T, FewRowsBackwardScratc
 
 template <typename T, int ROWS>
 static void few_rows_backward(const BackwardTask<T, FewRowsBackwardScratch<T>>& task, const RowBlock<T>& block) {
-  const auto& [p, g, wanted, sizes, chunk, scratch, range, row] = task;
+  const auto& [p, g, wanted, sizes, chunk, scratch, next, range, row] = task;
   constexpr int64_t STRIDE = FewRowsBackwardScratch<T>::STRIDE;
   const int64_t b = block.b, h = block.h, dim = sizes.padded_dim;
   RowSequence keys = keys_of(p, p.memory.key, p.keys.key, chunk);

@@ -6,6 +6,7 @@
 //   rows:   [k][n], for products over keys or query rows (V, K, R, Q, dO).
 #pragma once
 
+#include "arithmetic.h"
 #include "vector.h"
 #ifdef MULTIPLIES_BY_LANE
 #include "tile_neon.h"
@@ -91,15 +92,17 @@ static __attribute__((noinline)) void panel_product(const T* row_panel, const T*
 template <typename T, bool FIRST>
 INLINE void panel_product(const T* row_panel, const T* panels, int64_t depth, T* const* c, int64_t column,
                           int64_t begin, int64_t end) {
-  static_assert(PANEL_COLUMNS == 2, "a register tile is two vectors wide, or one");
-  const int64_t middle = column + LANES<T>;
-  const bool left = begin < middle && end > column, right = begin < column + PANEL_WIDTH<T> && end > middle;
-  if (left && right) {
+  static_assert(PANEL_COLUMNS == 2 || PANEL_COLUMNS == 3, "a register tile is up to three vectors wide");
+  const int64_t first = larger(begin - column, 0) / LANES<T>;
+  const int64_t last = smaller((end - column + LANES<T> - 1) / LANES<T>, PANEL_COLUMNS);
+  panels += first * LANES<T> * depth;
+  column += first * LANES<T>;
+  if (last - first == PANEL_COLUMNS) {
+    panel_product<T, FIRST, PANEL_COLUMNS>(row_panel, panels, depth, c, column);
+  } else if (PANEL_COLUMNS > 2 && last - first == 2) {
     panel_product<T, FIRST, 2>(row_panel, panels, depth, c, column);
-  } else if (left) {
+  } else if (last - first == 1) {
     panel_product<T, FIRST, 1>(row_panel, panels, depth, c, column);
-  } else if (right) {
-    panel_product<T, FIRST, 1>(row_panel, panels + LANES<T> * depth, depth, c, middle);
   }
 }
 

@@ -4,9 +4,9 @@
 #define INSTANCE_NAME "avx512"
 #define KERNELS avx512_kernels
 #define VECTOR_BYTES 64
-// 32 registers: sums of 12 x 2 vectors over panels, of 6 x 4 over rows
-#define PANEL_TILE_ROWS 12
-#define PANEL_TILE_COLUMNS 2
+// 32 registers: sums of 8 x 3 vectors over panels, of 6 x 4 over rows
+#define PANEL_TILE_ROWS 8
+#define PANEL_TILE_COLUMNS 3
 #define ROW_TILE_ROWS 6
 #define ROW_TILE_COLUMNS 4
 #include "instruction_set.h"

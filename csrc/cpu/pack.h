@@ -121,23 +121,33 @@ INLINE int64_t bytes_of(DType dtype) { return dtype == DType::float64 ? 8 : dtyp
 constexpr int64_t ROWS_AHEAD = 16;  // rows between the one that is read and the one that is prefetched
 
 // Prefetches a row that is read or written soon, because the hardware does not predict rows of one head that lie far
-// apart. `size`: bytes of a number.
+// apart. `size`: bytes of a number. CACHE: the level that it goes to.
+template <int CACHE = 1>
 INLINE void prefetch_row(const RelAttention& p, const Tensor4& t, int64_t b, int64_t h, int64_t row, int64_t size) {
   if (t.data == nullptr || t.stride[3] != 1) return;
   const char* data = static_cast<const char*>(t.data) + row_start(t, b, h, row) * size;
-  for (int64_t byte = 0; byte < p.head_dim * size; byte += 64) __builtin_prefetch(data + byte);
-}
-INLINE void prefetch_rows(const RelAttention& p, const Tensor4& t, int64_t b, int64_t h, int64_t rows) {
-  for (int64_t row = 0; row < rows; ++row) prefetch_row(p, t, b, h, row, bytes_of(p.dtype));
+  for (int64_t byte = 0; byte < p.head_dim * size; byte += 64) __builtin_prefetch(data + byte, 0, 4 - CACHE);
 }
 
-// Prefetches the rows of a run's next sequence, because the hardware does not predict where they lie.
-INLINE void prefetch_inputs(const RelAttention& p, int64_t b, int64_t h) {
-  prefetch_rows(p, p.rows.query, b, h, p.length);
-  prefetch_rows(p, p.keys.key, b, h, p.key_len);
-  prefetch_rows(p, p.keys.value, b, h, p.key_len);
-  prefetch_rows(p, p.out, b, h, p.length);
-}
+// Prefetches inputs of a run's next sequence row by row, between the work on the rows of this one, because the hardware
+// does not predict where they lie and does not take many at once.
+struct NextSequence {
+  const RelAttention& p;
+  int64_t b, h;
+  bool exists;
+  Tensor4 grad_out = {};
+
+  void prefetch(int64_t row) const {
+    if (!exists) return;
+    const int64_t size = bytes_of(p.dtype);
+    prefetch_row<2>(p, p.rows.query, b, h, row, size);
+    prefetch_row<2>(p, p.out, b, h, row, size);
+    prefetch_row<2>(p, grad_out, b, h, row, size);
+    if (row >= p.key_len) return;
+    prefetch_row<2>(p, p.keys.key, b, h, row, size);
+    prefetch_row<2>(p, p.keys.value, b, h, row, size);
+  }
+};
 
 // The largest finite number of a 16-bit dtype: the residual is relative to it where rounding gives infinity.
 INLINE float largest_of(DType dtype) { return dtype == DType::float16 ? 65504.f : as_work(0x7f7f0000u); }
@@ -237,19 +247,52 @@ static void transpose_panel(const T* rows, int64_t stride, int64_t depth, T* pan
   }
 }
 
+// Where transpose_row_panels stores vectors: in one row of panels, ...
+template <typename T>
+struct Panels {
+  T* to;
+  template <typename Store>
+  INLINE_MEMBER void put(int64_t offset, int64_t /*d*/, Vec<T> x) const {
+    Store::apply(to + offset, x);
+  }
+};
+
+// ... or in two, of terms with a bias each, scaled
+template <typename T>
+struct BiasedPanels {
+  T *content, *position;
+  const T *content_bias, *position_bias;
+  T scale;
+  template <typename Store>
+  INLINE_MEMBER void put(int64_t offset, int64_t d, Vec<T> x) const {
+    Store::apply(content + offset, (x + content_bias[d]) * scale);
+    Store::apply(position + offset, (x + position_bias[d]) * scale);
+  }
+};
+
 // `count` rows of `padded` elements -> panels [count / PANEL_ROWS][depth][PANEL_ROWS]. Reads and writes up to LANES
 // rows or elements past the end: a whole vector is stored where PANEL_ROWS elements count, and the next one mends it.
-template <typename T>
-static void transpose_row_panels(const T* rows, int64_t count, int64_t padded, int64_t depth, T* panels) {
+template <typename T, typename To>
+static void transpose_row_panels(const T* rows, int64_t count, int64_t padded, int64_t depth, const To to) {
   constexpr int64_t PIECES = (PANEL_ROWS + LANES<T> - 1) / LANES<T>;
-  for (int64_t r = 0; r < count; r += PANEL_ROWS, rows += PANEL_ROWS * padded, panels += PANEL_ROWS * depth) {
+  constexpr bool IS_HALF = 2 * PANEL_ROWS == LANES<T>;  // two panels from one transposition
+  constexpr int64_t STEP = IS_HALF ? LANES<T> : PANEL_ROWS;
+  for (int64_t r = 0; r < count; r += STEP) {
+    const T* const from = rows + r * padded;
     for (int64_t d0 = 0; d0 < depth; d0 += LANES<T>) {
       Vec<T> block[PIECES][LANES<T>];
       for (int64_t piece = 0; piece < PIECES; ++piece)
-        transpose_block(rows + piece * LANES<T> * padded + d0, padded, block[piece]);
-      for (int64_t d = d0; d < smaller(d0 + LANES<T>, depth); ++d)
-        for (int64_t piece = 0; piece < PIECES; ++piece)
-          store(panels + d * PANEL_ROWS + piece * LANES<T>, block[piece][d - d0]);
+        transpose_block(from + piece * LANES<T> * padded + d0, padded, block[piece]);
+      for (int64_t d = d0; d < smaller(d0 + LANES<T>, depth); ++d) {
+        const int64_t start = r * depth + d * PANEL_ROWS;
+        if constexpr (IS_HALF) {
+          to.template put<StoreHalf<T, 0>>(start, d, block[0][d - d0]);
+          to.template put<StoreHalf<T, 1>>(start + depth * PANEL_ROWS, d, block[0][d - d0]);
+        } else {
+          for (int64_t piece = 0; piece < PIECES; ++piece)
+            to.template put<StoreAll<T>>(start + piece * LANES<T>, d, block[piece][d - d0]);
+        }
+      }
     }
   }
 }

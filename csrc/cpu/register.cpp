@@ -50,26 +50,33 @@ Outputs forward(const Inputs& inputs, bool needs_backward) {
 
 constexpr int64_t SMALL = 1 << 17;  // bytes for which torch's dispatcher takes longer than the zeros
 
-// Zeros in the work dtype for each gradient that is needed, uninitialised of the query; undefined where none is
-InputGradients zero_gradients(const Inputs& inputs, const Needs& needs) {
+// Each gradient that is needed, in the work dtype, undefined where none is. Zeros of what is added to; with rows,
+// tensors of queries and keys are not initialised.
+InputGradients empty_gradients(const Inputs& inputs, const Needs& needs) {
   const auto dtype = work_dtype(inputs.query);
-  const auto zeros = [&](const OptionalTensor& input, bool need, bool rows_first) {
-    if (!need || !input) return Tensor();
-    const Tensor t = rows_first ? empty_rows_first(*input, dtype) : empty(input->sizes(), dtype, *input);
+  const auto zeros = [&](const Tensor& t) {
     if (t.nbytes() > SMALL) return t.zero_();
     if (t.nbytes() > 0) std::memset(t.data_ptr(), 0, static_cast<size_t>(t.nbytes()));
     return t;
   };
-  return {needs.query ? empty_rows_first(inputs.query, dtype) : Tensor(),
-          zeros(inputs.key, needs.key, true),
-          zeros(inputs.value, needs.value, true),
-          zeros(inputs.rel_key, needs.rel_key, false),
-          zeros(inputs.content_bias, needs.content_bias, false),
-          zeros(inputs.position_bias, needs.position_bias, false),
-          zeros(inputs.memory_key, needs.memory_key, true),
-          zeros(inputs.memory_value, needs.memory_value, true),
-          zeros(inputs.segment_embed, needs.segment_embed, false),
-          zeros(inputs.segment_bias, needs.segment_bias, false)};
+  const auto summed = [&](const OptionalTensor& input, bool need) {
+    return need && input ? zeros(empty(input->sizes(), dtype, *input)) : Tensor();
+  };
+  const auto written = [&](const OptionalTensor& input, bool need) {
+    if (!need || !input) return Tensor();
+    const Tensor t = empty_rows_first(*input, dtype);
+    return inputs.query.size(2) == 0 ? zeros(t) : t;
+  };
+  return {written(inputs.query, needs.query),
+          written(inputs.key, needs.key),
+          written(inputs.value, needs.value),
+          summed(inputs.rel_key, needs.rel_key),
+          summed(inputs.content_bias, needs.content_bias),
+          summed(inputs.position_bias, needs.position_bias),
+          written(inputs.memory_key, needs.memory_key),
+          written(inputs.memory_value, needs.memory_value),
+          summed(inputs.segment_embed, needs.segment_embed),
+          summed(inputs.segment_bias, needs.segment_bias)};
 }
 
 InputGradients backward(const Inputs& inputs, const OutputGradients& outputs, const Needs& needs) {
@@ -79,7 +86,7 @@ InputGradients backward(const Inputs& inputs, const OutputGradients& outputs, co
   if (outputs.out_residual.numel() > 0) call.p.out_residual = strided(outputs.out_residual);
   call.p.row_max = call.keep(outputs.row_max.contiguous()).data_ptr();
   call.p.row_sum = call.keep(outputs.row_sum.contiguous()).data_ptr();
-  InputGradients grad = zero_gradients(inputs, needs);
+  InputGradients grad = empty_gradients(inputs, needs);
   RelAttentionGradients g{};
   g.out = strided(call.keep(outputs.grad_out.to(inputs.query.scalar_type())));
   if (outputs.grad_lse)

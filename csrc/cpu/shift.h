@@ -30,7 +30,7 @@ struct Tile {
   // Packed rel_key row t belongs to the chunk's key j and position last_position - t + j.
   Tile(const RowBlock<T>& block, const Chunk& chunk, int64_t first, int64_t count, T* buffer)
       : first(first), count(count), first_key(chunk.first_key + first) {
-    const int64_t rows = block.padded(PANEL_ROWS > ROW_ROWS ? PANEL_ROWS : ROW_ROWS);
+    const int64_t rows = larger(block.padded(PANEL_ROWS), block.padded(ROW_ROWS));
     const int64_t last_position = chunk.last_position;
     const int64_t low = last_position - block.position[block.count - 1] + first;
     const int64_t span = block.position[block.count - 1] - block.position[0];

@@ -21,15 +21,52 @@ struct Wanted {
         rel_key(g.rel_key.data != nullptr) {}
 };
 
-template <typename T>
+// Adds `factor` times `from` to a row, or replaces it.
+template <typename T, bool REPLACES = false>
 INLINE void add_row(const Tensor4& to, int64_t b, int64_t h, int64_t row, const T* from, T factor, int64_t head_dim) {
   if (to.data == nullptr) return;
   T* start = static_cast<T*>(to.data) + row_start(to, b, h, row);
   int64_t d = 0;
   if (to.stride[3] == 1)
-    for (; d + LANES<T> <= head_dim; d += LANES<T>) add(start + d, factor * load(from + d));
-  for (; d < head_dim; ++d) start[d * to.stride[3]] += factor * from[d];
+    for (; d + LANES<T> <= head_dim; d += LANES<T>) {
+      const Vec<T> x = factor * load(from + d);
+      REPLACES ? store(start + d, x) : add(start + d, x);
+    }
+  for (; d < head_dim; ++d) {
+    T& element = start[d * to.stride[3]];
+    element = (REPLACES ? T(0) : element) + factor * from[d];
+  }
 }
+
+// The gradient of keys, or of values, of one sequence and head. Its first chunk replaces rows, to save clearing them;
+// later ones add.
+struct KeyGradient {
+  const RelAttention& p;
+  const Chunk& chunk;
+  const Tensor4 &memory, &current;
+
+  template <typename T>
+  INLINE_MEMBER void add(int64_t j, const T* from, T factor) const {
+    const int64_t key = chunk.first_key + j;
+    const Tensor4& to = key < p.mem_len ? memory : current;
+    const int64_t row = key < p.mem_len ? key : key - p.mem_len;
+    chunk.index == 0 ? add_row<T, true>(to, chunk.b, chunk.h, row, from, factor, p.head_dim)
+                     : add_row<T, false>(to, chunk.b, chunk.h, row, from, factor, p.head_dim);
+  }
+
+  // Zeros for the keys before and after the first chunk's
+  template <typename T>
+  void clear_others() const {
+    if (chunk.index != 0) return;
+    for (int64_t key = 0; key < p.mem_len + p.key_len; ++key) {
+      if (key >= chunk.first_key && key < chunk.first_key + chunk.keys) continue;
+      const Tensor4& to = key < p.mem_len ? memory : current;
+      if (to.data == nullptr) continue;
+      T* row = static_cast<T*>(to.data) + row_start(to, chunk.b, chunk.h, key < p.mem_len ? key : key - p.mem_len);
+      for (int64_t d = 0; d < p.head_dim; ++d) row[d * to.stride[3]] = 0;
+    }
+  }
+};
 
 // Gradients of the biases and the segment embeddings of one head
 template <typename T>
@@ -76,14 +113,13 @@ struct ChunkSums : ParameterSums<T> {
 
   void add_keys(const RelAttentionGradients& g, const Wanted& wanted, const RelAttention& p, const Sizes<T>& sizes,
                 const Chunk& chunk) const {
-    const T unscale = static_cast<T>(LN2);
-    const int64_t b = chunk.b, h = chunk.h, dim = sizes.padded_dim;
-    for (int64_t j = 0; j < chunk.keys; ++j) {
-      const int64_t key = chunk.first_key + j, row = key < p.mem_len ? key : key - p.mem_len;
-      const Keys& to = key < p.mem_len ? g.memory : g.keys;
-      if (wanted.key) add_row(to.key, b, h, row, dK + j * dim, unscale, p.head_dim);
-      if (wanted.value) add_row(to.value, b, h, row, dV + j * dim, T(1), p.head_dim);
-    }
+    const auto add = [&](const Tensor4& memory, const Tensor4& current, const T* from, T factor) {
+      const KeyGradient gradient{p, chunk, memory, current};
+      for (int64_t j = 0; j < chunk.keys; ++j) gradient.add(j, from + j * sizes.padded_dim, factor);
+      gradient.template clear_others<T>();
+    };
+    if (wanted.key) add(g.memory.key, g.keys.key, dK, static_cast<T>(LN2));
+    if (wanted.value) add(g.memory.value, g.keys.value, dV, T(1));
   }
 
   // Gradients that a run of sequences shares: rel_key and the parameters

@@ -43,6 +43,17 @@ INLINE void store(T* p, Vec<T> x) {
 }
 
 template <typename T>
+struct StoreAll {
+  INLINE void apply(T* p, Vec<T> x) { store(p, x); }
+};
+template <typename T, int HALF>
+struct StoreHalf {
+  INLINE void apply(T* p, Vec<T> x) {
+    memcpy(p, reinterpret_cast<const char*>(&x) + HALF * VECTOR_BYTES / 2, VECTOR_BYTES / 2);
+  }
+};
+
+template <typename T>
 INLINE void add(T* to, Vec<T> x) {
   store(to, load(to) + x);
 }

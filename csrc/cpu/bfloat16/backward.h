@@ -67,29 +67,33 @@ struct BFloat16Sums : ParameterSums<float> {
       }
   }
 
-  void add_to(const RelAttentionGradients& g, const Wanted& wanted, const RelAttention& p, const BFloat16Sizes& sizes,
-              const Chunk& chunk, int64_t window_rows, const HeadTerms<float>& terms, float* spare) const {
-    const int64_t b = chunk.b, h = chunk.h;
-    const float scale = static_cast<float>(p.scale);
-    const auto add_key = [&](const Tensor4& memory, const Tensor4& current, int64_t j, const float* row, float factor) {
-      j += chunk.first_key;
-      add_row(j < p.mem_len ? memory : current, b, h, j < p.mem_len ? j : j - p.mem_len, row, factor, p.head_dim);
+  void add_keys(const RelAttentionGradients& g, const Wanted& wanted, const RelAttention& p, const BFloat16Sizes& sizes,
+                const Chunk& chunk, const HeadTerms<float>& terms, float* spare) const {
+    const auto add = [&](const Tensor4& memory, const Tensor4& current, const float* columns, const float* row_sums,
+                         const float* bias, float factor) {
+      const KeyGradient gradient{p, chunk, memory, current};
+      for_each_row(columns, chunk.keys, sizes.columns, row_sums, bias, spare,
+                   [&](int64_t j, const float* row) { gradient.add(j, row, factor); });
+      gradient.clear_others<float>();
     };
-    const float* content_bias = p.content_bias == nullptr ? nullptr : terms.content_bias;
+    const float* bias = p.content_bias == nullptr ? nullptr : terms.content_bias;
+    if (wanted.key) add(g.memory.key, g.keys.key, dK, dS_sums, bias, static_cast<float>(p.scale));
+    if (wanted.value) add(g.memory.value, g.keys.value, dV, nullptr, nullptr, 1.f);
+  }
+
+  // Gradients that sequences share: rel_key and the parameters
+  void add_shared(const RelAttentionGradients& g, const Wanted& wanted, const RelAttention& p,
+                  const BFloat16Sizes& sizes, const Chunk& chunk, int64_t window_rows, const HeadTerms<float>& terms,
+                  float* spare) const {
+    const float scale = static_cast<float>(p.scale);
     const float* position_bias = p.position_bias == nullptr ? nullptr : terms.position_bias;
-    if (wanted.key)
-      for_each_row(dK, chunk.keys, sizes.columns, dS_sums, content_bias, spare,
-                   [&](int64_t j, const float* row) { add_key(g.memory.key, g.keys.key, j, row, scale); });
-    if (wanted.value)
-      for_each_row(dV, chunk.keys, sizes.columns, nullptr, nullptr, spare,
-                   [&](int64_t j, const float* row) { add_key(g.memory.value, g.keys.value, j, row, 1.f); });
     if (wanted.rel_key) {
       const int64_t count = smaller(window_rows, p.rel_len - chunk.rel_first);
       for_each_row(dR, count, sizes.columns, band_sums, position_bias, spare, [&](int64_t t, const float* row) {
-        if (chunk.rel_first + t >= 0) add_row(g.rel_key, b, h, chunk.rel_first + t, row, scale, p.head_dim);
+        if (chunk.rel_first + t >= 0) add_row(g.rel_key, chunk.b, chunk.h, chunk.rel_first + t, row, scale, p.head_dim);
       });
     }
-    add_parameters(g, p, h);
+    add_parameters(g, p, chunk.h);
   }
 };
 
@@ -322,14 +326,20 @@ static bool bfloat16_backward(const RelAttention& p, const RelAttentionGradients
     scratch.sums.start(sizes, window_rows);
     TileState state;
     products.enter(&state);
+    const NextSequence next{p, 0, 0, false};
     for (int64_t row = chunk.begin; row < chunk.end; row += rows.count) {
       rows.load(p, sizes, scratch.terms, chunk, row);
-      bfloat16_backward_block({{p, g, wanted, base, chunk, scratch}, products, sizes}, rows);
+      bfloat16_backward_block({{p, g, wanted, base, chunk, scratch, next}, products, sizes}, rows);
     }
     products.leave(&state);
     const int64_t ticket = chunk.index * p.batch + chunk.b;
+    const auto add_keys = [&] {
+      scratch.sums.add_keys(g, wanted, p, sizes, chunk, scratch.terms, scratch.gradient_rows);
+    };
+    if (sizes.chunks == 1) add_keys();  // no other task has them
     order.wait(chunk.h, ticket);
-    scratch.sums.add_to(g, wanted, p, sizes, chunk, window_rows, scratch.terms, scratch.gradient_rows);
+    if (sizes.chunks > 1) add_keys();
+    scratch.sums.add_shared(g, wanted, p, sizes, chunk, window_rows, scratch.terms, scratch.gradient_rows);
     order.pass(chunk.h, ticket);
   };
   return for_each_chunk(p, base, threads, measure.used, parallel, run);

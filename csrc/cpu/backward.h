@@ -82,7 +82,7 @@ struct BackwardTask {
   const Sizes<T>& sizes;
   const Chunk& chunk;
   const Scratch& scratch;
-  const NextSequence& next;
+  const Next& next;
   KeyRange range = {};
   int64_t row = 0;  // of the block's first, in the chunk
 };
@@ -261,7 +261,7 @@ static void backward_block(const BackwardTask<T>& task, const RowBlock<T>& block
     content_scores(p, block, scratch.key_panels, tile);
     probability_gradients(task, block, tile, dP);
     for (int64_t r = 0; r < block.count; ++r) {
-      if (first == 0) next.prefetch(block.row_index[r]);
+      if (first == 0) prefetch_next(p, next, block.row_index[r], g.out);
       const VisibleKeys<T> visible = segments_and_mask(p, scratch.keys, block, r, tile, StoredScores<T>{tile.score[r]});
       softmax_backward(task, block, r, visible.count, tile, dP[r], statistics);
     }
@@ -287,12 +287,11 @@ static bool for_each_backward_task(const RelAttention& p, const RelAttentionGrad
   RowBlock<T>(measure, sizes);
   const OrderedAccumulation order(p.heads);
   if (order.next_ticket == nullptr) return false;
-  const auto run = [&](const Chunk& chunk, char* memory) {
+  const auto run = [&](const Chunk& chunk, const Next& next, char* memory) {
     Carver carver{memory, 0};
     const Scratch scratch(carver, sizes, p.head_dim);
     RowBlock<T> block(carver, sizes);
     scratch.load(p, sizes, chunk);
-    const NextSequence next{p, chunk.b + 1, chunk.h, !sizes.ends_run(chunk.b, p.batch), g.out};
     body(BackwardTask<T, Scratch>{p, g, wanted, sizes, chunk, scratch, next}, block);
     if (sizes.chunks == 1) scratch.sums.add_keys(g, wanted, p, sizes, chunk);  // no other task has them
     if (!sizes.ends_run(chunk.b, p.batch)) return;

@@ -83,7 +83,7 @@ struct Sizes {
         max_keys = larger(max_keys, chunk.padded_keys);
         max_window_rows = larger(max_window_rows, chunk.window_rows);
       }
-    constexpr int64_t enough_runs = 64, enough_rows = 512;
+    constexpr int64_t enough_runs = 64, enough_rows = 2 * SHORT_LENGTH;
     if (shares_rel_key && p.rows.order == nullptr && chunks == 1)
       run = larger(smaller(p.batch * p.heads / enough_runs, enough_rows / p.length), 1);
   }
@@ -93,7 +93,13 @@ struct Sizes {
   bool ends_run(int64_t b, int64_t batch) const { return (b + 1) % run == 0 || b + 1 == batch; }
 };
 
-// run(chunk, slot_scratch) for every chunk, runs of them started in ascending order. False if memory runs out.
+// The sequence and head that a thread probably takes next, to prefetch its rows
+struct Next {
+  bool exists;
+  int64_t b, h;
+};
+
+// run(chunk, next, slot_scratch) for every chunk, runs of them started in ascending order. False if memory runs out.
 template <typename T, typename F>
 INLINE bool for_each_chunk(const RelAttention& p, const Sizes<T>& sizes, int64_t threads, int64_t bytes,
                            Parallel parallel, F run) {
@@ -103,12 +109,15 @@ INLINE bool for_each_chunk(const RelAttention& p, const Sizes<T>& sizes, int64_t
   const Scratch scratch(slots, bytes);
   if (scratch.data == nullptr) return false;
   struct Context {
-    int64_t next, runs, groups;
+    int64_t next, runs, groups, slots;
     const RelAttention& p;
     const Sizes<T>& sizes;
     const Scratch& scratch;
     F& run;
-  } context{0, runs, groups, p, sizes, scratch, run};
+
+    int64_t head(int64_t drawn) const { return drawn % p.heads; }
+    int64_t first_sequence(int64_t drawn) const { return drawn / p.heads % groups * sizes.run; }
+  } context{0, runs, groups, slots, p, sizes, scratch, run};
   parallel(
       slots,
       [](void* opaque, int64_t slot) {
@@ -116,11 +125,13 @@ INLINE bool for_each_chunk(const RelAttention& p, const Sizes<T>& sizes, int64_t
         for (;;) {
           const int64_t drawn = __atomic_fetch_add(&c.next, int64_t(1), __ATOMIC_RELAXED);
           if (drawn >= c.runs) return;
-          const int64_t h = drawn % c.p.heads, group = drawn / c.p.heads % c.groups;
-          const int64_t index = drawn / c.p.heads / c.groups, first = group * c.sizes.run;
-          for (int64_t b = first; b < smaller(first + c.sizes.run, c.p.batch); ++b)
+          const int64_t index = drawn / c.p.heads / c.groups, h = c.head(drawn);
+          const int64_t first = c.first_sequence(drawn), end = smaller(first + c.sizes.run, c.p.batch);
+          const int64_t after = drawn + c.slots;  // while other threads draw one each
+          const Next next_run{c.p.length <= SHORT_LENGTH && after < c.runs, c.first_sequence(after), c.head(after)};
+          for (int64_t b = first; b < end; ++b)
             c.run(Chunk(c.p, c.sizes, (index * c.p.batch + b) * c.p.heads + h),
-                  c.scratch.data + slot * c.scratch.bytes_per_slot);
+                  b + 1 < end ? Next{true, b + 1, h} : next_run, c.scratch.data + slot * c.scratch.bytes_per_slot);
         }
       },
       &context);

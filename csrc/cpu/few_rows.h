@@ -202,7 +202,7 @@ static bool few_rows_forward_as(const RelAttention& p, int64_t threads, Parallel
   Carver measure{nullptr, 0};
   FewRowsScratch<T>(measure, sizes);
   RowBlock<T>(measure, sizes);
-  return for_each_chunk(p, sizes, threads, measure.used, parallel, [&](const Chunk& chunk, char* memory) {
+  return for_each_chunk(p, sizes, threads, measure.used, parallel, [&](const Chunk& chunk, const Next&, char* memory) {
     Carver carver{memory, 0};
     const FewRowsScratch<T> scratch(carver, sizes);
     RowBlock<T> block(carver, sizes);

@@ -87,7 +87,7 @@ static void store_rows(const RelAttention& p, const Sizes<T>& sizes, const Chunk
 
 template <typename T>
 static void forward_block(const RelAttention& p, const Sizes<T>& sizes, const RowBlock<T>& block, const Chunk& chunk,
-                          const ForwardScratch<T>& scratch, const NextSequence& next) {
+                          const ForwardScratch<T>& scratch, const Next& next) {
   const int64_t rows = block.padded(ROW_ROWS), dim = sizes.padded_dim;
   OnlineSoftmax<T> softmax;
   clear(rows * dim, scratch.out);
@@ -99,7 +99,7 @@ static void forward_block(const RelAttention& p, const Sizes<T>& sizes, const Ro
     content_scores(p, block, scratch.key_panels, tile);
     for (int64_t r = 0; r < block.count; ++r) {
       T* score = tile.score[r];
-      if (first == 0) next.prefetch(block.row_index[r]);
+      if (first == 0) prefetch_next(p, next, block.row_index[r]);
       const VisibleKeys<T> visible = segments_and_mask(p, scratch.keys, block, r, tile, StoredScores<T>{tile.score[r]});
       softmax.step(r, visible.count, count, visible.max, score, scratch.out + r * dim, dim);
       apply_dropout(p, block.b, block.h, block.row_index[r], tile.first_key, visible.count, scratch.dropout, score);
@@ -116,17 +116,17 @@ static bool forward_as(const RelAttention& p, int64_t threads, Parallel parallel
   Carver measure{nullptr, 0};
   ForwardScratch<T>(measure, sizes, p.head_dim);
   RowBlock<T>(measure, sizes);
-  return for_each_chunk(p, sizes, threads, measure.used, parallel, [&](const Chunk& chunk, char* memory) {
+  const auto run = [&](const Chunk& chunk, const Next& next, char* memory) {
     Carver carver{memory, 0};
     const ForwardScratch<T> scratch(carver, sizes, p.head_dim);
     RowBlock<T> block(carver, sizes);
     scratch.load(p, sizes, chunk);
-    const NextSequence next{p, chunk.b + 1, chunk.h, !sizes.ends_run(chunk.b, p.batch)};
     for (int64_t row = chunk.begin; row < chunk.end; row += block.count) {
       load_panels(p, sizes, scratch.terms, chunk, row, block);
       forward_block(p, sizes, block, chunk, scratch, next);
     }
-  });
+  };
+  return for_each_chunk(p, sizes, threads, measure.used, parallel, run);
 }
 
 }  // namespace

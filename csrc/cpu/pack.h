@@ -129,25 +129,18 @@ INLINE void prefetch_row(const RelAttention& p, const Tensor4& t, int64_t b, int
   for (int64_t byte = 0; byte < p.head_dim * size; byte += 64) __builtin_prefetch(data + byte, 0, 4 - CACHE);
 }
 
-// Prefetches inputs of a run's next sequence row by row, between the work on the rows of this one, because the hardware
-// does not predict where they lie and does not take many at once.
-struct NextSequence {
-  const RelAttention& p;
-  int64_t b, h;
-  bool exists;
-  Tensor4 grad_out = {};
-
-  void prefetch(int64_t row) const {
-    if (!exists) return;
-    const int64_t size = bytes_of(p.dtype);
-    prefetch_row<2>(p, p.rows.query, b, h, row, size);
-    prefetch_row<2>(p, p.out, b, h, row, size);
-    prefetch_row<2>(p, grad_out, b, h, row, size);
-    if (row >= p.key_len) return;
-    prefetch_row<2>(p, p.keys.key, b, h, row, size);
-    prefetch_row<2>(p, p.keys.value, b, h, row, size);
-  }
-};
+// Prefetches what is next row by row, between the work on rows, because the hardware does not predict where they lie
+// and does not take many at once.
+INLINE void prefetch_next(const RelAttention& p, const Next& next, int64_t row, const Tensor4& grad_out = {}) {
+  if (!next.exists) return;
+  const int64_t size = bytes_of(p.dtype);
+  prefetch_row<2>(p, p.rows.query, next.b, next.h, row, size);
+  prefetch_row<2>(p, p.out, next.b, next.h, row, size);
+  prefetch_row<2>(p, grad_out, next.b, next.h, row, size);
+  if (row >= p.key_len) return;
+  prefetch_row<2>(p, p.keys.key, next.b, next.h, row, size);
+  prefetch_row<2>(p, p.keys.value, next.b, next.h, row, size);
+}
 
 // The largest finite number of a 16-bit dtype: the residual is relative to it where rounding gives infinity.
 INLINE float largest_of(DType dtype) { return dtype == DType::float16 ? 65504.f : as_work(0x7f7f0000u); }

@@ -296,6 +296,7 @@ static void bfloat16_backward_block(const BFloat16Task& task, const BFloat16Rows
                             PAIR_COLUMNS, rows.padded(), round_up(count, PAIR_COLUMNS), dim,
                             scratch.value.offsets + first});
     for (int64_t r = 0; r < rows.count; ++r) {
+      if (first == 0) prefetch_next(p, task.next, rows.row_index[r], task.g.out);
       const VisibleKeys<float> visible =
           bfloat16_segments_and_mask(p, scratch.keys, rows, r, tile, scratch.band, scratch.scores + r * STRIDE);
       bfloat16_softmax_backward(task, rows, r, visible.count, tile, statistics);
@@ -317,7 +318,7 @@ static bool bfloat16_backward(const RelAttention& p, const RelAttentionGradients
   BFloat16Rows(measure, sizes);
   const OrderedAccumulation order(p.heads);
   if (order.next_ticket == nullptr) return false;
-  const auto run = [&](const Chunk& chunk, char* memory) {
+  const auto run = [&](const Chunk& chunk, const Next& next, char* memory) {
     Carver carver{memory, 0};
     const BFloat16BackwardScratch scratch(carver, sizes);
     BFloat16Rows rows(carver, sizes);
@@ -326,7 +327,6 @@ static bool bfloat16_backward(const RelAttention& p, const RelAttentionGradients
     scratch.sums.start(sizes, window_rows);
     TileState state;
     products.enter(&state);
-    const NextSequence next{p, 0, 0, false};
     for (int64_t row = chunk.begin; row < chunk.end; row += rows.count) {
       rows.load(p, sizes, scratch.terms, chunk, row);
       bfloat16_backward_block({{p, g, wanted, base, chunk, scratch, next}, products, sizes}, rows);

@@ -98,8 +98,8 @@ struct BFloat16ForwardScratch {
 };
 
 static void bfloat16_forward_block(const RelAttention& p, const Products& products, const BFloat16Sizes& sizes,
-                                   const BFloat16Rows& rows, const Chunk& chunk,
-                                   const BFloat16ForwardScratch& scratch) {
+                                   const BFloat16Rows& rows, const Chunk& chunk, const BFloat16ForwardScratch& scratch,
+                                   const Next& next) {
   constexpr int64_t STRIDE = BFloat16ForwardScratch::STRIDE;
   const int64_t dim = sizes.padded_dim;
   BFloat16Softmax softmax(p);
@@ -112,6 +112,7 @@ static void bfloat16_forward_block(const RelAttention& p, const Products& produc
     bfloat16_scores(products, sizes, rows, tile, scratch.key, scratch.rel_key, scratch.band, scratch.scores, STRIDE);
     for (int64_t r = 0; r < rows.count; ++r) {
       float* score = scratch.scores + r * STRIDE;
+      if (first == 0) prefetch_next(p, next, rows.row_index[r]);
       const VisibleKeys<float> visible =
           bfloat16_segments_and_mask(p, scratch.keys, rows, r, tile, scratch.band, score);
       const float* kept = nullptr;
@@ -133,7 +134,7 @@ static bool bfloat16_forward(const RelAttention& p, const Products& products, in
   BFloat16ForwardScratch(measure, sizes);
   BFloat16Rows(measure, sizes);
   const Sizes<float>& base = sizes;
-  return for_each_chunk(p, base, threads, measure.used, parallel, [&](const Chunk& chunk, char* memory) {
+  const auto run = [&](const Chunk& chunk, const Next& next, char* memory) {
     Carver carver{memory, 0};
     const BFloat16ForwardScratch scratch(carver, sizes);
     BFloat16Rows rows(carver, sizes);
@@ -142,10 +143,11 @@ static bool bfloat16_forward(const RelAttention& p, const Products& products, in
     products.enter(&state);
     for (int64_t row = chunk.begin; row < chunk.end; row += rows.count) {
       rows.load(p, sizes, scratch.terms, chunk, row);
-      bfloat16_forward_block(p, products, sizes, rows, chunk, scratch);
+      bfloat16_forward_block(p, products, sizes, rows, chunk, scratch, next);
     }
     products.leave(&state);
-  });
+  };
+  return for_each_chunk(p, base, threads, measure.used, parallel, run);
 }
 
 }  // namespace

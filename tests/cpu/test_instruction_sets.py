@@ -12,6 +12,7 @@ import pytest
 
 from tests import ROOT
 from tests.cases import COMPILED
+from xlnet_kernels import _extension
 
 if "cpu" not in COMPILED:
     pytest.skip("the compiled extension is not there", allow_module_level=True)
@@ -19,10 +20,17 @@ if "cpu" not in COMPILED:
 REFUSED = "XLNET_KERNELS_CPU names no instruction set that this processor has"
 
 
-def run_with(instruction_set: str, *command: str) -> subprocess.CompletedProcess:
+def run_with(instruction_set: str, *command: str, **variables: str) -> subprocess.CompletedProcess:
     """A process of its own, since the choice is made once."""
-    environment = os.environ | {"XLNET_KERNELS_CPU": instruction_set}
+    environment = os.environ | {"XLNET_KERNELS_CPU": instruction_set, **variables}
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+
+
+def skip_if_the_others_run_with(instruction_set: str) -> None:
+    """The files that these tests run with other instruction sets run with this process's own anyway."""
+    module = _extension.module
+    if instruction_set in (module.cpu_instruction_set, module.cpu_bfloat16_products):
+        pytest.skip(f"the files themselves run with {instruction_set} here")
 
 
 SMALL_CALL = """
@@ -34,6 +42,7 @@ xk.rel_attention(x, x, x, torch.randn(1, 4, 8), backend="cpu")
 
 @pytest.mark.parametrize("instruction_set", ["avx2", "neon", "generic"])
 def test_is_as_right_as_the_best_one(instruction_set):
+    skip_if_the_others_run_with(instruction_set)
     if REFUSED in run_with(instruction_set, "-c", SMALL_CALL).stderr:
         pytest.skip(f"this processor has no {instruction_set}")
     file = str(ROOT / "tests/operator/test_operator.py")
@@ -44,6 +53,7 @@ def test_is_as_right_as_the_best_one(instruction_set):
 
 @pytest.mark.parametrize("instruction_set", ["amx_bf16", "avx512_bf16", "neon_bf16", "emulated_bf16"])
 def test_16_bit_products_are_right(instruction_set):
+    skip_if_the_others_run_with(instruction_set)
     if REFUSED in run_with(instruction_set, "-c", SMALL_CALL).stderr:
         pytest.skip(f"this processor, or this build, has no {instruction_set}")
     files = [str(ROOT / "tests/cpu" / name) for name in ("test_bfloat16.py", "test_float32_precision.py")]
@@ -53,6 +63,7 @@ def test_16_bit_products_are_right(instruction_set):
 
 @pytest.mark.parametrize("instruction_set", ["avx2", "neon", "generic", "amx_bf16", "avx512_bf16", "emulated_bf16"])
 def test_unread_rows_count_as_zeros(instruction_set):
+    skip_if_the_others_run_with(instruction_set)
     if REFUSED in run_with(instruction_set, "-c", SMALL_CALL).stderr:
         pytest.skip(f"this processor, or this build, has no {instruction_set}")
     file = str(ROOT / "tests/operator/test_unread.py")
@@ -134,6 +145,7 @@ def test_info_says_which_products_bfloat16_takes():
 
 
 def test_check_names_the_instruction_set():
-    found = run_with("generic", "-m", "xlnet_kernels.info", "--check")
+    without_triton = {"TRITON_INTERPRET": "0"}  # because interpreting it takes most of the time
+    found = run_with("generic", "-m", "xlnet_kernels.info", "--check", **without_triton)
     names, sets = found.stdout.splitlines()[2:4]
     assert names.index("cpu") + len("cpu") == sets.index("generic") + len("generic")

@@ -1,4 +1,4 @@
-"""The CUDA kernels compiled by nvcc, without a GPU and without torch: what the compiler made of them."""
+"""The CUDA kernels compiled by nvcc, without a GPU: what the compiler made of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from benchmarks.compiled import ptxas_report
 from benchmarks.compiled.sass import functions
 from benchmarks.compiled.wgmma_hazards import hazards
+from lib.machine import cuda_driver
 from tests import ROOT
 from tests.wheels import wheel
 
@@ -34,13 +35,16 @@ KERNELS = {
 POSITIONS_SPILL = {"forward": 350, "backward": 650}
 
 
+def ptx_of_warpgroups(direction: str, dtype: str) -> Path:
+    return cuda_driver.compiled(CUDA / "sm90" / f"warpgroup_{'backward_' * (direction == 'backward')}{dtype}.cu", 90)
+
+
 @pytest.mark.parametrize(("direction", "spills"), [("forward", 0), ("backward", 160)])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
 def test_warpgroup_kernels_keep_to_their_registers(direction, spills, dtype, tmp_path):
     """Wide heads spill, in backward or with positions; no wgmma waits for the one before or for what ptxas adds."""
-    command = ["nvcc", "-std=c++20", "-O3", "-arch=sm_90a", f"-I{CUDA}", f"-I{CUDA.parent}", "-Xptxas", "-v", "-cubin"]
-    source = CUDA / "sm90" / f"warpgroup_{'backward_' * (direction == 'backward')}{dtype}.cu"
-    done = subprocess.run([*command, source, "-o", tmp_path / "cubin"], capture_output=True, text=True)
+    command = ["nvcc", "-arch=sm_90a", "-Xptxas", "-v", "-cubin", "-o", tmp_path / "cubin"]
+    done = subprocess.run([*command, ptx_of_warpgroups(direction, dtype)], capture_output=True, text=True)
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
     assert "Potential Performance Loss" not in text
@@ -93,11 +97,9 @@ def test_other_assemblers_run_products_side_by_side(direction, requirement, fold
     from triton.backends import nvidia
 
     ptx, cubin = tmp_path / "kernels.ptx", tmp_path / "kernels.cubin"
-    source = CUDA / "sm90" / f"warpgroup_{'backward_' * (direction == 'backward')}bfloat16.cu"
-    command = ["nvcc", "-std=c++20", "-O3", "-arch=compute_90a", f"-I{CUDA}", f"-I{CUDA.parent}", "-ptx"]
-    subprocess.run([*command, source, "-o", ptx], capture_output=True, check=True)
     # CUDA 12.4 reads versions up to 8.4, which has all instructions of these kernels
-    ptx.write_text(re.sub(r"^\.version .*", ".version 8.4", ptx.read_text(), flags=re.M))
+    text = ptx_of_warpgroups(direction, "bfloat16").read_text()
+    ptx.write_text(re.sub(r"^\.version .*", ".version 8.4", text, flags=re.M))
     ptxas = wheel(requirement) / "nvidia" / folder / "bin" / "ptxas"
     done = subprocess.run([ptxas, "-v", "--gpu-name=sm_90a", ptx, "-o", cubin], capture_output=True, text=True)
     assert done.returncode == 0 and "ptxas info" in done.stderr, done.stderr

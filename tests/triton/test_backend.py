@@ -78,6 +78,7 @@ def test_tiles_are_those_of_the_table():
     } <= tested
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "tiles, problem",
     [(tiles, problem) for tiles in TILES for problem in (PROBLEMS if TILES[tiles][3] else list(PROBLEMS)[1::2])],

@@ -30,6 +30,7 @@ PROBLEMS = {
 
 
 @interpreted
+@pytest.mark.few
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3], ids=["", "dropout"])
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_one_pass_and_two_passes(monkeypatch, problem, dropout_p):

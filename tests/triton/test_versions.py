@@ -41,7 +41,7 @@ def check(version: str, cases: list[tuple], cache) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", [VERSIONS[0], VERSIONS[-1]])  # the thorough test has all
 def test_other_versions_compile_the_kernels(version, tmp_path):
     check(version, [(90, "16-bit", 64, "forward", "order"), (90, "16-bit", 64, "keys", "plain")], tmp_path)
 

@@ -99,14 +99,19 @@ def kernel(architecture: int, name: str) -> Kernel:
     return next(found[name] for source in _sources() if name in (found := _kernels(source, architecture)))
 
 
-@functools.cache
-def _kernels(source: Path, architecture: int) -> dict[str, Kernel]:
+def compiled(source: Path, architecture: int) -> Path:
+    """The PTX of a source of kernels."""
     path = _folder() / f"{source.stem}.{architecture}.ptx"
     with simt_build._locked(path.with_suffix(".lock")):
         if not path.exists():
             with simt_build._complete(path) as partial:
                 _nvcc(source, "-ptx", f"-arch=compute_{COMPILED_FOR[architecture]}", "-o", str(partial))
-    ptx = path.read_text()
+    return path
+
+
+@functools.cache
+def _kernels(source: Path, architecture: int) -> dict[str, Kernel]:
+    ptx = compiled(source, architecture).read_text()
     module, found = Module(ptx, architecture), {}
     for name, parameters in re.findall(r"^(?:\.\w+ )*\.entry (\w+)\((.*?)\)", ptx, re.M | re.S):
         found[name] = ptx, module, [_layout(line) for line in parameters.split(",") if line.strip()]

@@ -145,7 +145,7 @@ def test_info_says_which_products_bfloat16_takes():
 
 
 def test_check_names_the_instruction_set():
-    without_triton = {"TRITON_INTERPRET": "0"}  # because interpreting it takes most of the time
+    without_triton = {"TRITON_INTERPRET": "0"}  # interpreting it takes most of the time
     found = run_with("generic", "-m", "xlnet_kernels.info", "--check", **without_triton)
     names, sets = found.stdout.splitlines()[2:4]
     assert names.index("cpu") + len("cpu") == sets.index("generic") + len("generic")

@@ -74,7 +74,8 @@ struct RelAttention {
   void *lse, *row_max, *row_sum;  // work, (B, H, L) contiguous; forward alone writes lse
 };
 
-// Where the gradients go, in the work dtype; null data: not wanted. All but `query`, `keys` and `memory` are added to.
+// Where the gradients go, in the work dtype; null data: not wanted. With query rows, each row of `query`, `keys` and
+// `memory` is written. All others are added to.
 struct RelAttentionGradients {
   Tensor4 out;      // storage, of the output
   const void* lse;  // work, of lse, (B, H, L) contiguous or null

@@ -293,11 +293,11 @@ static bool for_each_backward_task(const RelAttention& p, const RelAttentionGrad
     RowBlock<T> block(carver, sizes);
     scratch.load(p, sizes, chunk);
     body(BackwardTask<T, Scratch>{p, g, wanted, sizes, chunk, scratch, next}, block);
-    if (sizes.chunks == 1) scratch.sums.add_keys(g, wanted, p, sizes, chunk);  // no other task has them
+    if (chunk.index == 0) scratch.sums.add_keys(g, wanted, p, sizes, chunk);  // the first that has them needs no order
     if (!sizes.ends_run(chunk.b, p.batch)) return;
     const int64_t ticket = chunk.index * p.batch + chunk.b;
     order.wait(chunk.h, ticket - chunk.b % sizes.run);
-    if (sizes.chunks > 1) scratch.sums.add_keys(g, wanted, p, sizes, chunk);
+    if (chunk.index > 0) scratch.sums.add_keys(g, wanted, p, sizes, chunk);
     scratch.sums.add_shared(g, wanted, p, sizes, chunk);
     order.pass(chunk.h, ticket);
   };

@@ -91,6 +91,7 @@ static void few_rows_backward(const BackwardTask<T, FewRowsBackwardScratch<T>>& 
                                  scratch.dP + j, STRIDE);
     }
     for (int64_t r = 0; r < ROWS; ++r) {
+      if (first == 0) prefetch_next(p, next, block.row_index[r], g.out);
       const VisibleKeys<T> visible = segments_and_mask(p, scratch.keys, block, r, tile, StoredScores<T>{tile.score[r]});
       softmax_backward(task, block, r, visible.count, tile, scratch.dP + r * STRIDE, statistics);
     }

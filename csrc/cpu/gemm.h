@@ -97,13 +97,10 @@ INLINE void panel_product(const T* row_panel, const T* panels, int64_t depth, T*
   const int64_t last = smaller((end - column + LANES<T> - 1) / LANES<T>, PANEL_COLUMNS);
   panels += first * LANES<T> * depth;
   column += first * LANES<T>;
-  if (last - first == PANEL_COLUMNS) {
-    panel_product<T, FIRST, PANEL_COLUMNS>(row_panel, panels, depth, c, column);
-  } else if (PANEL_COLUMNS > 2 && last - first == 2) {
-    panel_product<T, FIRST, 2>(row_panel, panels, depth, c, column);
-  } else if (last - first == 1) {
-    panel_product<T, FIRST, 1>(row_panel, panels, depth, c, column);
-  }
+  if constexpr (PANEL_COLUMNS == 3)
+    if (last - first == 3) panel_product<T, FIRST, 3>(row_panel, panels, depth, c, column);
+  if (last - first == 2) panel_product<T, FIRST, 2>(row_panel, panels, depth, c, column);
+  if (last - first == 1) panel_product<T, FIRST, 1>(row_panel, panels, depth, c, column);
 }
 
 // C[0 .. ROW_ROWS)[0 .. width) += A . B, B of `depth` rows of `width` (a multiple of LANES)

@@ -129,17 +129,19 @@ INLINE void prefetch_row(const RelAttention& p, const Tensor4& t, int64_t b, int
   for (int64_t byte = 0; byte < p.head_dim * size; byte += 64) __builtin_prefetch(data + byte, 0, 4 - CACHE);
 }
 
-// Prefetches what is next row by row, between the work on rows, because the hardware does not predict where they lie
-// and does not take many at once.
+// Prefetches what is next row by row, and the row's share of the keys, between the work on rows: the hardware neither
+// predicts where they lie nor has room for many prefetches at once.
 INLINE void prefetch_next(const RelAttention& p, const Next& next, int64_t row, const Tensor4& grad_out = {}) {
   if (!next.exists) return;
   const int64_t size = bytes_of(p.dtype);
   prefetch_row<2>(p, p.rows.query, next.b, next.h, row, size);
   prefetch_row<2>(p, p.out, next.b, next.h, row, size);
   prefetch_row<2>(p, grad_out, next.b, next.h, row, size);
-  if (row >= p.key_len) return;
-  prefetch_row<2>(p, p.keys.key, next.b, next.h, row, size);
-  prefetch_row<2>(p, p.keys.value, next.b, next.h, row, size);
+  const int64_t keys = smaller(p.key_len, 2 * SHORT_LENGTH);
+  for (int64_t key = row * keys / p.length; key < (row + 1) * keys / p.length; ++key) {
+    prefetch_row<2>(p, p.keys.key, next.b, next.h, key, size);
+    prefetch_row<2>(p, p.keys.value, next.b, next.h, key, size);
+  }
 }
 
 // The largest finite number of a 16-bit dtype: the residual is relative to it where rounding gives infinity.
@@ -263,8 +265,9 @@ struct BiasedPanels {
   }
 };
 
-// `count` rows of `padded` elements -> panels [count / PANEL_ROWS][depth][PANEL_ROWS]. Reads and writes up to LANES
-// rows or elements past the end: a whole vector is stored where PANEL_ROWS elements count, and the next one mends it.
+// `count` rows of `padded` elements -> panels [count / PANEL_ROWS, rounded up][depth][PANEL_ROWS]. Reads up to LANES
+// rows past the end and writes up to LANES elements, or a panel: a whole vector is stored where PANEL_ROWS elements
+// count, and the next one mends it.
 template <typename T, typename To>
 static void transpose_row_panels(const T* rows, int64_t count, int64_t padded, int64_t depth, const To to) {
   constexpr int64_t PIECES = (PANEL_ROWS + LANES<T> - 1) / LANES<T>;

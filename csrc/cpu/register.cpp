@@ -50,8 +50,8 @@ Outputs forward(const Inputs& inputs, bool needs_backward) {
 
 constexpr int64_t SMALL = 1 << 17;  // bytes for which torch's dispatcher takes longer than the zeros
 
-// Each gradient that is needed, in the work dtype, undefined where none is. Zeros of what is added to; with rows,
-// tensors of queries and keys are not initialised.
+// Each gradient that is needed, in the work dtype, undefined where none is: zeros, but uninitialised where the kernels
+// write each row, which they do if there are query rows.
 InputGradients empty_gradients(const Inputs& inputs, const Needs& needs) {
   const auto dtype = work_dtype(inputs.query);
   const auto zeros = [&](const Tensor& t) {
@@ -89,8 +89,7 @@ InputGradients backward(const Inputs& inputs, const OutputGradients& outputs, co
   InputGradients grad = empty_gradients(inputs, needs);
   RelAttentionGradients g{};
   g.out = strided(call.keep(outputs.grad_out.to(inputs.query.scalar_type())));
-  if (outputs.grad_lse)
-    g.lse = call.keep(outputs.grad_lse->to(outputs.row_max.scalar_type()).contiguous()).data_ptr();
+  if (outputs.grad_lse) g.lse = call.keep(outputs.grad_lse->to(outputs.row_max.scalar_type()).contiguous()).data_ptr();
   g.query = strided(grad.query);
   g.keys = {strided(grad.key), strided(grad.value)};
   g.memory = {strided(grad.memory_key), strided(grad.memory_value)};

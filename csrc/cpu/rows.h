@@ -81,7 +81,7 @@ struct RowBlock : BlockRows<T> {
   int64_t padded(int64_t register_rows) const { return round_up(count, register_rows); }
 };
 
-// The block's rows, not as panels: with their biases, or as they are in content_query
+// The block's rows, not as panels: with their biases, or without them in content_query alone
 template <typename T, bool WITH_BIASES = true>
 static void load_queries(const RelAttention& p, const Sizes<T>& sizes, const HeadTerms<T>& terms, const Chunk& chunk,
                          int64_t begin, int64_t max_rows, int64_t max_span, RowBlock<T>& block) {
@@ -97,19 +97,15 @@ static void load_queries(const RelAttention& p, const Sizes<T>& sizes, const Hea
     read_row(p, p.rows.query, block.b, block.h, block.row_index[r], dim, query);
     for (int64_t d = 0; d < dim; d += LANES<T>) {
       const Vec<T> q = load(query + d);
-      store(content + d, WITH_BIASES ? (q + load(terms.content_bias + d)) * scale : q);
-      if (WITH_BIASES) store(relative + d, (q + load(terms.position_bias + d)) * scale);
+      if constexpr (WITH_BIASES) {
+        store(content + d, (q + load(terms.content_bias + d)) * scale);
+        store(relative + d, (q + load(terms.position_bias + d)) * scale);
+      } else {
+        store(content + d, q);
+      }
     }
     block.end_row(p, terms.segments, dim);
   }
-}
-
-// Rows that only fill a register tile repeat the last one.
-template <typename T>
-static void repeat_last_query(const RowBlock<T>& block, int64_t dim, T* rows) {
-  const T* last = rows + (block.count - 1) * dim;
-  for (int64_t r = block.count; r < block.padded(PANEL_ROWS); ++r)
-    memcpy(rows + r * dim, last, static_cast<size_t>(dim) * sizeof(T));
 }
 
 // Rows with their biases and panels of them
@@ -118,8 +114,6 @@ static void load_rows(const RelAttention& p, const Sizes<T>& sizes, const HeadTe
                       int64_t begin, RowBlock<T>& block) {
   const int64_t dim = sizes.padded_dim;
   load_queries(p, sizes, terms, chunk, begin, BLOCK_M, MAX_SPAN, block);
-  repeat_last_query(block, dim, block.content_query);
-  repeat_last_query(block, dim, block.position_query);
   transpose_row_panels(block.content_query, block.count, dim, p.head_dim, Panels<T>{block.content_panels});
   transpose_row_panels(block.position_query, block.count, dim, p.head_dim, Panels<T>{block.position_panels});
 }
@@ -130,7 +124,6 @@ static void load_panels(const RelAttention& p, const Sizes<T>& sizes, const Head
                         int64_t begin, RowBlock<T>& block) {
   const int64_t dim = sizes.padded_dim;
   load_queries<T, false>(p, sizes, terms, chunk, begin, BLOCK_M, MAX_SPAN, block);
-  repeat_last_query(block, dim, block.content_query);
   const BiasedPanels<T> panels{block.content_panels, block.position_panels, terms.content_bias, terms.position_bias,
                                static_cast<T>(p.scale * LOG2E)};
   transpose_row_panels(block.content_query, block.count, dim, p.head_dim, panels);

@@ -48,10 +48,11 @@ struct KeyGradient {
   template <typename T>
   INLINE_MEMBER void add(int64_t j, const T* from, T factor) const {
     const int64_t key = chunk.first_key + j;
-    const Tensor4& to = key < p.mem_len ? memory : current;
-    const int64_t row = key < p.mem_len ? key : key - p.mem_len;
-    chunk.index == 0 ? add_row<T, true>(to, chunk.b, chunk.h, row, from, factor, p.head_dim)
-                     : add_row<T, false>(to, chunk.b, chunk.h, row, from, factor, p.head_dim);
+    if (chunk.index == 0) {
+      add_row<T, true>(tensor_of(key), chunk.b, chunk.h, row_of(key), from, factor, p.head_dim);
+    } else {
+      add_row<T, false>(tensor_of(key), chunk.b, chunk.h, row_of(key), from, factor, p.head_dim);
+    }
   }
 
   // Zeros for the keys before and after the first chunk's
@@ -59,13 +60,16 @@ struct KeyGradient {
   void clear_others() const {
     if (chunk.index != 0) return;
     for (int64_t key = 0; key < p.mem_len + p.key_len; ++key) {
-      if (key >= chunk.first_key && key < chunk.first_key + chunk.keys) continue;
-      const Tensor4& to = key < p.mem_len ? memory : current;
-      if (to.data == nullptr) continue;
-      T* row = static_cast<T*>(to.data) + row_start(to, chunk.b, chunk.h, key < p.mem_len ? key : key - p.mem_len);
+      const Tensor4& to = tensor_of(key);
+      if (to.data == nullptr || (key >= chunk.first_key && key < chunk.first_key + chunk.keys)) continue;
+      T* row = static_cast<T*>(to.data) + row_start(to, chunk.b, chunk.h, row_of(key));
       for (int64_t d = 0; d < p.head_dim; ++d) row[d * to.stride[3]] = 0;
     }
   }
+
+ private:
+  const Tensor4& tensor_of(int64_t key) const { return key < p.mem_len ? memory : current; }
+  int64_t row_of(int64_t key) const { return key < p.mem_len ? key : key - p.mem_len; }
 };
 
 // Gradients of the biases and the segment embeddings of one head

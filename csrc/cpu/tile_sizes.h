@@ -14,7 +14,7 @@ constexpr int64_t KEY_GROUP = 96;          // keys that are skipped or taken tog
 constexpr int64_t RANGE_GROUPS = 24;  // groups of keys that backward takes all rows of a chunk through, then the next
 constexpr int64_t MAX_SPAN = 512;     // largest difference of positions within a block of rows
 
-constexpr int64_t SHORT_LENGTH = 256;  // rows of a sequence that are prefetched while another is worked on
+constexpr int64_t SHORT_LENGTH = 256;  // rows, at most, of a sequence that is prefetched during work on another
 
 // A tile begins at a multiple of this: whole vectors, and whole register tiles of keys.
 constexpr int64_t KEY_STEP = KEY_GROUP / 2;

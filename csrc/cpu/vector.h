@@ -43,17 +43,6 @@ INLINE void store(T* p, Vec<T> x) {
 }
 
 template <typename T>
-struct StoreAll {
-  INLINE void apply(T* p, Vec<T> x) { store(p, x); }
-};
-template <typename T, int HALF>
-struct StoreHalf {
-  INLINE void apply(T* p, Vec<T> x) {
-    memcpy(p, reinterpret_cast<const char*>(&x) + HALF * VECTOR_BYTES / 2, VECTOR_BYTES / 2);
-  }
-};
-
-template <typename T>
 INLINE void add(T* to, Vec<T> x) {
   store(to, load(to) + x);
 }
@@ -131,6 +120,24 @@ using UpTo = __make_integer_seq<IndicesOf, int64_t, N>;
 template <int64_t N>
 using UpTo = Indices<__integer_pack(N)...>;
 #endif
+
+template <typename T>
+struct StoreAll {
+  INLINE void apply(T* p, Vec<T> x) { store(p, x); }
+};
+template <typename T, int64_t HALF>
+struct StoreHalf {
+  INLINE void apply(T* p, Vec<T> x) { apply(p, x, UpTo<LANES<T> / 2>()); }
+  template <int64_t... LANE>
+  INLINE void apply(T* p, Vec<T> x, Indices<LANE...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+    typedef T half __attribute__((vector_size(VECTOR_BYTES / 2), aligned(alignof(T)), may_alias));
+    *reinterpret_cast<half*>(p) = __builtin_shufflevector(x, x, (HALF * LANES<T> / 2 + LANE)...);
+#else
+    memcpy(p, reinterpret_cast<const char*>(&x) + HALF * VECTOR_BYTES / 2, VECTOR_BYTES / 2);
+#endif
+  }
+};
 
 // Lanes of two vectors, counted through both
 template <typename V, int64_t... LANE>

@@ -99,7 +99,7 @@ Tensor4 output(Input& input, Buffers& buffers, std::vector<std::pair<void*, int6
   const int64_t bytes = input.number();
   if (bytes < 0) return {};
   t.data = buffers.take(bytes);
-  input.read(t.data, bytes);  // what is there before: gradients are added to
+  input.read(t.data, bytes);  // the kernels add to some gradients
   outputs.emplace_back(t.data, bytes);
   return t;
 }

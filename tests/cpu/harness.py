@@ -25,6 +25,7 @@ from lib.own_cache import own_cache
 from lib.simt import simt_build
 from tests import ROOT
 from xlnet_kernels import ops
+from xlnet_kernels.call import DIFFERENTIABLE, INPUT_NAMES, ROWS
 
 SOURCES = [*sorted(ROOT.glob("csrc/cpu/kernels_*.cpp")), ROOT / "csrc/cpu/dispatch.cpp"]
 SOURCES += [*sorted(ROOT.glob("csrc/cpu/bfloat16/*.cpp")), Path(__file__).with_suffix(".cpp")]
@@ -160,9 +161,11 @@ def _operator(name: str):
     def backward(grad_out, grad_lse, out, out_residual, row_max, row_sum, needs, *inputs):
         numbers, tensors = _inputs(inputs)
         work = torch.promote_types(out.dtype, torch.float32)
+        # With query rows the kernels write each of ROWS, and add to the others.
+        before = dict.fromkeys(ROWS if out.shape[2] > 0 else (), torch.nan)
         wanted = [
-            tensor.new_zeros(tensor.shape, dtype=work) if need and tensor is not None else None
-            for tensor, need in zip(inputs[: ops.DIFFERENTIABLE], needs, strict=True)
+            tensor.new_full(tensor.shape, before.get(name, 0), dtype=work) if need and tensor is not None else None
+            for name, tensor, need in zip(INPUT_NAMES[:DIFFERENTIABLE], inputs[:DIFFERENTIABLE], needs, strict=True)
         ]
         grad_lse = None if grad_lse is None else grad_lse.to(work)
         residual = out_residual if out_residual.numel() else None

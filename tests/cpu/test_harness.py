@@ -43,7 +43,7 @@ def backend(running, monkeypatch) -> str:
     return harness.backend(monkeypatch, running)
 
 
-# 4, 12 or 16 numbers are a register tile's width, 12 rows its height; 48 or 64 rows are a block, 96 keys a group.
+# 4, 12 or 16 numbers are a register tile's width, 8 or 12 rows its height; 48 or 64 rows are a block, 96 keys a group.
 @pytest.mark.parametrize("dtype", harness.DTYPES, ids=str)
 @pytest.mark.parametrize("width", [16, 24, 64, 128])
 def test_widths(backend, width, dtype):
@@ -68,6 +68,12 @@ def test_shapes(backend, rows, keys, mem, dtype):
     """Tiles of several lengths; 700 keys are more than 96, 192, 288 and 576, where products and tiles end."""
     problem = make(1, 1, rows, keys=keys, mem=mem, width=16, mask="causal", positions=keys > rows, dtype=dtype)
     assert_right(problem, backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
+def test_chunks_with_some_of_the_keys(backend, dtype):
+    """The first chunk writes the gradients of all keys, the others add to theirs. 512 rows or more are a chunk."""
+    assert_right(make(1, 1, 1100, mem=20, width=16, window=(30, 31), dtype=dtype), backend)
 
 
 @pytest.mark.parametrize("variant", [{"rel_rows": "uni"}, {"rel_batch": True}, {"window": (30, 31)}, {"biases": False}])

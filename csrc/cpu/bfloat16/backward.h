@@ -336,9 +336,9 @@ static bool bfloat16_backward(const RelAttention& p, const RelAttentionGradients
     const auto add_keys = [&] {
       scratch.sums.add_keys(g, wanted, p, sizes, chunk, scratch.terms, scratch.gradient_rows);
     };
-    if (sizes.chunks == 1) add_keys();  // no other task has them
+    if (chunk.index == 0) add_keys();  // the first that has them needs no order
     order.wait(chunk.h, ticket);
-    if (sizes.chunks > 1) add_keys();
+    if (chunk.index > 0) add_keys();
     scratch.sums.add_shared(g, wanted, p, sizes, chunk, window_rows, scratch.terms, scratch.gradient_rows);
     order.pass(chunk.h, ticket);
   };

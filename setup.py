@@ -112,6 +112,9 @@ def make_extensions():
             ("XLNET_KERNELS_CUDA_ARCHITECTURES", os.environ["TORCH_CUDA_ARCH_LIST"]),
         ]
     host = decide.host_compiler()
+    # One process for each architecture, because the build waits for the file that takes longest.
+    threads = os.environ.get("TORCH_CUDA_ARCH_LIST", "").count(";") + 1
+    nvcc_flags = ["-O3", "--threads", str(threads), "-Xptxas", "-v", "-Xfatbin", "-compress-all", *host]
     make = cpp_extension.CUDAExtension if cuda.build else cpp_extension.CppExtension
     library = make(
         f"{PACKAGE}.{LIBRARY}",
@@ -119,7 +122,7 @@ def make_extensions():
         include_dirs=[str(ROOT / "csrc"), str(ROOT / "csrc" / "cuda")],
         define_macros=macros,
         depends=find("csrc/**/*.h", "csrc/**/*.cuh"),
-        extra_compile_args={"cxx": flags, "nvcc": ["-O3", "-Xptxas", "-v", "-Xfatbin", "-compress-all", *host]},
+        extra_compile_args={"cxx": flags, "nvcc": nvcc_flags},
         py_limited_api=True,
     )
     # Only these, because the stable ABI is in them, and the library must not depend on torch's other libraries.

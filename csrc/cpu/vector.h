@@ -121,6 +121,7 @@ template <int64_t N>
 using UpTo = Indices<__integer_pack(N)...>;
 #endif
 
+// Stores of a vector, and of its lower or upper half
 template <typename T>
 struct StoreAll {
   INLINE void apply(T* p, Vec<T> x) { store(p, x); }

@@ -26,8 +26,8 @@ def run_with(instruction_set: str, *command: str, **variables: str) -> subproces
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
 
 
-def skip_if_the_others_run_with(instruction_set: str) -> None:
-    """The files that these tests run with other instruction sets run with this process's own anyway."""
+def skip_own(instruction_set: str) -> None:
+    """Skip this process's own instruction set, with which it runs the tests' files anyway."""
     module = _extension.module
     if instruction_set in (module.cpu_instruction_set, module.cpu_bfloat16_products):
         pytest.skip(f"the files themselves run with {instruction_set} here")
@@ -42,7 +42,7 @@ xk.rel_attention(x, x, x, torch.randn(1, 4, 8), backend="cpu")
 
 @pytest.mark.parametrize("instruction_set", ["avx2", "neon", "generic"])
 def test_is_as_right_as_the_best_one(instruction_set):
-    skip_if_the_others_run_with(instruction_set)
+    skip_own(instruction_set)
     if REFUSED in run_with(instruction_set, "-c", SMALL_CALL).stderr:
         pytest.skip(f"this processor has no {instruction_set}")
     file = str(ROOT / "tests/operator/test_operator.py")
@@ -53,7 +53,7 @@ def test_is_as_right_as_the_best_one(instruction_set):
 
 @pytest.mark.parametrize("instruction_set", ["amx_bf16", "avx512_bf16", "neon_bf16", "emulated_bf16"])
 def test_16_bit_products_are_right(instruction_set):
-    skip_if_the_others_run_with(instruction_set)
+    skip_own(instruction_set)
     if REFUSED in run_with(instruction_set, "-c", SMALL_CALL).stderr:
         pytest.skip(f"this processor, or this build, has no {instruction_set}")
     files = [str(ROOT / "tests/cpu" / name) for name in ("test_bfloat16.py", "test_float32_precision.py")]
@@ -63,7 +63,7 @@ def test_16_bit_products_are_right(instruction_set):
 
 @pytest.mark.parametrize("instruction_set", ["avx2", "neon", "generic", "amx_bf16", "avx512_bf16", "emulated_bf16"])
 def test_unread_rows_count_as_zeros(instruction_set):
-    skip_if_the_others_run_with(instruction_set)
+    skip_own(instruction_set)
     if REFUSED in run_with(instruction_set, "-c", SMALL_CALL).stderr:
         pytest.skip(f"this processor, or this build, has no {instruction_set}")
     file = str(ROOT / "tests/operator/test_unread.py")

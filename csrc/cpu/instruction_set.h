@@ -29,6 +29,11 @@
 #define ROW_TILE_COLUMNS 2
 #endif
 
+// Keys that backward takes all rows of a chunk through before the next. They are fewer where second caches are small.
+#ifndef RANGE_KEYS
+#define RANGE_KEYS 2304
+#endif
+
 #define INLINE_MEMBER inline __attribute__((always_inline))
 #define INLINE static INLINE_MEMBER
 // Loops over a row of scores are no inline functions where the compiler would keep their constants in registers beside

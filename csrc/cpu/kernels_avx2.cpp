@@ -9,6 +9,7 @@
 #define PANEL_TILE_COLUMNS 2
 #define ROW_TILE_ROWS 6
 #define ROW_TILE_COLUMNS 2
+#define RANGE_KEYS 1152
 #include "instruction_set.h"
 
 #if defined(__clang__)

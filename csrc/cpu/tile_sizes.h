@@ -11,8 +11,8 @@ constexpr int64_t MAX_ROWS = 64;           // rows of a block of any kernel at m
 constexpr int64_t FORWARD_BLOCK_N = 576;   // keys of a tile at most
 constexpr int64_t BACKWARD_BLOCK_N = 288;  // keys of a tile of backward at most
 constexpr int64_t KEY_GROUP = 96;          // keys that are skipped or taken together
-constexpr int64_t RANGE_GROUPS = 24;  // groups of keys that backward takes all rows of a chunk through, then the next
-constexpr int64_t MAX_SPAN = 512;     // largest difference of positions within a block of rows
+constexpr int64_t RANGE_GROUPS = RANGE_KEYS / KEY_GROUP;  // that backward takes all rows through, then the next
+constexpr int64_t MAX_SPAN = 512;                         // largest difference of positions within a block of rows
 
 constexpr int64_t SHORT_LENGTH = 256;  // rows, at most, of a sequence that is prefetched during work on another
 

@@ -33,7 +33,7 @@ RANGES = [{}, {"positions": True, "rel_rows": "uni"}, {"segments": False}, {"pos
 @pytest.mark.parametrize("variant", RANGES)
 @pytest.mark.parametrize("rows, keys", [(100, 5000), (700, 2600)])
 def test_ranges_of_keys(rows, keys, variant):
-    # 2304 keys are a range; 512 rows are a chunk, whose blocks go through one range before the next
+    # 2304 keys are a range (1152 with AVX2); 512 rows are a chunk, whose blocks go through one range before the next
     assert_right(make(1, 1, rows, keys=keys, mem=30, width=16, mask="order", **variant), "cpu")
 
 

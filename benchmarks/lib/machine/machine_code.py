@@ -10,6 +10,7 @@ twice counts as it is.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import shutil
 import statistics
@@ -17,11 +18,14 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import triton
 from triton.backends.nvidia import compiler
+
+from compiled.control_codes import Step, schedule
+from compiled.sass import successors
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 # Prefix of a PTX instruction's name -> prefix of the machine's name for it
@@ -48,6 +52,10 @@ class MachineCode:
     blocks: list[list[tuple[int, str]]]
     """basic blocks of (line of the PTX, name) for each instruction"""
     lines: dict[int, Line]
+    steps: list[Step] = field(default_factory=list)
+    """all instructions, with their schedules"""
+    shared_bytes: int = 0
+    """of shared memory, without what a launch asks for"""
 
     def weights(self, counted: Mapping[int, int]) -> dict[int, Counter[str]]:
         """By a line of the PTX, what the machine executes for one execution of it. `counted`: Counts.lines."""
@@ -73,6 +81,19 @@ class MachineCode:
                 total[name] += times * weight
         return total
 
+    def often(self, counted: Mapping[int, int]) -> list[float]:
+        """Executions of each of `steps` by all warps, as weights() has them for blocks."""
+        pairs = [(step.line, step.instruction.name.split(".")[0]) for step in self.steps]
+        copies = Counter(pairs)
+        leads = successors([step.instruction for step in self.steps])
+        begins = {j for i, after in enumerate(leads) for j in {i + 1, *after} if after != [i + 1]}
+        found: list[float] = []
+        for first, end in itertools.pairwise(sorted({0, len(pairs), *begins})):
+            own = [pair for pair in pairs[first:end] if self._is_one(*pair)] or pairs[first:end]
+            usual = statistics.median_low(self._times(pair[0], counted) / copies[pair] for pair in own)
+            found += [usual] * (end - first)
+        return found
+
     def _times(self, line: int, counted: Mapping[int, int]) -> float:
         return counted.get(line, 0) / self.lines[line].statements if line in self.lines else 0.0
 
@@ -97,10 +118,14 @@ def assemble(ptx: str, name: str, architecture: int) -> MachineCode:
         source.write_text(ptx)
         options = ["-v", f"--gpu-name=sm_{architecture}{suffix}", "--entry", name, source, "-o", cubin]
         said = _output([*assembler(ptx, architecture), *map(str, options)], "stderr")
-        text = _output([NVDISASM, "--print-line-info-ptx", "--print-code", cubin], "stdout")
+        text = _output([NVDISASM, "--print-line-info-ptx", "--print-code", "-hex", cubin], "stdout")
     stores, loads = map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said).groups())
     registers = int(re.search(r"Used (\d+) registers", said)[1])
-    return MachineCode(registers, stores + loads, basic_blocks(text, name), statements(ptx))
+    static = re.search(r"(\d+) bytes smem", said)
+    return MachineCode(
+        registers, stores + loads, basic_blocks(text, name), statements(ptx), schedule(text, name),
+        int(static[1]) if static else 0,
+    )  # fmt: skip
 
 
 def _output(command: list, which: str) -> str:

@@ -1,0 +1,134 @@
+"""What each instruction of machine code occupies, and for how long: rates of units, and latencies, by architecture.
+
+Sources: [guide] CUDA C++ programming guide, table "Throughput of native arithmetic instructions"; [A100], [H100]:
+NVIDIA's whitepapers; [Hopper] Luo et al., arXiv 2402.13499 and 2501.12084; [again] a repetition of their measurements
+on an H100 SXM5, github.com/Johnsonms/NVIDIA-Hopper-Benchmark, folder reproduction/H100-dapperdingo; [Tensor] Sun et
+al., arXiv 2206.02874. Latencies of all that has no scoreboard are in the control codes, where the compiler put them.
+
+Assumed, as no source at hand gives a figure: latency of exponentials, of shuffles, of a barrier and of a product of
+warpgroups beyond its time on the tensor cores. A read of operands takes until the unit has taken the operation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from compiled.control_codes import Step
+from lib import bounds
+from lib.timing.simulator import Operation
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Cycles."""
+
+    shared: float  # load from shared memory, one pass [Hopper, again]
+    level2: float  # load from the level-2 cache, as of keys, which many blocks read [Hopper, again]
+    special: float = 18  # assumed
+    shuffle: float = 24  # assumed
+    barrier: float = 20  # assumed
+    drain: float = 16  # assumed: m64n8k16, 4 cycles of work, takes about 18 [Hopper]
+
+
+LATENCIES = {80: Latencies(29, 261.5), 90: Latencies(29, 272)}
+# Cycles for which a product of one warp, m16n8k16 of 16 bits, holds its tensor core: 1024 multiply-adds a cycle and
+# multiprocessor [A100]; 1365 by mma.sync on H100, two thirds of what wgmma reaches [again].
+HMMA = {80: 8, 90: 6}
+HMMA_SHARE = {"16816": 1, "1688": 1 / 2, "1684": 1 / 4}  # of 16 bits; TF32 costs twice as much
+WGMMA_COLUMNS = 2  # of a product of 64 rows by 16, a cycle [H100, again]
+SECTOR = 32
+
+# The pipe of an instruction by how its name begins; the first that fits counts.
+PIPES = (
+    ("integer multiply", ("IMAD", "IDP", "UIMAD")),
+    ("float", ("FFMA", "FADD", "FMUL", "HFMA2", "HADD2", "HMUL2", "FSWZADD")),
+    ("special", ("MUFU", "I2F", "F2I", "F2F.F64", "FRND", "POPC", "FLO")),
+    ("memory", ("LD", "ST", "RED", "ATOM", "SHFL", "MOVM", "S2R", "SYNCS", "UTM", "UBLKCP", "CCTL")),
+    ("", ("HMMA", "HGMMA", "BAR", "BRA", "BSSY", "BSYNC", "NOP", "EXIT", "WARP", "DEPBAR", "LDGDEPBAR", "YIELD")),
+    ("uniform", ("U", "R2UR", "S2UR", "CS2R", "VOTEU")),
+    ("logic", ("",)),
+)  # fmt: skip
+
+
+def pipe(name: str) -> str:
+    """The pipe that an instruction needs, "" for those that none of these limits."""
+    if name.startswith("LDGDEPBAR"):
+        return ""
+    return next(pipe for pipe, starts in PIPES if name.startswith(starts))
+
+
+def operations(steps: Sequence[Step], architecture: int) -> list[Operation]:
+    """What a warp does that issues these instructions."""
+    return [_operation(step, architecture) for step in steps]
+
+
+def _operation(step: Step, architecture: int) -> Operation:
+    (_, _, name, operands), control = step.instruction, step.control
+    schedule = {
+        "stall": control.stall, "yields": control.yields, "waits": tuple(sorted(control.waits)),
+        "results": control.results, "operands": control.operands,
+    }  # fmt: skip
+    return Operation(**schedule, **_effect(name, operands, architecture))
+
+
+def _effect(name: str, operands: str, architecture: int) -> dict:
+    gpu, latencies = bounds.GPUS[architecture], LATENCIES[architecture]
+    warps = bounds.WARP * bounds.SCHEDULERS  # lanes that four schedulers issue a cycle
+    if name.startswith("HMMA"):
+        share = next(share for shape, share in HMMA_SHARE.items() if shape in name)
+        return {"pipe": "tensor", "held": HMMA[architecture] * share * (2 if "TF32" in name else 1)}
+    if name.startswith("HGMMA"):
+        return _warpgroup_product(name, operands, latencies)
+    if name.startswith(("WARPGROUP.DEPBAR", "DEPBAR.LE")):
+        most = re.search(r"0x([0-9a-f]+)\s*$", operands)
+        kind = "product" if name.startswith("WARPGROUP") else "copy"
+        return {"leaves": (kind, int(most[1], 16) if most else 0)}
+    if name.startswith("LDGDEPBAR"):
+        return {"closes": "copy"}
+    if name.startswith("BAR.") and name.split(".")[1] in ("SYNC", "ARV"):
+        found = [part.strip() for part in operands.split(",")]
+        threads = re.fullmatch(r"0x([0-9a-f]+)", found[1]) if len(found) > 1 else None
+        return {"barrier": (found[0], int(threads[1], 16) // bounds.WARP if threads else 0, ".SYNC" in name)}
+    kind = pipe(name)
+    if kind == "memory":
+        return _memory(name, gpu, latencies)
+    if kind == "special":
+        return {"units": (("special", warps / gpu.special),), "latency": latencies.special}
+    if kind == "float":
+        return {"pipe": kind, "held": warps / gpu.floats}
+    if kind == "integer multiply" and gpu.floats == gpu.logic:  # float32 has another pipe of its own from sm_86 on
+        kind = "float"
+    return {"pipe": kind, "held": warps / gpu.logic if kind else 0.0}
+
+
+def _warpgroup_product(name: str, operands: str, latencies: Latencies) -> dict:
+    """One warp's quarter of a product, m64nNk16, with what it reads from shared memory, 128 bytes a cycle."""
+    columns = int(re.search(r"64x(\d+)x", name)[1])
+    on_tensor_cores = columns / WGMMA_COLUMNS
+    from_registers = re.match(r"\s*R\d+\S*,\s*R\d", operands)
+    reads = (columns + (0 if from_registers else 64)) * SECTOR / 128 / bounds.SCHEDULERS
+    found = {
+        "units": (("shared memory", reads), ("tensor", on_tensor_cores)), "group": "product",
+        "latency": on_tensor_cores + latencies.drain,
+    }  # fmt: skip
+    return found | ({"closes": "product"} if "gsb0" in operands else {})
+
+
+def _memory(name: str, gpu: bounds.Gpu, latencies: Latencies) -> dict:
+    """Loads, stores and copies without conflicts of banks, of which our kernels have few, and whole sectors."""
+    words = 4 if re.search(r"\.128|M88\.4|MT88\.4|x4", name) else 2 if re.search(r"\.64|M88\.2|MT88\.2", name) else 1
+    level2 = ("level-2 cache", words * 4 * bounds.WARP / SECTOR / gpu.sectors)
+    shared = ("shared memory", float(words))
+    if name.startswith("LDGSTS"):
+        return {"units": (level2, shared), "latency": latencies.level2, "group": "copy"}
+    if name.startswith(("LDG", "LD.")):
+        return {"units": (level2,), "latency": latencies.level2}
+    if name.startswith(("STG", "ST.", "RED", "ATOMG")):
+        return {"units": (level2,)}
+    if name.startswith("SHFL"):
+        return {"units": (("shared memory", bounds.WARP / gpu.shuffles),), "latency": latencies.shuffle}
+    if name.startswith(("LDS", "LDL", "LDC", "S2R", "SYNCS", "ATOMS", "MOVM")):
+        return {"units": (shared,), "latency": latencies.shared + words - 1}
+    return {"units": (shared,)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections import Counter
@@ -26,12 +27,14 @@ import triton  # noqa: E402
 import xlnet_kernels as xk  # noqa: E402
 from compiled.sass import classify  # noqa: E402
 from lib import bounds, plain_attention  # noqa: E402
+from lib.block_order import makespan  # noqa: E402
 from lib.machine import cuda_driver  # noqa: E402
 from lib.machine.machine import Counts  # noqa: E402
 from lib.machine.machine_code import assemble  # noqa: E402
 from lib.machine.package import serving  # noqa: E402
 from lib.machine.triton_driver import Launch, on_machine  # noqa: E402
 from lib.plain_attention import Config  # noqa: E402
+from lib.timing import kernel as timing  # noqa: E402
 
 LENGTHS = (256, 512, 768)  # of plain kernels; halves are whole tiles
 REPORTED = (512, 2048)
@@ -143,7 +146,7 @@ def row(
     """One row of the table; `runs`: the launches at each length. Its "launches" have what was counted itself."""
     gpu = bounds.GPUS[architecture]
     total: dict[str, float] = {}
-    issued = machine = bound = 0.0
+    issued = machine = bound = time = 0.0
     bounds_of, counted, factors = {}, [], polynomial(length, list(runs))
     for launches in zip(*runs.values(), strict=True):  # the same kernel at every length
         counts = sum_of([launch.counts for launch in launches], factors)
@@ -157,8 +160,11 @@ def row(
         by = max((name for name in needed if name != bounds.ASSUMED), key=needed.get)
         bound += needed[by]  # kernels run one after the other
         bounds_of[needed[by]] = by
+        predicted = prediction(launches, architecture, factors, of_machine, needed[by] * length**2 / bounds.PAIRS)
+        time += predicted["predicted_cycles"] * bounds.PAIRS / length**2
         counted.append(
             {"name": launches[-1].name, "bound_cycles": round(needed[by], 1), "bound_by": by}
+            | predicted
             | plainly(counts)
             | {"machine_instructions": {name: round(count) for name, count in of_machine.items()}}
         )
@@ -166,13 +172,31 @@ def row(
     return {
         "kernel": kernel, "direction": direction, "dtype": "bfloat16", "head_dim": head_dim,
         "architecture": architecture, "length": length, "case": case,
-        "bound_cycles": round(bound, 1), "bound_by": bounds_of[max(bounds_of)],
+        "bound_cycles": round(bound, 1), "bound_by": bounds_of[max(bounds_of)], "predicted_cycles": round(time, 1),
         "ratio_to_limit": round(bound / bounds.limit(gpu, head_dim, PRODUCTS[direction]), 3),
         "spilled_bytes": sum(x.spilled_bytes for x in code), "registers": max(x.registers for x in code),
         "machine_to_ptx": round(machine / float(issued), 3),
         "cycles": {name: round(value, 1) for name, value in total.items()},
         "launches": counted,
     }  # fmt: skip
+
+
+def prediction(
+    launches: Sequence[Launch], architecture: int, factors: list[Fraction], of_machine: Counter[str], bound: float
+) -> dict:
+    """Predicted cycles of a multiprocessor for all of a launch, its blocks, and how many of them run side by side.
+
+    Those of the bound where there is no main loop of products, and never less. `launches`, `factors`: see executed.
+    """
+    last = launches[-1]
+    code = assemble(last.ptx, last.name, architecture)
+    blocks = float(sum(math.prod(launch.grid) * factor for launch, factor in zip(launches, factors, strict=True)))
+    pace = timing.pace(code, code.often(last.counts.lines), last.threads, last.shared_bytes, architecture)
+    if pace is None:
+        return {"predicted_cycles": round(bound), "blocks": round(blocks), "resident": None}
+    work = timing.Work(blocks, of_machine["products"], of_machine.total())
+    cycles = max(timing.cycles(pace, work), bound)
+    return {"predicted_cycles": round(cycles), "blocks": round(blocks), "resident": pace.resident}
 
 
 def plainly(counts: Counts) -> dict:
@@ -185,7 +209,7 @@ def plainly(counts: Counts) -> dict:
 
 
 def best_plain(direction: str, architecture: int, head_dim: int, say: Callable) -> dict[int, list[Launch]]:
-    """Launches at each length of the plain kernels with the tiles whose bound is the least."""
+    """Launches at each length of the plain kernels with the tiles of least bound, of these the fastest predicted."""
     found: dict[int, list[Launch]] = {length: [] for length in LENGTHS}
     for kernel in ("forward",) if direction == "forward" else ("keys", "rows"):
         best, least = None, (float("inf"),)
@@ -195,8 +219,8 @@ def best_plain(direction: str, architecture: int, head_dim: int, say: Callable) 
             except triton.runtime.errors.OutOfResources:
                 continue
             last = row("plain", direction, head_dim, architecture, "none", runs, REPORTED[-1])
-            cost = last["spilled_bytes"], last["bound_cycles"], last["cycles"]["issue"]
-            bound = f"{last['bound_cycles']} {last['bound_by']}"
+            cost = last["spilled_bytes"], last["bound_cycles"], last["predicted_cycles"]
+            bound = f"{last['bound_cycles']} {last['bound_by']}, predicted {last['predicted_cycles']}"
             say(f"plain {kernel} sm_{architecture} D{head_dim} {tuple(config)}: {bound}")
             if cost < least:
                 best, least = runs, cost
@@ -250,31 +274,50 @@ def with_the_rest(rows: list[dict], earlier: list[dict]) -> list[dict]:
 
 
 def calibrate(rows: list[dict]) -> list[dict]:
-    """Published speeds beside what the plain kernel's bound would mean; the quotient says what a bound is worth."""
+    """Published speeds beside what the plain kernel's bound and its predicted time would mean.
+
+    The quotients are what a bound and a prediction are worth.
+    """
     found = []
     keys = ("architecture", "direction", "head_dim", "length")
-    for *values, published, source in bounds.PUBLISHED:
+    for *values, heads, published, source in bounds.PUBLISHED:
         for r in rows:
             if r["kernel"] == "plain" and [r[key] for key in keys] == values:
                 gpu, products = bounds.GPUS[r["architecture"]], PRODUCTS[r["direction"]]
                 speed = bounds.teraflops(gpu, r["bound_cycles"], r["head_dim"], products)
-                found.append(dict(zip(keys, values, strict=True)) | {
+                line = dict(zip(keys, values, strict=True)) | {
                     "bound_teraflops": round(speed), "published_teraflops": published,
                     "quotient": round(published / speed, 3), "source": source,
-                })  # fmt: skip
+                }  # fmt: skip
+                if "predicted_cycles" in r:
+                    cycles = of_all_heads(r["launches"], heads, gpu.multiprocessors)
+                    of_pairs = cycles * gpu.multiprocessors * bounds.PAIRS / (heads * r["length"] ** 2)
+                    speed = bounds.teraflops(gpu, of_pairs, r["head_dim"], products)
+                    line |= {"predicted_teraflops": round(speed), "prediction_error": round(speed / published - 1, 3)}
+                found.append(line)
     return found
+
+
+def of_all_heads(launches: list[dict], heads: int, multiprocessors: int) -> float:
+    """Predicted cycles until the last block of all launches has ended; those of a launch take equally long."""
+    total = 0.0
+    for launch in launches:
+        resident = launch["resident"] or 1
+        of_block = launch["predicted_cycles"] * resident / launch["blocks"]
+        total += makespan([of_block] * (heads * launch["blocks"]), multiprocessors * resident)
+    return total
 
 
 def show(rows: list[dict]) -> None:
     head = f"{'kernel':8}{'direction':10}{'D':>4}{'sm':>4}{'L':>6}  {'case':16}{'cycles':>8}  {'bound by':15}"
-    print(head + f"{'/plain':>8}{'/limit':>8}{'spills':>8}")
+    print(head + f"{'/plain':>8}{'/limit':>8}{'spills':>8}{'predicted cycles':>18}")
     for r in sorted(
         rows, key=lambda r: (r["architecture"], r["head_dim"], r["direction"], r["length"], r["bound_cycles"])
     ):
         print(
             f"{r['kernel']:8}{r['direction']:10}{r['head_dim']:4}{r['architecture']:4}{r['length']:6}  {r['case']:16}"
             f"{r['bound_cycles']:8.1f}  {r['bound_by']:15}{r['ratio']:8.2f}{r['ratio_to_limit']:8.2f}"
-            f"{r['spilled_bytes']:8}"
+            f"{r['spilled_bytes']:8}{r.get('predicted_cycles', '-'):>18}"
         )
 
 
@@ -302,7 +345,8 @@ def main() -> None:
     for r in calibration:
         print(
             f"plain {r['direction']} D{r['head_dim']} L{r['length']} on {bounds.GPUS[r['architecture']].name}: at most "
-            f"{r['bound_teraflops']} TFLOP/s by its bound, {r['published_teraflops']} measured ({r['source']})"
+            f"{r['bound_teraflops']} TFLOP/s by its bound, {r.get('predicted_teraflops', '-')} predicted, "
+            f"{r['published_teraflops']} measured ({r['source']})"
         )
     output = options.output or options.update
     if output:

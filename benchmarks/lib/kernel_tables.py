@@ -53,16 +53,24 @@ def counted(results: dict) -> str:
     for (direction, head_dim, case, kernel), rows in sorted(by_case.items()):
         cells = [_bound_cell(rows.get(column)) for column in columns]
         found.append(f"| {direction}, {head_dim} | {case} | {kernel} | {' | '.join(cells)} |")
-    found += ["", "| plain kernel | by its bound | measured | quotient | source |", "|---|---|---|---|---|"]
+    found += ["", "| plain kernel | by its bound | predicted, error | measured | quotient | source |", "|---" * 6 + "|"]
     for row in results["calibration"]:
         kernel = f"{row['direction']}, D {row['head_dim']}, L {row['length']}, sm_{row['architecture']}"
-        speeds = f"{row['bound_teraflops']} TFLOP/s | {row['published_teraflops']} | {row['quotient']:.2f}"
+        predicted = "-"
+        if "predicted_teraflops" in row:  # results of earlier versions have none
+            predicted = f"{row['predicted_teraflops']}, {100 * row['prediction_error']:+.0f} %"
+        speeds = (
+            f"{row['bound_teraflops']} TFLOP/s | {predicted} | {row['published_teraflops']} | {row['quotient']:.2f}"
+        )
         found.append(f"| {kernel} | {speeds} | {row['source']} |")
     return "\n".join(found) + f"\n\nTriton {results['triton']}.\n"
 
 
 def _bound_cell(row: dict | None) -> str:
-    return "" if row is None else f"{row['bound_cycles']:.0f} {row['bound_by']}, {row['ratio']:.2f}x"
+    if row is None:
+        return ""
+    predicted = f"; {row['predicted_cycles']:.0f} predicted" if "predicted_cycles" in row else ""
+    return f"{row['bound_cycles']:.0f} {row['bound_by']}, {row['ratio']:.2f}x{predicted}"
 
 
 def counted_of_windows(results: dict) -> str:

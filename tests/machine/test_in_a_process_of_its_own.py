@@ -15,6 +15,7 @@ NAMES = (
     "test_proofs.py",
     "test_operator_on_machine.py",
     "../benchmarks/test_gpu_counts.py",
+    "../benchmarks/test_timing.py",
     "test_triton_launch_cache.py",
     "test_unread_on_machine.py",
 )

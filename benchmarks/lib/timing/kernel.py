@@ -1,8 +1,9 @@
 """Predicted time of a kernel: its main loop and what is around it, simulated for the blocks of one multiprocessor.
 
 Simplified: all warps take the usual way, which is the most frequent successor at each branch. Warps without products
-(a producer of a kernel with warpgroups) are left out, and the data that they load are there in time. Loads come from the
-level-2 cache. Banks of registers, fetching of instructions and power do not limit anything.
+(a producer of a kernel with warpgroups) are left out, and the data that they load are there in time. Loads come from
+the level-2 cache. Banks of registers, fetching of instructions and power do not limit anything. All blocks of a
+multiprocessor begin together.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lib.machine.machine_code import MachineCode
 from lib.timing.operations import LATENCIES, operations
 from lib.timing.simulator import Deadlock, Multiprocessor, Operation
 
-# Of a multiprocessor (CUDA C++ programming guide, technical specifications by compute capability).
+# Limits of a multiprocessor (CUDA C++ programming guide, technical specifications by compute capability).
 REGISTERS, THREADS, BLOCKS = 65536, 2048, 32
 SHARED_MEMORY = {80: 164 * 1024, 90: 228 * 1024}
 RESERVED = 1024  # bytes of shared memory of each block
@@ -38,7 +39,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Work:
-    """What all blocks of a launch execute."""
+    """The executions of all blocks of a launch."""
 
     blocks: float
     products: float  # of all warps
@@ -115,7 +116,7 @@ def is_product(name: str) -> bool:
 
 
 def cycles(pace: Pace, work: Work) -> float:
-    """Of one multiprocessor, for all blocks of a launch, many enough that none is idle.
+    """Cycles of one multiprocessor for all blocks of a launch, many enough that it is never idle.
 
     Instructions beside the usual way, such as those of masked tiles, take as long as those of the loop.
     """

@@ -1,4 +1,4 @@
-"""What each instruction of machine code occupies, and for how long: rates of units, and latencies, by architecture.
+"""Units that instructions of machine code occupy, and for how long: rates and latencies by architecture.
 
 Sources: [guide] CUDA C++ programming guide, table "Throughput of native arithmetic instructions"; [A100], [H100]:
 NVIDIA's whitepapers; [Hopper] Luo et al., arXiv 2402.13499 and 2501.12084; [again] a repetition of their measurements
@@ -60,7 +60,7 @@ def pipe(name: str) -> str:
 
 
 def operations(steps: Sequence[Step], architecture: int) -> list[Operation]:
-    """What a warp does that issues these instructions."""
+    """The operations of a warp that issues these instructions."""
     return [_operation(step, architecture) for step in steps]
 
 

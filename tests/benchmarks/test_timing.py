@@ -1,0 +1,231 @@
+"""Prediction of time: control codes, one multiprocessor on programs whose time is known, and published speeds."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import ROOT
+
+pytest.importorskip("triton")
+import triton  # noqa: E402
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("Triton interprets in this process", allow_module_level=True)
+
+import sys  # noqa: E402
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import gpu_counts  # noqa: E402
+from compiled.control_codes import FIRST_BIT, Control, Step, decode, encode, schedule  # noqa: E402
+from compiled.sass import Instruction  # noqa: E402
+from lib import bounds  # noqa: E402
+from lib.machine.machine_code import Line, MachineCode, assemble  # noqa: E402
+from lib.plain_attention import Config  # noqa: E402
+from lib.timing import kernel  # noqa: E402
+from lib.timing.operations import LATENCIES, operations, pipe  # noqa: E402
+from lib.timing.simulator import Deadlock, Multiprocessor, Operation  # noqa: E402
+from tests.machine import snippets  # noqa: E402
+
+# Upper and lower half of an instruction that ptxas made, and what its schedule says beside the listing.
+KNOWN = {
+    "HMMA.16816.F32.BF16 R60, R44.reuse, R40, RZ": (
+        0x042FE600000418FF, 0x000000282C3C723C, Control(3, False, None, None, frozenset({1}), 1),
+    ),
+    "LDSM.16.M88.4 R128, [R227]": (
+        0x000E680000000200, 0x00000000E380783B, Control(4, False, 1, None, frozenset(), 0),
+    ),
+    "FMNMX R17, R76, R77, !PT": (
+        0x000FC80007800000, 0x0000004D4C117209, Control(4, True, None, None, frozenset(), 0),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_schedule_of_an_instruction_is_decoded(name):
+    upper, lower, control = KNOWN[name]
+    encoding = upper << 64 | lower
+    assert decode(encoding) == control
+    assert encode(control) == encoding >> FIRST_BIT << FIRST_BIT
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_schedules_of_a_kernel_are_those_of_its_encodings(architecture):
+    """A load, whose scoreboard the sum waits for, in a loop."""
+    body = (
+        "mov.b32 %r1, 0;\nmov.b32 %r2, 0;\nld.global.b32 %r9, [%d1];\nAGAIN:\nld.global.b32 %r3, [%d0];\n"
+        "add.u32 %r2, %r2, %r3;\nadd.u64 %d0, %d0, 4;\nadd.u32 %r1, %r1, 1;\nsetp.ne.u32 %p1, %r1, %r9;\n"
+        "@%p1 bra AGAIN;\nst.global.b32 [%d1], %r2;\n"
+    )
+    ptx = snippets.kernel(body, 2).replace("sm_90a", f"sm_{architecture}")
+    steps = assemble(ptx, "k", architecture).steps
+    assert [step.instruction.address for step in steps] == [16 * number for number in range(len(steps))]
+    assert all(decode(encode(step.control)) == step.control for step in steps)
+    loads = [step for step in steps if step.instruction.name.startswith("LDG")]
+    assert len(loads) > 1 and all(load.control.results is not None for load in loads)
+    assert all(any(load.control.results in step.control.waits for step in steps) for load in loads)
+    branches = [step.instruction.operands for step in steps if step.instruction.name == "BRA"]
+    assert branches and all(text.strip().split()[-1].startswith("0x") for text in branches)
+
+
+def test_labels_are_replaced_and_other_kernels_left_out():
+    row = "        /*{:04x}*/  {} ;  /* 0x000000000000794{} */\n            /* 0x000fea000383ffff */\n"
+    text = ".text.other:\n" + row.format(0, "EXIT", 1) + '\t.section\t.text.k,"ax"\n.text.k:\n\t//## File "x", line 7\n'
+    text += ".L_x_1:\n" + row.format(0, "@!P0 NOP", 1) + ".L_x_2:\n" + row.format(16, "@P1 BRA `(.L_x_1)", 2)
+    nop, branch = schedule(text, "k")
+    assert nop == Step(Instruction(0, "@!P0", "NOP", ""), decode(0xFEA000383FFFF << 64), 7)
+    assert branch.instruction == Instruction(16, "@P1", "BRA", " 0x0")
+
+
+def cycles(program: list[Operation], warps: int = 1, blocks: int = 1) -> float:
+    return Multiprocessor(program, warps, blocks, barrier_latency=20).run()
+
+
+CHAIN = [Operation(stall=4)] * 100
+
+
+@pytest.mark.parametrize(("warps", "expected"), [(1, 397), (4, 397), (16, 400), (32, 800)])
+def test_stalls_are_hidden_by_other_warps(warps, expected):
+    """A chain of latency 4: a scheduler with four warps issues one of them each cycle."""
+    assert cycles(CHAIN, warps) == pytest.approx(expected, abs=4)
+
+
+def test_a_warp_waits_for_a_scoreboard():
+    load = Operation(results=2, units=(("shared memory", 1),), latency=29)
+    assert cycles([load, Operation(waits=(2,))]) == 30
+    assert cycles([load, Operation(), Operation()]) == 3  # nothing waits
+    assert cycles([load, load, Operation(waits=(2,))]) == 31  # for both
+
+
+@pytest.mark.parametrize(("warps", "expected"), [(1, 800), (4, 800), (8, 1600)])
+def test_a_pipe_has_its_rate(warps, expected):
+    """A product holds the tensor core of its scheduler for eight cycles."""
+    program = [Operation(pipe="tensor", held=8)] * 100
+    assert cycles(program, warps) == pytest.approx(expected, abs=8)
+
+
+def test_what_queues_does_not_hold_its_scheduler_up():
+    """Eight exponentials of eight cycles each, beside additions."""
+    special = Operation(results=0, units=(("special", 8),), latency=18)
+    program = [special] * 8 + [Operation()] * 40 + [Operation(waits=(0,))]
+    assert cycles(program) == 7 * 8 + 18 + 1
+
+
+def test_shared_memory_serves_all_schedulers_in_turn():
+    load = Operation(results=0, units=(("shared memory", 4),), latency=32)
+    assert cycles([load] * 10 + [Operation(waits=(0,))], 4) == pytest.approx(4 * 10 * 4 + 32 - 4, abs=1)
+
+
+def test_a_barrier_waits_for_the_last_warp_of_its_block():
+    late = [Operation(), Operation(barrier=("0x0", 0, True)), Operation()]
+    assert cycles(late, 4) == 1 + 20 + 1
+    # warps share a scheduler, of which the last one arrives seven cycles later
+    assert cycles(late, 32) == pytest.approx(16 + 20 + 8, abs=1)
+    # blocks do not wait for each other
+    assert cycles(late, 4, blocks=2) == pytest.approx(3 + 20, abs=1)
+
+
+def test_a_barrier_of_fewer_warps_is_of_those_beside_each_other():
+    assert cycles([Operation(barrier=("R5", 4, True)), Operation()], 8) == pytest.approx(22, abs=1)
+    with pytest.raises(Deadlock):
+        cycles([Operation(barrier=("R5", 3, True)), Operation()], 4)
+
+
+def test_groups_are_waited_for_in_order():
+    copy = [Operation(group="copy", latency=100), Operation(closes="copy")]
+    assert cycles([*copy, Operation(leaves=("copy", 0))]) == 101
+    assert cycles([*copy, *copy, Operation(leaves=("copy", 1))]) == 101
+    assert cycles([*copy, *copy, Operation(leaves=("copy", 2))]) == 5
+    assert cycles([*copy, *copy, Operation(leaves=("copy", 0))]) == 103
+
+
+def operation(name: str, operands: str = "", architecture: int = 80) -> Operation:
+    step = Step(Instruction(0, "", name, operands), Control(2, True, 1, None, frozenset({0, 3}), 0), 0)
+    return operations([step], architecture)[0]
+
+
+def test_instructions_hold_what_sources_say():
+    assert operation("FFMA", architecture=80).held == 2 and operation("FFMA", architecture=90).held == 1
+    assert operation("HMMA.16816.F32.BF16").held == 8 and operation("HMMA.1688.F32.TF32").held == 8
+    assert operation("HMMA.16816.F32", architecture=90).held == 6
+    exponential = operation("MUFU.EX2")
+    assert exponential.units == (("special", 8),) and exponential.waits == (0, 3) and exponential.yields
+    assert operation("LDSM.16.M88.4", " R44, [R229]").units == (("shared memory", 4),)
+    assert operation("LDGSTS.E.BYPASS.128", " [R8], [R4.64]").group == "copy"
+    assert operation("LDGDEPBAR").closes == "copy" and operation("DEPBAR.LE", " SB0, 0x1").leaves == ("copy", 1)
+    assert operation("BAR.SYNC.DEFER_BLOCKING", " 0x0").barrier == ("0x0", 0, True)
+    assert operation("BAR.ARV", " R3, 0x80").barrier == ("R3", 4, False)
+    assert {pipe(name) for name in ("FMNMX", "FSETP.GT.AND", "IADD3", "LOP3.LUT", "F2FP.BF16.PACK_AB")} == {"logic"}
+
+
+def test_products_of_warpgroups_run_beside_their_warps():
+    product = operation("HGMMA.64x128x16.F32.BF16", " R24, gdesc[UR4], R24, gsb0", 90)
+    assert dict(product.units)["tensor"] == 64 and product.group == product.closes == "product"
+    wait = operation("WARPGROUP.DEPBAR.LE", " gsb0, 0x0", 90)
+    program = [product] * 4 + [wait]
+    begin = 3 * dict(product.units)["shared memory"]  # reads of the warps before
+    assert cycles(program, 4) == pytest.approx(begin + 4 * 64 + LATENCIES[90].drain, abs=4)
+
+
+def made(names: list[str], often: dict[int, int] | None = None, registers: int = 64) -> MachineCode:
+    """Machine code without schedules, a line of PTX for each instruction."""
+    steps = [
+        Step(Instruction(16 * i, *text), Control(1, False, None, None, frozenset(), 0), i)
+        for i, text in enumerate(names)
+    ]
+    return MachineCode(registers, 0, [], {i: Line(1, "") for i in range(len(steps))}, steps)
+
+
+BRANCHES = [
+    ("", "MOV", ""), ("", "HMMA.16816.F32", " R0, R4, R8, R0"), ("@P0", "BRA", " 0x40"), ("", "FADD", ""),
+    ("", "IADD3", ""), ("@P1", "BRA", " 0x10"), ("", "STG.E", ""), ("", "EXIT", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("masked", "expected"), [(2, [1, 2, 4, 5]), (8, [1, 2, 3, 4, 5])])
+def test_the_usual_way_is_the_most_frequent_one(masked, expected):
+    """A branch around an addition, which `masked` of ten passes make."""
+    code = made(BRANCHES)
+    counted = {0: 1, 1: 10, 2: 10, 3: masked, 4: 10, 5: 10, 6: 1, 7: 1}
+    often = code.often(counted)
+    assert often == [1, 10, 10, masked, 10, 10, 1, 1]
+    if masked == 2:  # the branch's other successor runs as often as the loop
+        assert kernel.usual_way(code, often) == ([0], expected, [6, 7])
+    assert kernel.usual_way(code, [1, 10, 10, 11 if masked == 8 else 2, 10, 10, 1, 1])[1] == expected
+
+
+def test_blocks_that_fit_are_limited_by_registers_and_shared_memory():
+    assert kernel.resident_blocks(made([], registers=255), 128, 1000, 80) == 2
+    assert kernel.resident_blocks(made([], registers=32), 128, 80 * 1024, 80) == 2
+    assert kernel.resident_blocks(made([], registers=32), 1024, 0, 90) == 2
+    assert kernel.resident_blocks(made([], registers=16), 32, 0, 90) == 32
+
+
+def test_cycles_are_those_of_all_passes_and_blocks():
+    pace = kernel.Pace(resident=2, loop=100, around=50, warps=4, products=8, instructions=(20, 10))
+    work = kernel.Work(blocks=6, products=6 * 4 * 8 * 3, instructions=6 * 4 * (3 * 20 + 10))
+    assert kernel.cycles(pace, work) == 6 / 2 * (3 * 100 + 50)
+    masked = kernel.Work(work.blocks, work.products, work.instructions + 80)
+    assert kernel.cycles(pace, masked) == kernel.cycles(pace, work) + 80 * 100 / (2 * 4 * 20)
+
+
+def test_all_heads_end_with_their_last_wave():
+    launch = {"predicted_cycles": 400, "blocks": 4, "resident": 2}  # 200 for a block, two at a time
+    assert gpu_counts.of_all_heads([launch], 1, 2) == 200
+    assert gpu_counts.of_all_heads([launch], 5, 2) == 5 * 200
+    assert gpu_counts.of_all_heads([launch | {"resident": None}], 1, 2) == 2 * 100
+
+
+TILES = [(80, 64, (128, 64, 4, 2)), (90, 128, (128, 128, 8, 3))]
+
+
+@pytest.mark.parametrize(("architecture", "head_dim", "config"), TILES)
+def test_published_speeds_are_predicted_within_a_fifth(architecture, head_dim, config):
+    """Speeds of Triton's tutorial, forward. Those of a compiler of 2023 are left out: predicted up to 0.4 too high."""
+    lengths = (128, 256, 384)
+    runs = {n: gpu_counts.plain("forward", Config(*config), architecture, head_dim, n) for n in lengths}
+    case = "plain", "forward", head_dim, architecture, "none"
+    rows = [gpu_counts.row(*case, runs, length) for length in gpu_counts.REPORTED]
+    found = [line for line in gpu_counts.calibrate(rows) if "pull/1917" not in line["source"]]
+    assert found and all(abs(line["prediction_error"]) < 0.2 for line in found), found
+    assert all(row["predicted_cycles"] >= row["bound_cycles"] for row in rows)
+    assert bounds.limit(bounds.GPUS[architecture], head_dim, 2) <= rows[-1]["predicted_cycles"]

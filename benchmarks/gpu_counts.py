@@ -160,7 +160,7 @@ def row(
         by = max((name for name in needed if name != bounds.ASSUMED), key=needed.get)
         bound += needed[by]  # kernels run one after the other
         bounds_of[needed[by]] = by
-        predicted = prediction(launches, architecture, factors, of_machine, needed[by] * length**2 / bounds.PAIRS)
+        predicted = prediction(launches, architecture, factors, needed[by] * length**2 / bounds.PAIRS)
         time += predicted["predicted_cycles"] * bounds.PAIRS / length**2
         counted.append(
             {"name": launches[-1].name, "bound_cycles": round(needed[by], 1), "bound_by": by}
@@ -181,22 +181,22 @@ def row(
     }  # fmt: skip
 
 
-def prediction(
-    launches: Sequence[Launch], architecture: int, factors: list[Fraction], of_machine: Counter[str], bound: float
-) -> dict:
+def prediction(launches: Sequence[Launch], architecture: int, factors: list[Fraction], bound: float) -> dict:
     """Predicted cycles of a multiprocessor for all of a launch, its blocks, and how many of them run side by side.
 
-    Those of the bound where there is no main loop of products, and never less. `launches`, `factors`: see executed.
+    Those of the bound where a kernel cannot be simulated, and never less. `launches`, `factors`: see executed.
     """
-    last = launches[-1]
-    code = assemble(last.ptx, last.name, architecture)
-    blocks = float(sum(math.prod(launch.grid) * factor for launch, factor in zip(launches, factors, strict=True)))
-    pace = timing.pace(code, code.often(last.counts.lines), last.threads, last.shared_bytes, architecture)
-    if pace is None:
-        return {"predicted_cycles": round(bound), "blocks": round(blocks), "resident": None}
-    work = timing.Work(blocks, of_machine["products"], of_machine.total())
-    cycles = max(timing.cycles(pace, work), bound)
-    return {"predicted_cycles": round(cycles), "blocks": round(blocks), "resident": pace.resident}
+    total = blocks = 0.0
+    resident = None
+    for launch, factor in zip(launches, factors, strict=True):
+        code = assemble(launch.ptx, launch.name, architecture)
+        count = math.prod(launch.grid)
+        sizes = count, launch.threads, launch.shared_bytes
+        found = timing.predict(code, launch.counts.lines, *sizes, architecture)
+        blocks += float(factor * count)
+        if found is not None:
+            total, resident = total + float(factor * count) * found.cycles / found.resident, found.resident
+    return {"predicted_cycles": round(max(total, bound)), "blocks": round(blocks), "resident": resident}
 
 
 def plainly(counts: Counts) -> dict:

@@ -57,26 +57,12 @@ def successors(code: list[Instruction]) -> list[list[int]]:
 
 
 def loop_over_tiles(code: list[Instruction]) -> dict[str, Counter]:
-    """Instructions by class in the main loop: on the shortest way through it and the longest.
+    """Instructions by class in the innermost loop with most products: on the shortest way through it and the longest.
 
-    The shortest way is that of a tile that all rows see, of one segment; the longest takes every branch, those that
-    exclude each other too.
+    A loop is what leads back to the target of a backward branch. The shortest way is that of a tile that all rows see,
+    of one segment; the longest takes every branch, those that exclude each other too.
     """
     leads = successors(code)
-    loop = main_loop(code, leads)
-    if loop is None:
-        return {}
-    return {
-        name: Counter(classify(code[i].name) for i in way(*loop, leads, choose))
-        for name, choose in (("shortest", min), ("longest", max))
-    }
-
-
-def main_loop(code: list[Instruction], leads: list[list[int]]) -> tuple[int, int, set[int]] | None:
-    """The innermost loop with most products: its first instruction, the branch back, and all numbers of it.
-
-    A loop is what leads back to the target of a backward branch. None: there are no products, or not in a loop.
-    """
     comes: list[list[int]] = [[] for _ in code]
     for i, after in enumerate(leads):
         for j in after:
@@ -92,7 +78,7 @@ def main_loop(code: list[Instruction], leads: list[list[int]]) -> tuple[int, int
         return inside
 
     names = [name.split(".")[0] for _, _, name, _ in code]
-    product = next((name for name in PRODUCTS if name in names), None)
+    product = [name for name in PRODUCTS if name in names][0]
 
     def products(loop: set[int]) -> int:
         return sum(names[i] == product for i in loop)
@@ -102,12 +88,16 @@ def main_loop(code: list[Instruction], leads: list[list[int]]) -> tuple[int, int
     # or else elsewhere, where a compiler has turned a loop round: what its head leads to, too
     loops = own or [(head, latch, inside & _reached(head, leads)) for head, latch, inside in loops if products(inside)]
     if not loops:
-        return None
+        return {}
     # A loop around all has two over tiles at most, of memory and of keys; loops over chunks of a tile have less.
     most = max(products(inside) for *_, inside in loops)
     loops = [loop for loop in loops if 3 * products(loop[2]) >= most]
     innermost = [loop for loop in loops if not any(other[2] < loop[2] for other in loops)]
-    return max(innermost, key=lambda loop: products(loop[2]))
+    head, latch, inside = max(innermost, key=lambda loop: products(loop[2]))
+    return {
+        name: Counter(classify(code[i][2]) for i in _way(head, latch, inside, leads, choose))
+        for name, choose in (("shortest", min), ("longest", max))
+    }
 
 
 def _reached(start: int, leads: list[list[int]]) -> set[int]:
@@ -120,11 +110,8 @@ def _reached(start: int, leads: list[list[int]]) -> set[int]:
     return found
 
 
-def way(head: int, latch: int, inside: set[int], leads: list[list[int]], choose) -> list[int]:
-    """The instructions from head to latch on the way that `choose` takes; loops inside are passed once.
-
-    `choose`: of numbers of instructions by key, as min and max do; the key is how many instructions are left.
-    """
+def _way(head: int, latch: int, inside: set[int], leads: list[list[int]], choose) -> list[int]:
+    """The instructions from head to latch on the way that `choose` takes; loops inside are passed once."""
     length: dict[int, float] = {latch: 1}
     follow: dict[int, int] = {}
     todo, open_ = [head], set()
@@ -146,10 +133,10 @@ def way(head: int, latch: int, inside: set[int], leads: list[list[int]], choose)
         else:
             length[i] = -1  # leads nowhere
         todo.pop()
-    found = [head]
-    while found[-1] != latch:
-        found.append(follow[found[-1]])
-    return found
+    way = [head]
+    while way[-1] != latch:
+        way.append(follow[way[-1]])
+    return way
 
 
 def classify(name: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from tests import ROOT
@@ -22,6 +24,7 @@ from lib import bounds  # noqa: E402
 from lib.machine.machine_code import Line, MachineCode, assemble  # noqa: E402
 from lib.plain_attention import Config  # noqa: E402
 from lib.timing import kernel  # noqa: E402
+from lib.timing.flow import average_way  # noqa: E402
 from lib.timing.operations import LATENCIES, operations, pipe  # noqa: E402
 from lib.timing.simulator import Deadlock, Multiprocessor, Operation  # noqa: E402
 from tests.machine import snippets  # noqa: E402
@@ -166,31 +169,61 @@ def test_products_of_warpgroups_run_beside_their_warps():
     assert cycles(program, 4) == pytest.approx(begin + 4 * 64 + LATENCIES[90].drain, abs=4)
 
 
-def made(names: list[str], often: dict[int, int] | None = None, registers: int = 64) -> MachineCode:
+def made(names: list[tuple[str, str, str]], registers: int = 64) -> MachineCode:
     """Machine code without schedules, a line of PTX for each instruction."""
-    steps = [
-        Step(Instruction(16 * i, *text), Control(1, False, None, None, frozenset(), 0), i)
-        for i, text in enumerate(names)
-    ]
-    return MachineCode(registers, 0, [], {i: Line(1, "") for i in range(len(steps))}, steps)
+    nothing = Control(1, False, None, None, frozenset(), 0)
+    steps = [Step(Instruction(16 * i, *text), nothing, i) for i, text in enumerate(names)]
+    lines = {i: Line(1, step.instruction.name.split(".")[0]) for i, step in enumerate(steps)}
+    return MachineCode(registers, 0, [[(i, line.one)] for i, line in lines.items()], lines, steps)
 
 
-BRANCHES = [
+# A loop with a product, in which some passes skip an addition.
+LOOP = [
     ("", "MOV", ""), ("", "HMMA.16816.F32", " R0, R4, R8, R0"), ("@P0", "BRA", " 0x40"), ("", "FADD", ""),
     ("", "IADD3", ""), ("@P1", "BRA", " 0x10"), ("", "STG.E", ""), ("", "EXIT", ""),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("masked", "expected"), [(2, [1, 2, 4, 5]), (8, [1, 2, 3, 4, 5])])
-def test_the_usual_way_is_the_most_frequent_one(masked, expected):
-    """A branch around an addition, which `masked` of ten passes make."""
-    code = made(BRANCHES)
-    counted = {0: 1, 1: 10, 2: 10, 3: masked, 4: 10, 5: 10, 6: 1, 7: 1}
-    often = code.often(counted)
-    assert often == [1, 10, 10, masked, 10, 10, 1, 1]
-    if masked == 2:  # the branch's other successor runs as often as the loop
-        assert kernel.usual_way(code, often) == ([0], expected, [6, 7])
-    assert kernel.usual_way(code, [1, 10, 10, 11 if masked == 8 else 2, 10, 10, 1, 1])[1] == expected
+def way(counted: dict[int, int], warps: int, code: list[tuple[str, str, str]] = LOOP) -> Counter[int]:
+    found = made(code)
+    return Counter(average_way(found.steps, found.block_counts(counted), warps))
+
+
+@pytest.mark.parametrize("added", [0, 3, 10])
+def test_an_average_warp_takes_branches_as_often_as_all(added):
+    """Ten passes by each of four warps; `added`: additions of each."""
+    often = [1, 10, 10, added, 10, 10, 1, 1]
+    assert way({i: 4 * times for i, times in enumerate(often)}, 4) == Counter(dict(enumerate(often))) - Counter()
+
+
+def test_a_wrong_count_has_no_say():
+    often = [1, 10, 10, 10, 10, 10, 1, 1]
+    assert way({i: times for i, times in enumerate(often)} | {3: 4}, 1)[1] == 10
+    assert way({i: times for i, times in enumerate(often)} | {6: 9, 7: 9}, 1)[1] == 10
+
+
+def test_of_two_kinds_of_warps_the_more_frequent_is_average():
+    """A third of the warps loads: its turns do not count."""
+    product, end = ("", "HMMA.16816.F32", " R0, R4, R8, R0"), ("", "EXIT", "")
+    code = [("@P0", "BRA", " 0x40"), product, ("@P1", "BRA", " 0x10"), end]
+    code += [("", "LDG.E", ""), ("@P2", "BRA", " 0x40"), end]
+    found = way({0: 12, 1: 40, 2: 40, 3: 8, 4: 20, 5: 20, 6: 4}, 12, code)
+    assert found == {0: 1, 1: 5, 2: 5, 3: 1}
+
+
+def test_a_wait_turns_once():
+    code = [("", "SYNCS.PHASECHK.TRANS64.TRYWAIT", " P0, [R2]"), ("@!P0", "BRA", " 0x0"), ("", "EXIT", "")]
+    assert way({0: 500, 1: 500, 2: 4}, 4, code) == {0: 1, 1: 1, 2: 1}
+
+
+def test_products_beside_the_way_take_as_long_as_those_of_it():
+    code = made(LOOP)
+    counted = dict(enumerate([4, 40, 40, 0, 40, 40, 4, 4]))
+    found = kernel.predict(code, counted, 1, 128, 0, 80)
+    assert found.resident == 8 and found.cycles == pytest.approx(10 * 8 * 8, abs=8)  # ten products of eight blocks
+    # Half of the warps make no product, and the others twice as many
+    assert kernel._more(Counter(HMMA=40, MOV=4), Counter(HMMA=5, MOV=1), 4) == 2
+    assert kernel._more(Counter(FFMA=90, MOV=10), Counter(FFMA=10, MOV=10), 4) == 100 / 80
 
 
 def test_blocks_that_fit_are_limited_by_registers_and_shared_memory():
@@ -198,14 +231,6 @@ def test_blocks_that_fit_are_limited_by_registers_and_shared_memory():
     assert kernel.resident_blocks(made([], registers=32), 128, 80 * 1024, 80) == 2
     assert kernel.resident_blocks(made([], registers=32), 1024, 0, 90) == 2
     assert kernel.resident_blocks(made([], registers=16), 32, 0, 90) == 32
-
-
-def test_cycles_are_those_of_all_passes_and_blocks():
-    pace = kernel.Pace(resident=2, loop=100, around=50, warps=4, products=8, instructions=(20, 10))
-    work = kernel.Work(blocks=6, products=6 * 4 * 8 * 3, instructions=6 * 4 * (3 * 20 + 10))
-    assert kernel.cycles(pace, work) == 6 / 2 * (3 * 100 + 50)
-    masked = kernel.Work(work.blocks, work.products, work.instructions + 80)
-    assert kernel.cycles(pace, masked) == kernel.cycles(pace, work) + 80 * 100 / (2 * 4 * 20)
 
 
 def test_all_heads_end_with_their_last_wave():

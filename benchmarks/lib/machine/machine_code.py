@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import triton
 from triton.backends.nvidia import compiler
@@ -43,6 +44,15 @@ class Line:
 
     statements: int
     one: str
+
+
+class BlockCount(NamedTuple):
+    """Executions of the instructions `first` to before `end`; `sure`: from a line that is one instruction there."""
+
+    first: int
+    end: int
+    times: float
+    sure: bool
 
 
 @dataclass(frozen=True)
@@ -81,17 +91,19 @@ class MachineCode:
                 total[name] += times * weight
         return total
 
-    def often(self, counted: Mapping[int, int]) -> list[float]:
-        """Executions of each of `steps` by all warps, as weights() has them for blocks."""
+    def block_counts(self, counted: Mapping[int, int]) -> list[BlockCount]:
+        """Executions of the basic blocks of `steps` by all warps, as weights() has them."""
         pairs = [(step.line, step.instruction.name.split(".")[0]) for step in self.steps]
         copies = Counter(pairs)
         leads = successors([step.instruction for step in self.steps])
         begins = {j for i, after in enumerate(leads) for j in {i + 1, *after} if after != [i + 1]}
-        found: list[float] = []
+        found = []
         for first, end in itertools.pairwise(sorted({0, len(pairs), *begins})):
-            own = [pair for pair in pairs[first:end] if self._is_one(*pair)] or pairs[first:end]
-            usual = statistics.median_low(self._times(pair[0], counted) / copies[pair] for pair in own)
-            found += [usual] * (end - first)
+            always = [pairs[i] for i in range(first, end) if not self.steps[i].instruction.predicate]
+            own = [pair for pair in always if self._is_one(*pair)]
+            # Copies of a line that are not sure may lie where one runs at all times, and the others never
+            times = (self._times(pair[0], counted) / (copies[pair] if own else 1) for pair in own or pairs[first:end])
+            found.append(BlockCount(first, end, statistics.median_low(times), bool(own)))
         return found
 
     def _times(self, line: int, counted: Mapping[int, int]) -> float:

@@ -20,6 +20,7 @@ SPIN = 16  # instructions, at most, of a loop that waits for a barrier in memory
 SURE = 4.0  # how much more a count weighs that is of one instruction of PTX
 FEW = 0.1  # executions by a warp, below which errors are no longer relative
 ROUNDS = 15
+EQUAL = 1e-3  # to avoid that errors of the flows decide
 CLOSE = 0.01  # relative error below which a smaller one is no better
 
 Edge = tuple[int, int]  # block, block that follows
@@ -35,12 +36,11 @@ def average_way(steps: Sequence[Step], blocks: Sequence[BlockCount], warps: int)
     flows = balanced(edges, blocks, warps, waiting)
     turns = dict.fromkeys(edges, 0)
     after: dict[int, list[Edge]] = {}
-    for edge in edges:
+    for edge in sorted(edges):  # of equal ones a loop turns
         after.setdefault(edge[0], []).append(edge)
 
-    def share(edge: Edge) -> tuple[float, Edge]:
-        """Rounded, to avoid that errors decide between equal ones; of these a loop turns."""
-        return (round((turns[edge] + 1) / flows[edge], 4) if flows[edge] > 1e-6 * warps else math.inf), edge
+    def share(edge: Edge) -> float:
+        return (turns[edge] + 1) / flows[edge] if flows[edge] > 1e-6 * warps else math.inf
 
     found: list[int] = []
     block = 0
@@ -48,7 +48,8 @@ def average_way(steps: Sequence[Step], blocks: Sequence[BlockCount], warps: int)
         found += range(blocks[block].first, blocks[block].end)
         if block not in after:
             return found
-        edge = min(after[block], key=share)
+        least = min(map(share, after[block]))
+        edge = next(edge for edge in after[block] if share(edge) <= least * (1 + EQUAL))
         turns[edge] += 1
         block = edge[1]
     return None

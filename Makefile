@@ -15,7 +15,8 @@
 # has a sample of it. It also runs tests that are marked `thorough`. A second run continues with tests that have not
 # passed, or starts anew after a change of sources.
 #
-# `make gpu-counts` counts the instructions of the GPU kernels and of plain flash attention, on the host.
+# `make gpu-counts` counts the instructions of the GPU kernels and of plain flash attention, on the host, and predicts
+# their time.
 #
 # `make bench-suite` stores the operator's time in multiples of plain SDPA's; with COMPARE=1 it compares with the stored
 # times instead, and fails if the operator is slower.

@@ -3,7 +3,8 @@
     python benchmarks/gpu_counts.py --output benchmarks/results/gpu-counts.json
 
 Our kernels run at the lengths of the table. What plain ones count, of which many tiles are tried, is a polynomial of
-the length, exactly: they run at three shorter ones.
+the length, exactly: they run at three shorter ones. Beside each bound are the cycles that a simulation predicts
+(lib/timing).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_counts  # noqa: E402
 from compiled.control_codes import FIRST_BIT, Control, Step, decode, encode, schedule  # noqa: E402
 from compiled.sass import Instruction  # noqa: E402
-from lib import bounds  # noqa: E402
+from lib import bounds, kernel_tables  # noqa: E402
 from lib.machine.machine_code import Line, MachineCode, assemble  # noqa: E402
 from lib.plain_attention import Config  # noqa: E402
 from lib.timing import kernel  # noqa: E402
@@ -238,6 +238,22 @@ def test_all_heads_end_with_their_last_wave():
     assert gpu_counts.of_all_heads([launch], 1, 2) == 200
     assert gpu_counts.of_all_heads([launch], 5, 2) == 5 * 200
     assert gpu_counts.of_all_heads([launch | {"resident": None}], 1, 2) == 2 * 100
+
+
+def test_tables_have_predictions_beside_counts_where_there_are_some():
+    row = {
+        "kernel": "cuda", "direction": "forward", "head_dim": 64, "architecture": 80, "length": 512, "case": "none",
+        "bound_cycles": 100.4, "bound_by": "issue", "ratio": 1.5,
+    }  # fmt: skip
+    line = {
+        "direction": "forward", "head_dim": 64, "length": 512, "architecture": 80, "bound_teraflops": 312,
+        "published_teraflops": 160, "quotient": 0.5, "source": "a page",
+    }  # fmt: skip
+    earlier = kernel_tables.counted({"rows": [row], "calibration": [line], "triton": "3"})
+    assert "| 100 issue, 1.50x |" in earlier and "| 312 TFLOP/s | - | 160 | 0.50 |" in earlier
+    row["predicted_cycles"], line["predicted_teraflops"], line["prediction_error"] = 212.3, 176, 0.1
+    now = kernel_tables.counted({"rows": [row], "calibration": [line], "triton": "3"})
+    assert "| 100 issue, 1.50x; 212 predicted |" in now and "| 312 TFLOP/s | 176, +10 % | 160 | 0.50 |" in now
 
 
 TILES = [(80, 64, (128, 64, 4, 2)), (90, 128, (128, 128, 8, 3))]

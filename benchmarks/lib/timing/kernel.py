@@ -40,7 +40,7 @@ def resident_blocks(code: MachineCode, threads: int, dynamic_bytes: int, archite
     return min(REGISTERS // registers, SHARED_MEMORY[architecture] // shared, THREADS // threads, BLOCKS)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=32)  # the plain kernel's launches are asked for twice
 def _simulated(trace: tuple[Operation, ...], warps: int, blocks: int, architecture: int) -> float:
     return Multiprocessor(trace, warps, blocks, LATENCIES[architecture].barrier).run()
 

@@ -211,6 +211,10 @@ def test_of_two_kinds_of_warps_the_more_frequent_is_average():
     assert found == {0: 1, 1: 5, 2: 5, 3: 1}
 
 
+def test_code_without_branches_is_its_own_way():
+    assert way({0: 4, 1: 4}, 4, [("", "MOV", ""), ("", "EXIT", "")]) == {0: 1, 1: 1}
+
+
 def test_a_wait_turns_once():
     code = [("", "SYNCS.PHASECHK.TRANS64.TRYWAIT", " P0, [R2]"), ("@!P0", "BRA", " 0x0"), ("", "EXIT", "")]
     assert way({0: 500, 1: 500, 2: 4}, 4, code) == {0: 1, 1: 1, 2: 1}

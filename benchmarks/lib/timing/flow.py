@@ -20,7 +20,7 @@ SPIN = 16  # instructions, at most, of a loop that waits for a barrier in memory
 SURE = 4.0  # how much more a count weighs that is of one instruction of PTX
 FEW = 0.1  # executions by a warp, below which errors are no longer relative
 ROUNDS = 15
-EQUAL = 1e-3  # to avoid that errors of the flows decide
+EQUAL = 1e-3  # relative difference of shares below which errors of the flows would decide
 CLOSE = 0.01  # relative error below which a smaller one is no better
 
 Edge = tuple[int, int]  # block, block that follows
@@ -94,7 +94,7 @@ def balanced(
     weight = np.array([0.0 if i in says_nothing else known for i, known in enumerate(first)])
     used, errors = list(edges), np.ones(len(blocks))
     flows: dict[Edge, float] = {}
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS if edges else 0):
         found, through = _least_squares(used, blocks, warps, weight / np.sqrt(np.maximum(errors, CLOSE)))
         errors = weight * abs(through - [block.times for block in blocks])
         flows = dict(zip(used, found, strict=True))

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from lib import bounds
 from lib.machine.machine_code import MachineCode
 from lib.timing.flow import average_way
@@ -54,7 +56,10 @@ def predict(
     """
     resident = resident_blocks(code, threads, dynamic_bytes, architecture)
     warps = threads // bounds.WARP
-    way = average_way(code.steps, code.block_counts(counted), grid * warps) if code.steps else None
+    try:
+        way = average_way(code.steps, code.block_counts(counted), grid * warps) if code.steps else None
+    except np.linalg.LinAlgError:  # counts that balance in no way, or in many
+        return None
     if way is None or resident == 0:
         return None
     if any("SETMAXREG" in step.instruction.name for step in code.steps):  # the first warpgroup loads

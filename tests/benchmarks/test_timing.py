@@ -264,7 +264,7 @@ TILES = [(80, 64, (128, 64, 4, 2)), (90, 128, (128, 128, 8, 3))]
 
 
 @pytest.mark.parametrize(("architecture", "head_dim", "config"), TILES)
-def test_published_speeds_are_predicted_within_a_fifth(architecture, head_dim, config):
+def test_published_speeds_at_these_lengths_are_predicted_within_a_fifth(architecture, head_dim, config):
     """Speeds of Triton's tutorial, forward. Those of a compiler of 2023 are left out: predicted up to 0.4 too high."""
     lengths = (128, 256, 384)
     runs = {n: gpu_counts.plain("forward", Config(*config), architecture, head_dim, n) for n in lengths}

@@ -1,7 +1,7 @@
 """Control codes of machine code: how long a warp waits after an instruction, and for which scoreboards before it.
 
 The compiler schedules NVIDIA GPUs since Maxwell. From Volta on the upper bits of each instruction of 128 bits hold its
-schedule. NVIDIA does not document them; they were found by MaxAs (Gray), by Jia et al. (arXiv 1804.06826, section 2),
+schedule. NVIDIA does not document them; they were found by MaxAs (Gray), by Jia et al. (arXiv 1804.06826),
 Turingas (Yan) and CuAssembler (cloudcores). From bit 105: stall (4 bits), yield (1), scoreboard of results (3),
 scoreboard of operands (3), scoreboards to wait for (6), reuse (4).
 """

@@ -1,12 +1,13 @@
 """Units that instructions of machine code occupy, and for how long: rates and latencies by architecture.
 
 Sources: [guide] CUDA C++ programming guide, table "Throughput of native arithmetic instructions"; [A100], [H100]:
-NVIDIA's whitepapers; [Hopper] Luo et al., arXiv 2402.13499 and 2501.12084; [again] a repetition of their measurements
-on an H100 SXM5, github.com/Johnsonms/NVIDIA-Hopper-Benchmark, folder reproduction/H100-dapperdingo; [Tensor] Sun et
-al., arXiv 2206.02874. Latencies of all that has no scoreboard are in the control codes, where the compiler put them.
+NVIDIA's whitepapers; [again] a repetition on an H100 SXM5 of the measurements of Luo et al. (arXiv 2402.13499 and
+2501.12084): github.com/Johnsonms/NVIDIA-Hopper-Benchmark, folder reproduction/H100-dapperdingo. Latencies of all that
+has no scoreboard are in the control codes, where the compiler put them.
 
-Assumed, as no source at hand gives a figure: latency of exponentials, of shuffles, of a barrier and of a product of
-warpgroups beyond its time on the tensor cores. A read of operands takes until the unit has taken the operation.
+Assumed, as no source at hand gives a figure: that an A100's memories have an H100's latencies; latency of exponentials,
+of shuffles, of a barrier and of a product of warpgroups beyond its time on the tensor cores. A read of operands takes
+until the unit has taken the operation.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from lib.timing.simulator import Operation
 class Latencies:
     """Cycles."""
 
-    shared: float  # load from shared memory, one pass [Hopper, again]
-    level2: float  # load from the level-2 cache, as of keys, which many blocks read [Hopper, again]
+    shared: float = 29  # load from shared memory, one pass [again]
+    level2: float = 272  # load from the level-2 cache, as of keys, which many blocks read [again]
     special: float = 18  # assumed
     shuffle: float = 24  # assumed
     barrier: float = 20  # assumed
-    drain: float = 16  # assumed: m64n8k16, 4 cycles of work, takes about 18 [Hopper]
+    drain: float = 16  # assumed
 
 
-LATENCIES = {80: Latencies(29, 261.5), 90: Latencies(29, 272)}
+LATENCIES = {80: Latencies(), 90: Latencies()}
 # Cycles for which a product of one warp, m16n8k16 of 16 bits, holds its tensor core: 1024 multiply-adds a cycle and
 # multiprocessor [A100]; 1365 by mma.sync on H100, two thirds of what wgmma reaches [again].
 HMMA = {80: 8, 90: 6}
 HMMA_SHARE = {"16816": 1, "1688": 1 / 2, "1684": 1 / 4}  # of 16 bits; TF32 costs twice as much
-WGMMA_COLUMNS = 2  # of a product of 64 rows by 16, a cycle [H100, again]
+WGMMA_COLUMNS = 2  # of a product of 64 rows by 16, a cycle [H100, again: 976 TFLOP/s at 1.98 GHz]
 SECTOR = 32
 
 # The pipe of an instruction by how its name begins; the first that fits counts.

@@ -15,22 +15,24 @@ template <typename S>
 struct Consumer {
   using T = typename S::T;
   static constexpr int D = S::HEAD_DIM, STEPS = D / DEPTH<T>, TILES = S::BLOCK_N / 8;
-  using Band = float[TILES][4];  // 64 columns of the window
+  using Band = float[TILES][4];              // 64 columns of the window
+  static constexpr bool OVERLAPS = D <= 64;  // wide heads have no registers for products under the softmax
 
   const Call& call;
   const ForwardTile<S>& tile;
   const WarpgroupMemory<S> memory;
   const float scale;
   WarpgroupShift<S::POSITIONS> shift;
-  const bool is_second;  // of the block's two warpgroups: its rows of rel_key are those of the stage before
+  const bool is_second;  // of the block's two warpgroups: its new rows of rel_key are those of the stage before
   StagePlace<S> place;
-  int before = S::ALL_STAGES;  // the stage before: at first one that is none
+  int before = S::ALL_STAGES;  // the stage that is free next: at first one that is none
   Fragment q[STEPS];
   RowLabels labels[2];
   uint32_t ranks = 0;       // of both rows, as halves
   float different[2] = {};  // what segments add for keys of another one
   typename S::Softmax softmax;
   float out[1][D / 8][4] = {};
+  Fragment weights[TILES / 2] = {};  // of the tile whose values are being multiplied
 
   DEVICE Consumer(const Call& call, const ForwardTile<S>& tile, const WarpgroupMemory<S>& memory)
       : call(call),
@@ -67,31 +69,41 @@ struct Consumer {
     }
   }
 
-  // All tiles; the window's halves change places, so that the upper one is the next tile's lower one.
+  // All windows of rel_key, mostly one. A window's halves change places from tile to tile, so that the upper one is the
+  // next tile's lower one.
   DEVICE void run() {
     // Initialised, because ptxas waits after each wgmma with operands that may be unset.
-    Band first = {}, second;
-    while (step(first, second) && step(second, first)) {
+    Band first = {}, second = {};
+    while (begin_window(first, second)) {
+      while (attend(first, second) && attend(second, first)) {
+      }
+      if constexpr (OVERLAPS) finish_values();
     }
   }
 
-  // One stage; false if there was no more.
-  DEVICE bool step(const Band& lower, Band& upper) {
-    const WarpgroupStage<S> stage = memory.stage(place.offset);
-    const int last_read = is_second ? before : place.offset;
-    stage.full().wait(place.parity);
-    const uint32_t flags = stage.info().flags;
-    BiasedRows<S> rel_key = memory.stage(last_read).rel_key();
-    if (flags & (TileInfo::ENDS | TileInfo::BEGINS)) {
-      if (flags & TileInfo::ENDS) return false;
-      if constexpr (S::POSITIONS) find_shift({stage.info().first, stage.info().end});
-      if (is_second) rel_key = stage.keys();
-    }
-    multiply_rel_key(upper, rel_key);
-    if (!(flags & TileInfo::BEGINS)) attend(lower, upper, stage, flags);
-    release(memory.stage(last_read).empty(), tile.lane.id);  // the stage that this warpgroup reads last is free
-    before = place.offset;
+  // Both halves of the next tile's window; false if there are no more tiles.
+  DEVICE bool begin_window(Band& lower, Band& upper) {
+    const int own = place.offset;
+    const WarpgroupStage<S> begin = memory.stage(own);
+    begin.full().wait(place.parity);
+    if (begin.info().flags & TileInfo::ENDS) return false;
+    if constexpr (S::POSITIONS) find_shift({begin.info().first, begin.info().end});
     place.advance();
+    const WarpgroupStage<S> stage = memory.stage(place.offset);
+    stage.full().wait(place.parity);
+    fence_shared_memory();
+    const BiasedRows<S> lower_rows = begin.keys_or_rel_key(is_second);
+    const BiasedRows<S> upper_rows = memory.stage(is_second ? own : place.offset).rel_key();
+    start_scores(lower, lower_rows.bias(), tile.lane.t);
+    start_scores(upper, upper_rows.bias(), tile.lane.t);
+    pin(lower), pin(upper);
+    fence_products();
+    multiply_query(lower, lower_rows);
+    multiply_query(upper, upper_rows);
+    wait_for_products();
+    pin(lower), pin(upper);
+    release(begin.empty(), tile.lane.id);
+    before = S::ALL_STAGES;
     return true;
   }
 
@@ -106,47 +118,135 @@ struct Consumer {
     shift.find(shifts, tile.lane.id);
   }
 
-  DEVICE void attend(const Band& lower, const Band& upper, const WarpgroupStage<S>& stage, uint32_t flags) {
-    float score[TILES][4];
-    // u.k, position, content: in backward's order. Content comes last, since a sum of two needs no register's move to
-    // where products are added.
+  // One tile of keys. Leaves the new half of the next tile's window where the lower one was; false if the window ends.
+  DEVICE bool attend(Band& lower, const Band& upper) {
+    if constexpr (OVERLAPS)
+      return attend_with_overlap(lower, upper);
+    else
+      return attend_in_turn(lower, upper);
+  }
+
+  // The next half is multiplied under this tile's softmax, the values under the next tile's shift. ptxas allows
+  // products from a loop's last turn to be waited for only all together.
+  DEVICE bool attend_with_overlap(Band& lower, const Band& upper) {
+    const int own = place.offset;
+    const WarpgroupStage<S> stage = memory.stage(own);
+    Band score;
+    add_positions(score, lower, upper, stage);
+    const NextHalf next = wait_for_next();
+    start_scores(lower, next.rows.bias(), tile.lane.t);
+    finish_values();  // the tile before's
+
+    pin(score), pin(lower);
+    fence_products();
+    multiply_query(score, stage.keys());
+    multiply_query(lower, next.rows);
+    wait_for_older_products<1>();
+    pin(score);
+
+    weigh(score, stage);
+    wait_for_products();
+    pin(lower);
+    before = own;
+    begin_values(stage);
+    return next.goes_on;
+  }
+
+  // The next half is multiplied together with the values, for want of registers.
+  DEVICE bool attend_in_turn(Band& lower, const Band& upper) {
+    const int own = place.offset;
+    const WarpgroupStage<S> stage = memory.stage(own);
+    Band score;
+    add_positions(score, lower, upper, stage);
+    pin(score);
+    fence_products();
+    multiply_query(score, stage.keys());
+    wait_for_products();
+    pin(score);
+
+    weigh(score, stage);
+    const NextHalf next = wait_for_next();
+    start_scores(lower, next.rows.bias(), tile.lane.t);
+    pin(lower);
+    before = own;
+    begin_values(stage);
+    if (next.goes_on) {
+      fence_products();
+      multiply_query(lower, next.rows);
+    }
+    finish_values();
+    pin(lower);
+    return next.goes_on;
+  }
+
+  // u.k, position, content: in backward's order. Content comes last, since a sum of two needs no register's move to
+  // where products are added.
+  DEVICE void add_positions(Band& score, Band& lower, const Band& upper, const WarpgroupStage<S>& stage) {
     start_scores(score, stage.keys().bias(), tile.lane.t);
     shift.add_window(score, lower, upper, tile.lane.warp);
-    add_product<0>(
-        score, [&](int k) { return q[k]; },
-        [&](int k) { return stage.keys().rows().columns_from(k * DEPTH<T>); });
-
-    Fragment weights[TILES / 2];
-    weigh(score, stage, flags, weights);
-    if constexpr (S::DROPOUT) drop_out(weights, stage.info().first);
-
-    // values
-    add_product<1>(
-        out[0], [&](int k) { return weights[k]; },
-        [&](int k) { return stage.values().rows_from(k * DEPTH<T>); });
+    // Both, to avoid that the next half begins in other registers before the shift has read this one.
+    pin(score), pin(lower);
   }
 
-  // Segments, mask, softmax: scores become exponentials, as the product with the values takes them.
-  DEVICE void weigh(float (&score)[TILES][4], const WarpgroupStage<S>& stage, uint32_t flags,
-                    Fragment (&weights)[TILES / 2]) {
-    if constexpr (S::KEEPS_SCORES) {
-      softmax.template step<T>(0, score, out[0], weights, [&](float (&of)[TILES][4], const float (&base)[2]) {
-        scale_scores(of, stage, flags, base);
-      });
-    } else {
-      scale_scores(score, stage, flags, {});
-      softmax.template step<T>(0, score, out[0], weights);
-    }
+  // Rows of rel_key that are new to the next tile's window; where the window ends, rows that nobody needs.
+  struct NextHalf {
+    BiasedRows<S> rows;
+    bool goes_on;
+  };
+  DEVICE NextHalf wait_for_next() {
+    const int own = place.offset;
+    place.advance();
+    const WarpgroupStage<S> next = memory.stage(place.offset);
+    next.full().wait(place.parity);
+    fence_shared_memory();
+    const bool goes_on = !(uniform(next.info().flags) & (TileInfo::ENDS | TileInfo::BEGINS));
+    return {memory.stage(is_second || !goes_on ? own : place.offset).rel_key(), goes_on};
   }
 
-  // Scale, segments and mask; less `base` of each row.
-  DEVICE void scale_scores(float (&score)[TILES][4], const WarpgroupStage<S>& stage, uint32_t flags,
-                           const float (&base)[2]) {
+  // out += weights v: under way until finish_values.
+  DEVICE void begin_values(const WarpgroupStage<S>& stage) {
+    pin_values();
+    fence_products();
+#pragma unroll
+    for (int k = 0; k < TILES / 2; ++k) wgmma<T, 1>(out[0], weights[k].word, stage.values().rows_from(k * DEPTH<T>));
+    commit_products();
+  }
+
+  // Until no product is under way; then the stage before is free.
+  DEVICE void finish_values() {
+    wait_for_products();
+    pin_values();
+    release(memory.stage(before).empty(), tile.lane.id);
+  }
+
+  DEVICE void pin_values() {
+    pin(out[0]);
+#pragma unroll
+    for (int k = 0; k < TILES / 2; ++k) pin(weights[k].word);
+  }
+
+  // sum += q rows'
+  DEVICE void multiply_query(Band& sum, const BiasedRows<S>& rows) {
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k) wgmma<T, 0>(sum, q[k].word, rows.rows().columns_from(k * DEPTH<T>));
+    commit_products();
+  }
+
+  // Segments, mask, softmax, dropout: scores become exponentials, as the product with the values takes them.
+  DEVICE void weigh(Band& score, const WarpgroupStage<S>& stage) {
+    const uint32_t flags = stage.info().flags;
+    scale_scores(score, stage, flags);
+    softmax.template step<T>(0, score, out[0], weights);
+    if constexpr (S::DROPOUT) drop_out(stage.info().first);
+  }
+
+  // Scale, segments and mask.
+  DEVICE void scale_scores(Band& score, const WarpgroupStage<S>& stage, uint32_t flags) {
     const KeyLabels keys = stage.labels();
     if (S::HAS_ONE_SEGMENT_WAY && flags & TileInfo::ONE_SEGMENT)
-      add_segment(score, scale, stage.info().segment, labels, different, base);
+      add_segment(score, scale, stage.info().segment, labels, different);
     else
-      add_segments(score, scale, keys.segment, labels, different, tile.lane.t, base);
+      add_segments(score, scale, keys.segment, labels, different, tile.lane.t);
     if (flags & TileInfo::BY_RANK)
       hide_by_rank(score, ranks, stage.rank_pairs(), tile.lane.t);
     else if (flags & TileInfo::OWNS)
@@ -173,7 +273,7 @@ struct Consumer {
   }
 
   // Zeros for the weights of 64 keys from j0 on that are dropped.
-  DEVICE void drop_out(Fragment (&weights)[TILES / 2], int j0) const {
+  DEVICE void drop_out(int j0) {
     const Philox philox = load_philox(call.p.dropout, tile.b, tile.head);
     if constexpr (D > 64) {  // no registers for more than a bit of each
       uint32_t bits = 0;
@@ -202,29 +302,6 @@ struct Consumer {
   DEVICE int dropout_row(int r) const {
     const int index = smaller(tile.sorted_row(0) + 8 * r, int(call.p.length) - 1);
     return S::POSITIONS ? row_index(call.p, tile.b, index) : index;
-  }
-
-  // (q + v).r of 64 rows of rel_key
-  DEVICE void multiply_rel_key(Band& band, const BiasedRows<S>& rel_key) {
-    fence_shared_memory();  // for the products of this step's stage, too
-    start_scores(band, rel_key.bias(), tile.lane.t);
-    add_product<0>(
-        band, [&](int k) { return q[k]; }, [&](int k) { return rel_key.rows().columns_from(k * DEPTH<T>); });
-  }
-
-  // sum += a b, a(k) and b(k) at depth 16 k. As deep as b has rows, or columns if they are not transposed.
-  template <int TRANSPOSED, int N, typename A, typename B>
-  DEVICE static void add_product(float (&sum)[N][4], A a, B b) {
-    constexpr int DEPTHS = (TRANSPOSED ? S::BLOCK_N : D) / DEPTH<T>;
-    Fragment left[DEPTHS];
-#pragma unroll
-    for (int k = 0; k < DEPTHS; ++k) pin((left[k] = a(k)).word);
-    pin(sum);
-    fence_products();
-#pragma unroll
-    for (int k = 0; k < DEPTHS; ++k) wgmma<T, TRANSPOSED>(sum, left[k].word, b(k));
-    finish_products();
-    pin(sum);
   }
 };
 

@@ -18,8 +18,6 @@ struct WarpgroupShape : WarpgroupSizes<HEAD_DIM_> {
   static constexpr bool IS_FULL = true;                              // rows have HEAD_DIM columns, no fewer
   // For keys of one segment a way of its own, unless registers are too few for two.
   static constexpr bool HAS_ONE_SEGMENT_WAY = !DROPOUT || HEAD_DIM_ <= 64;
-  // Scores stay until their exponentials are known to fit.
-  static constexpr bool KEEPS_SCORES = HEAD_DIM_ <= 64;
   using Softmax = OnlineSoftmax<M_TILES, HEAD_DIM_ <= 64>;  // tensor cores bound wide heads
 };
 
@@ -120,6 +118,8 @@ struct WarpgroupStage {
   DEVICE uint32_t* rank_pairs() const { return reinterpret_cast<uint32_t*>(labels().segment + S::BLOCK_N); }
   DEVICE BiasedRows<S> keys() const { return {data + KEYS}; }
   DEVICE BiasedRows<S> rel_key() const { return {data + REL_KEY}; }
+  // One or the other by an offset: of two pointers the compiler would forget that they are to shared memory.
+  DEVICE BiasedRows<S> keys_or_rel_key(bool is_keys) const { return {data + (is_keys ? KEYS : REL_KEY)}; }
   DEVICE Panels<typename S::T, S::HEAD_DIM> values() const { return {data + VALUES}; }
 };
 

@@ -15,7 +15,7 @@ struct WarpgroupSizes {
   // Registers of a thread: when the block starts, equal for all, as many as a multiprocessor has; then no more than
   // those in all, or the consumers would wait for ever.
   static constexpr int START_REGISTERS = 65536 / THREADS / 8 * 8;
-  static constexpr int PRODUCER_REGISTERS = HEAD_DIM > 64 ? 56 : 72, CONSUMER_REGISTERS = HEAD_DIM > 64 ? 224 : 216;
+  static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
   static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * START_REGISTERS);
   static constexpr int STAGES = 4;  // of keys, values and as many rows of rel_key
   // Rows with a bias each behind them, and where a stage begins: the swizzle's pattern goes on every 1024 bytes.

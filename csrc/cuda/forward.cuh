@@ -169,42 +169,60 @@ DEVICE void store_nan_rows(const RelAttention& p, const ForwardTile<S>& tile, co
     }
 }
 
+// By what a row's output is multiplied. A fully masked row is zero, even where it has zero times NaN.
+struct OutputScale {
+  float factor;
+  bool is_masked;
+
+  DEVICE float operator()(float x) const {
+    const float scaled = x * factor;
+    return is_masked ? 0.f : scaled;
+  }
+};
+
+// Stores the log-sum-exp of row r of tile m, and what backward needs of it. All lanes of a warp call it.
+template <typename S>
+DEVICE OutputScale finish_row(const RelAttention& p, const ForwardTile<S>& tile, const typename S::Softmax& softmax,
+                              int m, int r, float* lse) {
+  const float sum = quad_sum(softmax.row_sum[m][r]);
+  const float weights = softmax.template sum_of_weights<typename S::T>(m, r, sum);
+  const OutputScale scale{sum != 0 ? float(p.dropout.kept_scale) / weights : 0.f, sum == 0};
+  const int sorted_row = tile.sorted_row(m) + 8 * r;
+  if (sorted_row >= p.length || tile.lane.t != 0) return scale;
+  const int index = row_index(p, tile.b, sorted_row);
+  const int64_t row = int64_t(tile.head) * p.length + index;
+  const float log_sum = log2f(sum);
+  lse[index] = sum != 0 ? (softmax.base(m, r) + log_sum + lse[index]) * LN_2 : -INFINITY;
+  static_cast<float*>(p.row_max)[row] = softmax.base(m, r);
+  static_cast<float*>(p.row_sum)[row] = sum;
+  return scale;
+}
+
 // Scales and stores the output, the log-sum-exp and what backward needs.
 template <typename S>
 DEVICE void forward_epilogue(const RelAttention& p, const ForwardTile<S>& tile, const typename S::Softmax& softmax,
                              const float (&out)[S::M_TILES][S::HEAD_DIM / 8][4], float* lse) {
   using T = typename S::T;
-  const int t = tile.lane.t, head_dim = S::IS_FULL ? S::HEAD_DIM : int(p.head_dim);
-  const int64_t first_row = int64_t(tile.head) * p.length;
+  const int t = tile.lane.t, head_dim = int(p.head_dim);
   const auto out_rows = rows_of<T>(p.out, tile.b, tile.h), residual_rows = rows_of<T>(p.out_residual, tile.b, tile.h);
 #pragma unroll
   for (int m = 0; m < S::M_TILES; ++m)
     for (int r = 0; r < 2; ++r) {
-      const float sum = quad_sum(softmax.row_sum[m][r]), weights = softmax.template sum_of_weights<T>(m, r, sum);
+      const OutputScale scale = finish_row(p, tile, softmax, m, r, lse);
       const int sorted_row = tile.sorted_row(m) + 8 * r;
       if (sorted_row >= p.length) continue;
       const int index = row_index(p, tile.b, sorted_row);
-      if (t == 0) {
-        const float log_sum = log2f(sum);
-        lse[index] = sum != 0 ? (softmax.base(m, r) + log_sum + lse[index]) * LN_2 : -INFINITY;
-      }
-      const float factor = sum != 0 ? float(p.dropout.kept_scale) / weights : 0.f;
       T *to = out_rows(index), *residual = p.out_residual.data ? residual_rows(index) : nullptr;
       const auto store = [&](T* residual) {
 #pragma unroll
         for (int d = 0; d < S::HEAD_DIM / 8; ++d)
-          if (8 * d + 2 * t < head_dim) {
-            const float first = out[m][d][2 * r] * factor, second = out[m][d][2 * r + 1] * factor;
-            // a fully masked row is zero, even where it has zero times NaN
-            store_rounded(to, residual, 8 * d + 2 * t, sum != 0 ? first : 0.f, sum != 0 ? second : 0.f);
-          }
+          if (8 * d + 2 * t < head_dim)
+            store_rounded(to, residual, 8 * d + 2 * t, scale(out[m][d][2 * r]), scale(out[m][d][2 * r + 1]));
       };
       if (residual)
         store(residual);
       else
         store(nullptr);
-      if (t == 0) static_cast<float*>(p.row_max)[first_row + index] = softmax.base(m, r);
-      if (t == 0) static_cast<float*>(p.row_sum)[first_row + index] = sum;
     }
 }
 

@@ -19,7 +19,6 @@ struct ForwardShape : ForwardSizes<sizeof(Element), HEAD_DIM_> {
   using T = Element;
   using Sizes = ForwardSizes<sizeof(T), HEAD_DIM_>;
   using Softmax = OnlineSoftmax<Sizes::M_TILES>;
-  static constexpr bool IS_FULL = false;
   using Rows = Tile<T, HEAD_DIM_>;
   using Ring = Tile<T, HEAD_DIM_, Sizes::RING>;
   // Ranks by pairs take fewer comparisons and fewer passes through shared memory.

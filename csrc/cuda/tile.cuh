@@ -221,16 +221,20 @@ DEVICE float clamp_to_finite(float x) {
   return x > largest ? largest : x < -largest ? -largest : x;
 }
 
+// What rounding to 16 bits takes from two numbers, itself rounded.
+template <typename T>
+DEVICE uint32_t pack_residual(float first, float second) {
+  float rounded[2];
+  unpack<T>(pack<T>(first, second), rounded);
+  return pack<T>(first - clamp_to_finite<T>(rounded[0]), second - clamp_to_finite<T>(rounded[1]));
+}
+
 // Neighbours from `column` on, rounded to T, and what rounding takes from them unless `residual` is null.
 template <typename T>
 DEVICE void store_rounded(T* to, T* residual, int column, float first, float second) {
   store_pair(to + column, first, second);
-  if constexpr (sizeof(T) == 2) {
-    if (residual == nullptr) return;
-    float rounded[2];
-    unpack<T>(pack<T>(first, second), rounded);
-    store_pair(residual + column, first - clamp_to_finite<T>(rounded[0]), second - clamp_to_finite<T>(rounded[1]));
-  }
+  if constexpr (sizeof(T) == 2)
+    if (residual) *reinterpret_cast<uint32_t*>(residual + column) = pack_residual<T>(first, second);
 }
 
 // One element, rounded to T.

@@ -100,6 +100,19 @@ def test_forward_by_warpgroups(features, seed):
     assert "warpgroup_forward_kernel" in record.launches[-1].name
 
 
+@NEEDS_NVCC
+@pytest.mark.parametrize(("width", "head_dim"), [(64, 64), (60, 64), (128, 128), (123, 128)])
+def test_outputs_of_warpgroups_fill_whole_sectors(width, head_dim):
+    """Each is written once, 16 bytes a lane, also where rows of the caller's width are not aligned to as many."""
+    problem = make(1, 1, 256, width=width, dtype=torch.bfloat16)
+    with serving(90) as record:
+        assert_right(problem, "cuda", needs=())
+    launch = record.launches[-1]
+    assert "warpgroup_forward_kernel" in launch.name
+    # Rows of out, and of each row four numbers: lse, also what segments give to it, row_max and row_sum
+    assert launch.counts.global_sectors_written == 256 * (head_dim * 2 + 4 * 4) // 32
+
+
 def stacked(seed: int, keys: int, step: int, mem: int, width: int, mask: str | None, dtype: torch.dtype) -> Problem:
     """Two streams: content rows at all positions and a query row at each `step`-th, in any order."""
     generator = torch.Generator().manual_seed(seed)

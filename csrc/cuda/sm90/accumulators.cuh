@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "../tile.cuh"
+#include "memory.cuh"
 #include "primitives.cuh"
 
 namespace xlnet_kernels::cuda {
@@ -45,6 +46,28 @@ DEVICE void add_row(float* to, const float (&product)[8][4], int r, std::integer
 }
 DEVICE void add_row(float* to, const float (&product)[8][4], int r) {
   add_row(to, product, r, std::make_integer_sequence<int, 8>());
+}
+
+// Stores a warp's 16 rows by 16 bytes a lane, because words of 4 bytes would fill a part of a sector each. word(d, r):
+// columns 8 d + 2 t and its neighbour of row g + 8 r; through: rows from `first` on are free; row(r): where row g + 8 r
+// begins, aligned to 16 bytes, or null.
+template <typename T, int COLUMNS, typename Word, typename Row>
+DEVICE void store_rows(const Panels<T, COLUMNS>& through, int first, Lane lane, Word word, Row row) {
+#pragma unroll
+  for (int d = 0; d < COLUMNS / 8; d += 2)
+    store_matrices(shared_address(through.at(first + lane.id % 16, 8 * d + lane.id / 16 * 8)), word(d, 0), word(d, 1),
+                   word(d + 1, 0), word(d + 1, 1));
+  sync_warp();
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+    if (T* const to = row(r))
+#pragma unroll
+      for (int column = 0; column < COLUMNS; column += 4 * CHUNK<T>) {  // a quad's
+        const int own = column + lane.t * CHUNK<T>;
+        *reinterpret_cast<Bytes16*>(to + own) =
+            *reinterpret_cast<const Bytes16*>(through.at(first + lane.g + 8 * r, own));
+      }
+  sync_warp();  // other lanes may store there now, and to the rows
 }
 
 // The warp has no more to read there.

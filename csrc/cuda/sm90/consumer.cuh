@@ -46,6 +46,12 @@ struct Consumer {
 
   DEVICE bool had_tile() const { return before != S::ALL_STAGES; }
 
+  // Free for 64 rows of output after `run`: the stage that says that there are no more tiles has none.
+  DEVICE Panels<T, D> free_rows() const {
+    const WarpgroupStage<S> last = memory.stage(place.offset);
+    return last.keys_or_rel_key(!is_second).rows();
+  }
+
   // Leaves in lse what segments give to every key, until the end.
   DEVICE void load_rows() {
     const RelAttention& p = call.p;

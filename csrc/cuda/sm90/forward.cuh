@@ -8,6 +8,33 @@
 
 namespace xlnet_kernels::cuda {
 
+// Scales and stores the output, the log-sum-exp and what backward needs.
+template <typename S>
+DEVICE void warpgroup_epilogue(const RelAttention& p, const ForwardTile<S>& tile, Consumer<S>& consumer) {
+  using T = typename S::T;
+  float (&out)[S::HEAD_DIM / 8][4] = consumer.out[0];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const OutputScale scale = finish_row(p, tile, consumer.softmax, 0, r, consumer.lse());
+#pragma unroll
+    for (int d = 0; d < S::HEAD_DIM / 8; ++d)
+      for (int parity = 0; parity < 2; ++parity) out[d][2 * r + parity] = scale(out[d][2 * r + parity]);
+  }
+  const auto store = [&](const Tensor4& to, auto round) {
+    const HeadRows<T> rows = rows_of<T>(to, tile.b, tile.h);
+    store_rows(
+        consumer.free_rows(), 16 * (tile.lane.warp % 4), tile.lane,
+        [&](int d, int r) { return round(out[d][2 * r], out[d][2 * r + 1]); },
+        [&](int r) {
+          const int sorted_row = tile.sorted_row(0) + 8 * r;
+          return sorted_row < p.length ? rows(row_index(p, tile.b, sorted_row)) : nullptr;
+        });
+  };
+  store(p.out, [](float first, float second) { return pack<T>(first, second); });
+  if (p.out_residual.data)
+    store(p.out_residual, [](float first, float second) { return pack_residual<T>(first, second); });
+}
+
 // One warpgroup's 64 rows, from the query to the output. Nothing is computed before the registers are there.
 template <typename S>
 DEVICE void consume(const Call& call, const WarpgroupMemory<S>& memory) {
@@ -17,7 +44,7 @@ DEVICE void consume(const Call& call, const WarpgroupMemory<S>& memory) {
   Consumer<S> consumer(call, tile, memory);
   consumer.load_rows();
   consumer.run();
-  forward_epilogue(p, tile, consumer.softmax, consumer.out, consumer.lse());
+  warpgroup_epilogue(p, tile, consumer);
   store_nan_rows(p, tile, consumer.softmax, [&] { return consumer.had_tile(); });
 }
 

@@ -15,7 +15,6 @@ struct WarpgroupShape : WarpgroupSizes<HEAD_DIM_> {
   using T = Element;
   static constexpr bool DROPOUT = DROPOUT_, POSITIONS = POSITIONS_;  // POSITIONS: rows have some of their own
   static constexpr int M_TILES = 1;                                  // of 16 rows, of one warp
-  static constexpr bool IS_FULL = true;                              // rows have HEAD_DIM columns, no fewer
   // For keys of one segment a way of its own, unless registers are too few for two.
   static constexpr bool HAS_ONE_SEGMENT_WAY = !DROPOUT || HEAD_DIM_ <= 64;
   using Softmax = OnlineSoftmax<M_TILES, HEAD_DIM_ <= 64>;  // tensor cores bound wide heads

@@ -221,7 +221,7 @@ DEVICE float clamp_to_finite(float x) {
   return x > largest ? largest : x < -largest ? -largest : x;
 }
 
-// What rounding to 16 bits takes from two numbers, itself rounded.
+// The rounding errors of two numbers in 16 bits, rounded to 16 bits.
 template <typename T>
 DEVICE uint32_t pack_residual(float first, float second) {
   float rounded[2];

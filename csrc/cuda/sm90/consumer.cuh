@@ -194,7 +194,7 @@ struct Consumer {
     pin(score), pin(lower);
   }
 
-  // Rows of rel_key that are new to the next tile's window; where the window ends, rows that nobody needs.
+  // Rows of rel_key that are new to the next tile's window; where the window ends, rows without use.
   struct NextHalf {
     BiasedRows<S> rows;
     bool goes_on;

@@ -16,6 +16,7 @@ import os, sys, torch, torch.distributed as dist
 rank, size, store, code = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+dist.barrier()  # to avoid that a process ends while another is still connecting
 exec(code)
 dist.destroy_process_group()
 os._exit(0)

@@ -77,6 +77,7 @@ def processes(device: str) -> Iterator[Processes]:
     if ours:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     saving = dist.new_group(backend="gloo")
+    dist.barrier(saving)  # because a process that left while another is still connecting would make that one fail
     try:
         yield Processes(dist.get_rank(), dist.get_world_size(), place, saving)
     finally:

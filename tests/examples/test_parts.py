@@ -14,6 +14,7 @@ import torch
 
 import xlnet_kernels as xk
 from tests import ROOT
+from tests.processes import run_in_processes
 
 # The examples need the [examples] extra; the package itself does not.
 pytest.importorskip("rich")
@@ -215,6 +216,30 @@ def test_a_checkpoint_that_was_just_written_stays(tmp_path):
     assert save(100_000_000) == ["step-100000000"]
     assert save(5) == ["step-00000005", "step-100000000"]
     assert (tmp_path / "step-00000001.bak").is_dir()
+
+
+MEETING = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, "examples")
+from parts import parallel
+
+os.environ["RANK"] = str(rank)
+new_group, connected = dist.new_group, Path(sys.argv[3]).with_name("connected")
+def slow_new_group(**options):
+    group = new_group(**options)
+    if rank == 0:
+        time.sleep(1)
+        connected.touch()
+    return group
+dist.new_group = slow_new_group
+with parallel.processes("cpu"):
+    assert connected.exists()
+"""
+
+
+def test_no_process_goes_on_before_all_are_connected(tmp_path):
+    run_in_processes(MEETING, 2, tmp_path)
 
 
 @pytest.mark.parametrize("script", [f"{name}.py" for name in COMMANDS])

@@ -77,7 +77,8 @@ def processes(device: str) -> Iterator[Processes]:
     if ours:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     saving = dist.new_group(backend="gloo")
-    dist.barrier(saving)  # because a process that left while another is still connecting would make that one fail
+    # To avoid that a process leaves while another is still connecting, which makes that one fail
+    dist.barrier(saving)
     try:
         yield Processes(dist.get_rank(), dist.get_world_size(), place, saving)
     finally:

@@ -1,4 +1,4 @@
-"""Positional schemes that are this term in another form, as docs/which-call.md has them, against their own formulas."""
+"""Positional schemes that are this term in another form, as docs/migrate.md has them, against their own formulas."""
 
 from __future__ import annotations
 

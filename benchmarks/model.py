@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import xlnet_kernels as xk
 from lib import session
-from lib.harness import CannotRun, Run, at_medium_precision, free_memory
+from lib.harness import CannotRun, Run, at_precision, free_memory
 from lib.measure import DIRECTIONS, Bench, Job
 from lib.session import positive
 from lib.text import CLS, Batch, build_batch
@@ -271,7 +271,7 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
         OWN_PROJECTED: functools.partial(our_run, projected=True),
         THEIRS: transformers_run,
         THEIRS_COMPILED: functools.partial(transformers_run, compiled=True),
-        OWN_MEDIUM: lambda case: at_medium_precision(our_run(case)),
+        OWN_MEDIUM: lambda case: at_precision(our_run(case), "medium"),
         OWN_BFLOAT16: functools.partial(our_run, dtype=torch.bfloat16),
     }
     for task, length, mem_len in itertools.product(options.tasks, options.lengths, options.mem_lens):

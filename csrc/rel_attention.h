@@ -56,8 +56,8 @@ struct Dropout {
 };
 
 struct RelAttention {
-  DType dtype;  // of the tensors marked "storage"; float32 work for 16-bit storage
-  bool rounds_operands;  // operands of float32 products may be rounded to bfloat16; only the CPU's kernels ask
+  DType dtype;            // of the tensors marked "storage"; float32 work for 16-bit storage
+  int operand_parts = 0;  // bfloat16 numbers that may be an operand of float32 products, 1 or 2; 0: none. CPU only
   int64_t batch, heads, length, key_len, mem_len, rel_len, head_dim;  // B, H, L, K, M, P, D
   double scale;
 

@@ -73,8 +73,8 @@ def linear_library() -> str:
 
 def compiled() -> dict | None:
     """Build facts of the loaded extension; None without one."""
-    names = ["torch_version", "compiler", "cpp_standard", "cpu_instruction_set", "cpu_bfloat16_products"]
-    names += ["cuda_version", "cuda_architectures"]
+    names = ["torch_version", "compiler", "cpp_standard", "cpu_instruction_set"]
+    names += ["cpu_bfloat16_products", "cpu_products_of_parts", "cuda_version", "cuda_architectures"]
     module = _extension.module
     if module is None:
         return None
@@ -132,6 +132,8 @@ def render(facts: dict) -> str:
         if Path(built["file"]).parent != Path(facts["folder"]):
             rows.append(("  in", str(Path(built["file"]).parent)))
         products = built["cpu_bfloat16_products"] or "converted to float32"
+        if built["cpu_products_of_parts"]:
+            products += ", float32 in parts too"
         chosen = built["cpu_instruction_set"]
         both = f"float32: {FLOAT32_BESIDE.get(chosen, chosen)}; bfloat16: {products}"
         rows.append(("  on this CPU", both if chosen else UNKNOWN_SET))

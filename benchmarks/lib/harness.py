@@ -52,19 +52,19 @@ class Run:
         )
 
 
-def at_medium_precision(run: Run) -> Run:
-    """`run`, whose steps are under torch.set_float32_matmul_precision("medium")."""
+def at_precision(run: Run, precision: str) -> Run:
+    """`run`, whose steps are under torch.set_float32_matmul_precision(precision)."""
     step = run.step
 
-    def medium_step(direction: str) -> tuple[Tensor, ...]:
+    def precise_step(direction: str) -> tuple[Tensor, ...]:
         before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("medium")
+        torch.set_float32_matmul_precision(precision)
         try:
             return step(direction)
         finally:
             torch.set_float32_matmul_precision(before)
 
-    run.step = medium_step  # type: ignore[method-assign]
+    run.step = precise_step  # type: ignore[method-assign]
     return run
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .harness import CannotRun, Run, at_medium_precision
+from .harness import CannotRun, Run, at_precision
 from .implementations import BASELINE, TRANSFORMERS, Implementation, package_backend, plain_sdpa
 from .measure import DIRECTIONS, USED_UP, Bench, Job
 from .modules import MODULE, TRANSFORMERS_MODULE, module_reference, our_module, transformers_module
@@ -28,12 +28,12 @@ TERMS = {
     "with query stream": (True, True, False, True),
     "everything": (True, True, True, True),
 }
-MEDIUM = "medium float32"  # float32 under torch.set_float32_matmul_precision("medium")
-# The dtype of a problem's tensors, and the dtype whose tolerance the results have.
+# The dtype of a problem's tensors, the dtype whose tolerance the results have, torch's float32 precision.
 PRECISIONS = {
-    "float32": (torch.float32, torch.float32),
-    MEDIUM: (torch.float32, torch.bfloat16),
-    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "float32": (torch.float32, torch.float32, "highest"),
+    "high float32": (torch.float32, torch.bfloat16, "high"),
+    "medium float32": (torch.float32, torch.bfloat16, "medium"),
+    "bfloat16": (torch.bfloat16, torch.bfloat16, "highest"),
 }
 LONG_LENGTHS = {"cpu": 8192, "cuda": 65536}
 LEFT_OUT = "left out to stay within the time budget (--budget, --full)"
@@ -178,17 +178,17 @@ def terms(bench: Bench, implementations: dict[str, Implementation], case: Case) 
         bench.group("terms", jobs, labels(sized) | {"case": name}, baseline=BASELINE)
 
 
-def precision(bench: Bench, backend: str, cases: list[Case]) -> None:
+def precisions(bench: Bench, backend: str, cases: list[Case]) -> None:
     """This package's backend and plain SDPA in PRECISIONS."""
     for case in cases:
         jobs = []
-        for name, (dtype, rounds_like) in PRECISIONS.items():
-            if name == MEDIUM and case.device != "cpu":  # CUDA takes TF32 there, as for other precisions
+        for name, (dtype, rounds_like, precision) in PRECISIONS.items():
+            if precision != "highest" and case.device != "cpu":  # CUDA takes TF32 there, as for other precisions
                 continue
-            typed = replace(case, dtype=dtype)
-            problem, prepares = build_problem(typed), (package_backend(backend), plain_sdpa)
-            if name == MEDIUM:
-                prepares = tuple(functools.partial(_at_medium_precision, prepare) for prepare in prepares)
+            typed, prepares = replace(case, dtype=dtype), (package_backend(backend), plain_sdpa)
+            problem = build_problem(typed)
+            if precision != "highest":
+                prepares = tuple(functools.partial(_at_precision, precision, prepare) for prepare in prepares)
             own = _job(f"xlnet_kernels {name}", typed, problem, prepares[0], _reference(problem, typed))
             jobs += [
                 replace(own, dtype=rounds_like),
@@ -197,8 +197,8 @@ def precision(bench: Bench, backend: str, cases: list[Case]) -> None:
         bench.group("precision", jobs, labels(case), baseline="xlnet_kernels float32")
 
 
-def _at_medium_precision(prepare: Callable[[Problem], Run], problem: Problem) -> Run:
-    return at_medium_precision(prepare(problem))
+def _at_precision(precision: str, prepare: Callable[[Problem], Run], problem: Problem) -> Run:
+    return at_precision(prepare(problem), precision)
 
 
 def module(bench: Bench, backend: str, case: Case) -> None:

@@ -16,9 +16,15 @@ namespace xlnet_kernels::cpu {
 namespace NAMESPACE {
 namespace {
 
-// Whether operands of products are bfloat16, as stored or rounded
+// Minima, because smaller calls lose more time by packing than their products gain
+constexpr int64_t MIN_ROWS_OF_PARTS = 64, MIN_KEYS_OF_PARTS = 256;
+
+// Whether operands of products are bfloat16, as stored, rounded or in parts
 static bool takes_bfloat16(const RelAttention& p, const Products* products) {
-  return products != nullptr && (p.dtype == DType::bfloat16 || p.rounds_operands);
+  if (products == nullptr) return false;
+  if (p.operand_parts == 2)
+    return products->are_faster_in_parts && p.length >= MIN_ROWS_OF_PARTS && p.mem_len + p.key_len >= MIN_KEYS_OF_PARTS;
+  return p.dtype == DType::bfloat16 || p.operand_parts == 1;
 }
 
 static bool forward(const RelAttention& p, const Products* products, int64_t threads, Parallel parallel) {

@@ -36,7 +36,8 @@ void check_ran(bool ran) { CHECK(ran, "rel_attention: out of memory for the CPU 
 
 PreparedCall prepare_on_cpu(const Inputs& inputs) {
   PreparedCall call = prepare(inputs);
-  call.p.rounds_operands = inputs.query.scalar_type() == FLOAT32 && inputs.float32_precision == BF16;
+  if (inputs.query.scalar_type() == FLOAT32 && inputs.float32_precision != IEEE)
+    call.p.operand_parts = inputs.float32_precision == BF16 ? 1 : 2;
   return call;
 }
 

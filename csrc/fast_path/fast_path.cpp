@@ -117,7 +117,7 @@ int64_t float32_precision(const Tensor& query) {
   if (query.scalar_type() != at::kFloat) return IEEE;
   const auto backend = query.is_cpu() ? at::Float32Backend::MKLDNN : at::Float32Backend::CUDA;
   const auto precision = at::globalContext().float32Precision(backend, at::Float32Op::MATMUL);
-  if (query.is_cpu()) return precision == at::Float32Precision::BF16 ? BF16 : IEEE;
+  if (query.is_cpu() && precision == at::Float32Precision::BF16) return BF16;
   return precision == at::Float32Precision::TF32 ? TF32 : IEEE;
 }
 
@@ -175,10 +175,12 @@ PyObject* fast_path(PyObject*, PyObject* const* given, Py_ssize_t count) {
   if (!is_window) numbers.max_distance = keys_before(in) + in.key->size(2);
   if (numbers_given[2] == Py_None)
     numbers.scale = std::pow(static_cast<double>(in.query->size(3)), -0.5) /* as Python does */;
-  if (numbers.float32_precision == -1) numbers.float32_precision = float32_precision(*in.query);
-  // The first such call goes through Python, because it logs which products are taken.
-  static bool told = false;
-  if (numbers.float32_precision == BF16 && !std::exchange(told, true)) Py_RETURN_NONE;
+  if (numbers.float32_precision == -1) {
+    numbers.float32_precision = float32_precision(*in.query);
+    // The first such call goes through Python, because it logs which products are taken.
+    static std::array<bool, 3> told{true};  // IEEE has nothing to tell
+    if (in.query->is_cpu() && !std::exchange(told[numbers.float32_precision], true)) Py_RETURN_NONE;
+  }
   if (!has_rows(in, numbers.max_distance, is_window)) Py_RETURN_NONE;
 
   std::pair<Tensor, Tensor> found;

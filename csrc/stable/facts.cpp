@@ -81,14 +81,16 @@ std::string cuda_choices(const Choices& choices) {
   return found.array();
 }
 
-// A JSON object. The CPU's instruction set is null where XLNET_KERNELS_CPU asks for one there is not, and its products
-// of bfloat16 where they are converted to float32.
+// A JSON object. The CPU's instruction set is null where XLNET_KERNELS_CPU asks for one there is not. Products are null
+// where bfloat16 is converted to float32, and where operands of float32 are not taken apart.
 std::string build_facts() {
   const cpu::Choice choice = cpu::choose_kernels();
   List facts;
   facts.add("torch_version", TORCH_VERSION).add("compiler", COMPILER).add("cpp_standard", __cplusplus);
   facts.add("cpu_instruction_set", choice.name);
-  facts.add("cpu_bfloat16_products", choice.products == nullptr ? nullptr : choice.products->name);
+  const cpu::Products* products = choice.products;
+  facts.add("cpu_bfloat16_products", products == nullptr ? nullptr : products->name);
+  facts.add("cpu_products_of_parts", products == nullptr || !products->are_faster_in_parts ? nullptr : products->name);
 #ifdef XLNET_KERNELS_CUDA_VERSION  // by setup.py, when CUDA sources are part of the build
   facts.add("cuda_version", XLNET_KERNELS_QUOTE(XLNET_KERNELS_CUDA_VERSION));              // e.g. "12.6"
   facts.add("cuda_architectures", XLNET_KERNELS_QUOTE(XLNET_KERNELS_CUDA_ARCHITECTURES));  // e.g. "8.0;9.0+PTX"

@@ -54,11 +54,11 @@ def test_precisions_of_the_cpu_are_medium_too(bench, small_case, monkeypatch):
 
     plain = sections.plain_sdpa
     monkeypatch.setattr(sections, "plain_sdpa", recorded)
-    sections.precision(bench, "reference", [small_case])
-    assert set(told) == {"highest", "medium"}
+    sections.precisions(bench, "reference", [small_case])
+    assert set(told) == {"highest", "high", "medium"}
     names = [row["implementation"] for row in bench.rows if row["direction"] == "forward"]
     own = [name for name in names if name.startswith("xlnet_kernels")]
-    assert own == ["xlnet_kernels float32", "xlnet_kernels medium float32", "xlnet_kernels bfloat16"]
+    assert own == [f"xlnet_kernels {name}" for name in ("float32", "high float32", "medium float32", "bfloat16")]
     assert len(names) == 2 * len(own)  # plain SDPA, too
     assert all(row["check"]["passed"] for row in bench.rows if row["implementation"] in own)
     assert torch.get_float32_matmul_precision() == "highest"

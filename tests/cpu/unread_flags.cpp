@@ -24,5 +24,5 @@ int main() {
        zeros<float>(LOADED * DIM));
   p.dtype = DType::bfloat16;
   const Operand operand{nullptr, zeros<uint16_t>(LOADED * DIM), nullptr};
-  operand.load(p, sequence, 0, 0, LOADED, LOADED, DIM, nullptr, zeros<uint16_t>(LOADED * DIM));
+  operand.load(p, sequence, 0, 0, LOADED, LOADED, DIM, 0, nullptr, zeros<uint16_t>(LOADED * DIM));
 }

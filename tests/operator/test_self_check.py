@@ -27,6 +27,14 @@ def test_float32_on_the_cpu_may_be_as_wrong_as_its_precision(monkeypatch):
     assert self_check.compare(Fake(factor=1.2), problem, "cpu")
 
 
+def test_the_check_stays_sharp_at_high_precision(monkeypatch):
+    """On the CPU operands are then two bfloat16 numbers, in a problem of as many rows and keys as that takes."""
+    monkeypatch.setattr(self_check, "float32_precision", lambda device_type: 1)
+    problems = [problem for problem in self_check.problems() if problem.dtype == torch.float32]
+    assert any(problem.length >= 64 and problem.mem_len + problem.length >= 256 for problem in problems)
+    assert all(self_check.compare(Fake(factor=1.005), problem, "cpu") for problem in problems if problem.length > 1)
+
+
 def test_the_command_prints_a_table_and_fails_where_a_backend_does(capsys):
     with installed() as use:
         use(factor=1.5)

@@ -112,7 +112,7 @@ void multiply_piece(const Product& x, int64_t m, int64_t rows, int64_t k, int64_
   }
 }
 
-void multiply_by_bfmmla(const Product& x) {
+void multiply_part(const Product& x) {
   Packed packed;
   for (int64_t m = 0; m < x.rows; m += MAX_ROWS)
     for (int64_t k = 0; k < x.depth; k += MAX_DEPTH) {
@@ -121,6 +121,8 @@ void multiply_by_bfmmla(const Product& x) {
       multiply_piece(x, m, rows, k, depth, packed);
     }
 }
+
+void multiply_by_bfmmla(const Product& x) { x.as_single_products(multiply_part); }
 
 void nothing(TileState*) {}
 
@@ -138,7 +140,7 @@ bool has_bfmmla() {
 }  // namespace
 
 const Products* neon_products() {
-  static constexpr Products products{"neon_bf16", true, multiply_by_bfmmla, nothing, nothing};
+  static constexpr Products products{"neon_bf16", true, false, multiply_by_bfmmla, nothing, nothing};
   static const bool usable = has_bfmmla();
   return usable ? &products : nullptr;
 }

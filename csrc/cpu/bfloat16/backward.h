@@ -1,5 +1,6 @@
-// Backward in bfloat16: as backward.h, but for the products. P and dS are rounded once, for theirs. Gradients that sum
-// over rows are kept transposed, [panel of 16 keys][D][16]: rows of dS are then pairs without being transposed.
+// Backward in bfloat16: as backward.h, but for the products. P and dS are rounded, or in parts, once for theirs.
+// Gradients that sum over rows are kept transposed, [panel of 16 keys][D][16]: rows of dS are then pairs without being
+// transposed.
 #pragma once
 
 #include "../backward.h"
@@ -109,26 +110,26 @@ struct BFloat16BackwardScratch {
   BFloat16Gradients rounded;
   BFloat16Sums sums;
 
-  BFloat16BackwardScratch(Carver& carver, const BFloat16Sizes& sizes)
+  BFloat16BackwardScratch(Carver& carver, Carver& operands, const BFloat16Sizes& sizes)
       : terms(carver, sizes), keys(carver, sizes), unread(carver, sizes.max_keys, sizes.max_window_rows) {
     const int64_t dim = sizes.padded_dim, band_size = BFloat16Tile::band_elements(BACKWARD_BLOCK_N);
     const auto operand = [&](int64_t rows, bool across) {
-      return Operand{carver.take<uint16_t>(rows * dim), across ? carver.take<uint16_t>(rows * dim) : nullptr,
+      return Operand{operands.take<uint16_t>(rows * dim), across ? operands.take<uint16_t>(rows * dim) : nullptr,
                      carver.take<float>(rows)};
     };
     key = operand(sizes.max_keys, true);
     value = operand(sizes.max_keys, false);
     rel_key = operand(sizes.max_window_rows, true);
-    carver.take(PAIR_COLUMNS * dim, spare);
-    carver.take(BFLOAT16_ROWS * dim, dO, dO_columns, query_columns);
+    operands.take(PAIR_COLUMNS * dim, spare);
+    operands.take(BFLOAT16_ROWS * dim, dO, dO_columns, query_columns);
     carver.take(dim, row, out);
     carver.take(BFLOAT16_ROWS * dim, dQ_content, dQ_position);
     carver.take(BFLOAT16_ROWS * STRIDE, scores, dP);
     carver.take(band_size, band);
     carver.take(dropout_elements(BACKWARD_BLOCK_N), dropout);
     carver.take(PAIR_COLUMNS * dim, gradient_rows);
-    carver.take(BFLOAT16_ROWS * STRIDE, rounded.P, rounded.dS);
-    carver.take(band_size, rounded.band, rounded.pairs);
+    operands.take(BFLOAT16_ROWS * STRIDE, rounded.P, rounded.dS);
+    operands.take(band_size, rounded.band, rounded.pairs);
     sums.carve(carver, sizes);
   }
 
@@ -140,16 +141,17 @@ struct BFloat16BackwardScratch {
     with_unread_as_zeros(
         rows,
         [&](const RowSequence& sequence) {
-          return key.load(p, sequence, b, h, count, sizes.max_keys, dim,
+          return key.load(p, sequence, b, h, count, sizes.max_keys, dim, sizes.to_low,
                           p.content_bias == nullptr ? nullptr : terms.content_bias, spare);
         },
         [&] { return unread.find_keys<float>(p, chunk, rows, count); });
-    value.load(p, keys_of(p, p.memory.value, p.keys.value, chunk), b, h, count, sizes.max_keys, dim, nullptr, spare);
+    value.load(p, keys_of(p, p.memory.value, p.keys.value, chunk), b, h, count, sizes.max_keys, dim, sizes.to_low,
+               nullptr, spare);
     const int64_t window_rows = sizes.window_rows(p, chunk);
     with_unread_as_zeros(
         window_of(p, chunk.rel_first),
         [&](const RowSequence& sequence) {
-          return rel_key.load(p, sequence, b, h, window_rows, sizes.max_window_rows, dim,
+          return rel_key.load(p, sequence, b, h, window_rows, sizes.max_window_rows, dim, sizes.to_low,
                               p.position_bias == nullptr ? nullptr : terms.position_bias, spare);
         },
         [&] { return unread.find_rel_rows<float>(p, chunk, 1, window_rows); });
@@ -166,34 +168,41 @@ static void bfloat16_output_gradients(const BFloat16Task& task, const BFloat16Ro
                                       RowStatistics<float>& statistics) {
   const RelAttention& p = task.p;
   const BFloat16BackwardScratch& scratch = task.scratch;
-  const int64_t dim = task.sizes.padded_dim, head_row = (rows.b * p.heads + rows.h) * p.length;
+  const int64_t dim = task.sizes.padded_dim, to_low = task.sizes.to_low,
+                head_row = (rows.b * p.heads + rows.h) * p.length;
   for (int64_t r = 0; r < rows.count; ++r) {
     const int64_t row_index = rows.row_index[r];
-    copy_row(p, {{task.g.out, {}}, {p.length, 0}, 0}, rows.b, rows.h, row_index, dim, scratch.dO + r * dim);
-    read_as(reinterpret_cast<const BFloat16*>(scratch.dO + r * dim), dim, scratch.row);
+    copy_row(p, {{task.g.out, {}}, {p.length, 0}, 0}, rows.b, rows.h, row_index, dim, scratch.dO + r * dim, to_low);
+    read_copied(scratch.dO + r * dim, to_low, dim, scratch.row);
     read_unrounded(p, rows.b, rows.h, row_index, dim, scratch.gradient_rows, scratch.out);
     statistics.softmax[r] = SoftmaxRow<float>(p, task.g.lse, head_row + row_index, scratch.out, scratch.row, dim);
     statistics.segments.start(r);
     if (statistics.softmax[r].is_fully_masked()) {  // zero times NaN or infinity would be NaN
-      clear(dim, scratch.dO + r * dim, rows.operand + r * dim);
+      for_each_part(to_low,
+                    [&](int64_t part) { clear(dim, scratch.dO + part + r * dim, rows.operand + part + r * dim); });
       clear(dim, rows.segments.query + r * dim);
     }
   }
-  clear((rows.padded() - rows.count) * dim, scratch.dO + rows.count * dim);
-  for (int64_t r = 0; r < rows.padded(); r += PAIR_COLUMNS) {
-    transpose_rows(scratch.dO + r * dim, dim, scratch.spare, scratch.dO_columns + r, BFLOAT16_ROWS);
-    transpose_rows(rows.operand + r * dim, dim, scratch.spare, scratch.query_columns + r, BFLOAT16_ROWS);
-  }
+  for_each_part(to_low, [&](int64_t part) {
+    clear((rows.padded() - rows.count) * dim, scratch.dO + part + rows.count * dim);
+    for (int64_t r = 0; r < rows.padded(); r += PAIR_COLUMNS) {
+      transpose_rows(scratch.dO + part + r * dim, dim, scratch.spare, scratch.dO_columns + part + r, BFLOAT16_ROWS);
+      transpose_rows(rows.operand + part + r * dim, dim, scratch.spare, scratch.query_columns + part + r,
+                     BFLOAT16_ROWS);
+    }
+  });
   clear(rows.padded() * dim, scratch.dQ_content, scratch.dQ_position);
 }
 
 // Row r of a tile: from scores and dP, rounded, dS, its band and the dropped-out probabilities that dV needs
+template <bool TWO_PARTS>
 static ROW_LOOP void bfloat16_softmax_backward(const BFloat16Task& task, const BFloat16Rows& rows, int64_t r,
                                                int64_t visible, const BFloat16Tile& tile,
                                                RowStatistics<float>& statistics) {
   const RelAttention& p = task.p;
   const BFloat16BackwardScratch& scratch = task.scratch;
   constexpr int64_t STRIDE = BFloat16BackwardScratch::STRIDE;
+  const int64_t to_low = task.sizes.to_low;
   const SoftmaxRow<float> softmax = statistics.softmax[r];
   const SegmentRow<float> segments(p, scratch.keys.segments, tile.first, rows.b, rows.row_index[r],
                                    rows.segments.different[r]);
@@ -210,7 +219,7 @@ static ROW_LOOP void bfloat16_softmax_backward(const BFloat16Task& task, const B
   int64_t j = 0;
   end_pairs(score, visible);
   for (; j < visible; j += 2 * LANES<float>) {
-    PairVec rounded_P[2], rounded_dS[2];
+    PairVec rounded_P[2], rounded_dS[2], low_P[2], low_dS[2];
 #pragma GCC unroll 2
     for (int64_t i = 0; i < 2; ++i) {
       const int64_t column = j + i * LANES<float>;
@@ -219,15 +228,22 @@ static ROW_LOOP void bfloat16_softmax_backward(const BFloat16Task& task, const B
       const Vec<float> dS = softmax.dS(s, P, kept * load(dP + column));
       rounded_P[i] = round_to_bfloat16(kept * P);
       rounded_dS[i] = round_to_bfloat16(dS);
+      if (TWO_PARTS) low_P[i] = low_part(kept * P, rounded_P[i]), low_dS[i] = low_part(dS, rounded_dS[i]);
       if (segments.used) sums.add(segments.differs(column), dS, P);
     }
     store_upper_halves(to_P + j, rounded_P[0], rounded_P[1]);
     store_upper_halves(to_dS + j, rounded_dS[0], rounded_dS[1]);
     store_upper_halves(to_band + j, rounded_dS[0], rounded_dS[1]);
+    if (!TWO_PARTS) continue;
+    store_upper_halves(to_P + to_low + j, low_P[0], low_P[1]);
+    store_upper_halves(to_dS + to_low + j, low_dS[0], low_dS[1]);
+    store_upper_halves(to_band + to_low + j, low_dS[0], low_dS[1]);
   }
-  clear(tile.steps - j, to_P + j, to_dS + j);
-  clear(tile.shift[r], band);
-  clear(tile.width - tile.shift[r] - j, to_band + j);
+  for_each_part(to_low, [&](int64_t part) {
+    clear(tile.steps - j, to_P + part + j, to_dS + part + j);
+    clear(tile.shift[r], band + part);
+    clear(tile.width - tile.shift[r] - j, to_band + part + j);
+  });
   if (segments.used) statistics.segments.add(r, sums);
 }
 
@@ -238,24 +254,27 @@ static void bfloat16_query_gradients(const BFloat16Task& task, const BFloat16Row
   const int64_t dim = sizes.padded_dim;
   task.products.multiply({scratch.rounded.dS, BFloat16BackwardScratch::STRIDE,
                           scratch.key.across + tile.first * PAIR_COLUMNS, sizes.max_keys * PAIR_COLUMNS,
-                          scratch.dQ_content, dim, PAIR_COLUMNS, rows.padded(), sizes.columns, tile.steps, nullptr});
+                          scratch.dQ_content, dim, PAIR_COLUMNS, rows.padded(), sizes.columns, tile.steps, nullptr,
+                          sizes.to_low});
   for (int64_t r = 0; r < rows.padded(); r += DEPTH_STEP) {
-    const int64_t low = tile.shift[r + DEPTH_STEP - 1] / DEPTH_STEP * DEPTH_STEP;
-    const int64_t high = round_up(tile.shift[r] + tile.count, DEPTH_STEP);
-    task.products.multiply({scratch.rounded.band + r * tile.stride + low, tile.stride,
-                            scratch.rel_key.across + (tile.window_start + low) * PAIR_COLUMNS,
+    const int64_t begin = tile.shift[r + DEPTH_STEP - 1] / DEPTH_STEP * DEPTH_STEP;
+    const int64_t end = round_up(tile.shift[r] + tile.count, DEPTH_STEP);
+    task.products.multiply({scratch.rounded.band + r * tile.stride + begin, tile.stride,
+                            scratch.rel_key.across + (tile.window_start + begin) * PAIR_COLUMNS,
                             sizes.max_window_rows * PAIR_COLUMNS, scratch.dQ_position + r * dim, dim, PAIR_COLUMNS,
-                            DEPTH_STEP, sizes.columns, high - low, nullptr});
+                            DEPTH_STEP, sizes.columns, end - begin, nullptr, sizes.to_low});
   }
 }
 
 // to += columns . rows, the columns being [D][BFLOAT16_ROWS]; `to` is [panel of 16 columns][D][16]
 static void bfloat16_sum_over_rows(const BFloat16Task& task, int64_t count, const uint16_t* columns,
                                    const uint16_t* rows, int64_t stride, int64_t width, float* to, float* row_sums) {
-  const int64_t panel = count * PAIR_COLUMNS, dim = task.sizes.columns;
-  pair_across_rows(rows, stride, count, width, task.scratch.rounded.pairs, panel, row_sums);
+  const int64_t panel = count * PAIR_COLUMNS, dim = task.sizes.columns, to_low = task.sizes.to_low;
+  for_each_part(to_low, [&](int64_t part) {
+    pair_across_rows(rows + part, stride, count, width, task.scratch.rounded.pairs + part, panel, row_sums);
+  });
   task.products.multiply({columns, BFLOAT16_ROWS, task.scratch.rounded.pairs, panel, to, PAIR_COLUMNS,
-                          dim * PAIR_COLUMNS, dim, width, count, nullptr});
+                          dim * PAIR_COLUMNS, dim, width, count, nullptr, to_low});
 }
 
 // dK^T += Q^T . dS, dV^T += dO^T . P, dR^T += Q^T . band
@@ -277,6 +296,7 @@ static void bfloat16_shared_gradients(const BFloat16Task& task, const BFloat16Ro
                            task.p.position_bias == nullptr ? nullptr : sums.band_sums + tile.window_start);
 }
 
+template <bool TWO_PARTS>
 static void bfloat16_backward_block(const BFloat16Task& task, const BFloat16Rows& rows) {
   const RelAttention& p = task.p;
   const BFloat16Sizes& sizes = task.sizes;
@@ -285,7 +305,10 @@ static void bfloat16_backward_block(const BFloat16Task& task, const BFloat16Rows
   const int64_t dim = sizes.padded_dim, padding = rows.padded() - rows.count;
   RowStatistics<float> statistics;
   bfloat16_output_gradients(task, rows, statistics);
-  clear(padding * STRIDE, scratch.rounded.P + rows.count * STRIDE, scratch.rounded.dS + rows.count * STRIDE);
+  const BFloat16Gradients& rounded = scratch.rounded;
+  for_each_part(sizes.to_low, [&](int64_t part) {
+    clear(padding * STRIDE, rounded.P + part + rows.count * STRIDE, rounded.dS + part + rows.count * STRIDE);
+  });
 
   TileScheduler tiles(p, task.chunk, scratch.keys.ranks, rows.mask, BACKWARD_BLOCK_N);
   for (int64_t first, count; tiles.next(first, count);) {
@@ -294,14 +317,15 @@ static void bfloat16_backward_block(const BFloat16Task& task, const BFloat16Rows
                     STRIDE);
     task.products.multiply({scratch.dO, dim, scratch.value.along + first * dim, PAIR_COLUMNS * dim, scratch.dP, STRIDE,
                             PAIR_COLUMNS, rows.padded(), round_up(count, PAIR_COLUMNS), dim,
-                            scratch.value.offsets + first});
+                            scratch.value.offsets + first, sizes.to_low});
     for (int64_t r = 0; r < rows.count; ++r) {
       if (first == 0) prefetch_next(p, task.next, rows.row_index[r], task.g.out);
       const VisibleKeys<float> visible =
           bfloat16_segments_and_mask(p, scratch.keys, rows, r, tile, scratch.band, scratch.scores + r * STRIDE);
-      bfloat16_softmax_backward(task, rows, r, visible.count, tile, statistics);
+      bfloat16_softmax_backward<TWO_PARTS>(task, rows, r, visible.count, tile, statistics);
     }
-    clear(padding * tile.stride, scratch.rounded.band + rows.count * tile.stride);
+    for_each_part(sizes.to_low,
+                  [&](int64_t part) { clear(padding * tile.stride, rounded.band + part + rows.count * tile.stride); });
     if (task.wanted.query) bfloat16_query_gradients(task, rows, tile);
     bfloat16_shared_gradients(task, rows, tile);
   }
@@ -310,18 +334,19 @@ static void bfloat16_backward_block(const BFloat16Task& task, const BFloat16Rows
 
 static bool bfloat16_backward(const RelAttention& p, const RelAttentionGradients& g, const Products& products,
                               int64_t threads, Parallel parallel) {
-  const BFloat16Sizes sizes(p, 512);
+  BFloat16Sizes sizes(p, 512);
   const Sizes<float>& base = sizes;
   const Wanted wanted(g);
-  Carver measure{nullptr, 0};
-  BFloat16BackwardScratch(measure, sizes);
-  BFloat16Rows(measure, sizes);
+  Carver measure{nullptr, 0}, measure_operands{nullptr, 0};
+  BFloat16BackwardScratch(measure, measure_operands, sizes);
+  BFloat16Rows(measure, measure_operands, sizes);
+  sizes.place(p, measure_operands.used);
   const OrderedAccumulation order(p.heads);
   if (order.next_ticket == nullptr) return false;
   const auto run = [&](const Chunk& chunk, const Next& next, char* memory) {
-    Carver carver{memory, 0};
-    const BFloat16BackwardScratch scratch(carver, sizes);
-    BFloat16Rows rows(carver, sizes);
+    Carver operands{memory, 0}, carver{memory, sizes.operand_bytes};
+    const BFloat16BackwardScratch scratch(carver, operands, sizes);
+    BFloat16Rows rows(carver, operands, sizes);
     const int64_t window_rows = sizes.window_rows(p, chunk);
     scratch.load(p, sizes, chunk);
     scratch.sums.start(sizes, window_rows);
@@ -329,7 +354,8 @@ static bool bfloat16_backward(const RelAttention& p, const RelAttentionGradients
     products.enter(&state);
     for (int64_t row = chunk.begin; row < chunk.end; row += rows.count) {
       rows.load(p, sizes, scratch.terms, chunk, row);
-      bfloat16_backward_block({{p, g, wanted, base, chunk, scratch, next}, products, sizes}, rows);
+      const auto block = sizes.to_low != 0 ? bfloat16_backward_block<true> : bfloat16_backward_block<false>;
+      block({{p, g, wanted, base, chunk, scratch, next}, products, sizes}, rows);
     }
     products.leave(&state);
     const int64_t ticket = chunk.index * p.batch + chunk.b;
@@ -342,7 +368,7 @@ static bool bfloat16_backward(const RelAttention& p, const RelAttentionGradients
     scratch.sums.add_shared(g, wanted, p, sizes, chunk, window_rows, scratch.terms, scratch.gradient_rows);
     order.pass(chunk.h, ticket);
   };
-  return for_each_chunk(p, base, threads, measure.used, parallel, run);
+  return for_each_chunk(p, base, threads, sizes.operand_bytes + measure.used, parallel, run);
 }
 
 }  // namespace

@@ -32,13 +32,15 @@ static __attribute__((noinline)) void multiply_panel(const Product& x, int64_t m
 }
 
 static void multiply_emulated(const Product& x) {
-  for (int64_t n = 0; n < x.columns; n += PAIR_COLUMNS)
-    for (int64_t m = 0; m < x.rows; m += 8) multiply_panel<8>(x, m, n);
+  x.as_single_products([](const Product& part) {
+    for (int64_t n = 0; n < part.columns; n += PAIR_COLUMNS)
+      for (int64_t m = 0; m < part.rows; m += 8) multiply_panel<8>(part, m, n);
+  });
 }
 
 static void no_tiles(TileState*) {}
 
-static const Products emulated_products{"emulated_bf16", false, multiply_emulated, no_tiles, no_tiles};
+static const Products emulated_products{"emulated_bf16", false, true, multiply_emulated, no_tiles, no_tiles};
 
 }  // namespace
 }  // namespace xlnet_kernels::cpu::NAMESPACE

@@ -1,9 +1,11 @@
 // Operands of 16-bit products: rows padded with zeros, and pairs of their numbers, side by side as Product::b has them.
 // Pairs lie along head_dim where a product sums over head_dim, along the rows where it sums over rows. Rows of float32
 // are rounded to bfloat16; biases are not, because they come in as a row that products start with.
+//
+// In two parts, an operand of float32 is the sum of two bfloat16 numbers. The high part is x rounded, the low part the
+// rest, rounded. A low part is `to_low` numbers behind its high part, for all operands of a task. `to_low` is 0 where
+// operands have one part.
 #pragma once
-
-#include <type_traits>
 
 #include "../pack.h"
 #include "pairs.h"
@@ -11,30 +13,58 @@
 namespace xlnet_kernels::cpu::NAMESPACE {
 namespace {
 
-// `count` numbers to bfloat16, as stored or rounded to the nearest
-template <typename S>
-INLINE void to_bfloat16(const S* from, int64_t stride, int64_t count, uint16_t* to) {
-  if constexpr (std::is_same_v<S, float>) {
-    for (int64_t d = 0; d < count; ++d) from_work(from[d * stride], reinterpret_cast<BFloat16*>(to) + d);
-  } else if (stride == 1) {
+// f(0), and f(to_low) where operands have two parts
+template <typename F>
+INLINE void for_each_part(int64_t to_low, F f) {
+  f(int64_t(0));
+  if (to_low != 0) f(to_low);
+}
+
+INLINE void copy_numbers(const uint16_t* from, int64_t stride, int64_t count, uint16_t* to, int64_t) {
+  if (stride == 1)
     memcpy(to, from, static_cast<size_t>(count) * 2);
-  } else {
+  else
     for (int64_t d = 0; d < count; ++d) to[d] = from[d * stride];
+}
+
+// Rounds numbers or takes them apart. Writes whole vectors, zeros past `count`. Infinity in parts is infinity and NaN.
+INLINE void copy_numbers(const float* from, int64_t stride, int64_t count, uint16_t* to, int64_t to_low) {
+  constexpr int64_t STEP = 2 * LANES<float>;
+  for (int64_t d = 0; d < count; d += STEP) {
+    float few[STEP] = {};
+    const bool whole = stride == 1 && d + STEP <= count;
+    for (int64_t i = 0; !whole && i < smaller(STEP, count - d); ++i) few[i] = from[(d + i) * stride];
+    PairVec rounded[2], low[2];
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < 2; ++i) {
+      const Vec<float> x = load((whole ? from + d : few) + i * LANES<float>);
+      rounded[i] = x == x ? round_to_bfloat16(x) : (PairVec)x | 0x00400000u;
+      low[i] = low_part(x, rounded[i]);
+    }
+    store_upper_halves(to + d, rounded[0], rounded[1]);
+    if (to_low != 0) store_upper_halves(to + to_low + d, low[0], low[1]);
   }
 }
 
 // Row j of a sequence in bfloat16, padded with zeros
 static void copy_row(const RelAttention& p, const RowSequence& sequence, int64_t b, int64_t h, int64_t j, int64_t dim,
-                     uint16_t* to) {
+                     uint16_t* to, int64_t to_low) {
   int64_t row, left;
   const Tensor4* tensor = sequence.find(j, row, left);
-  clear(dim, to);
+  for_each_part(to_low, [&](int64_t part) { clear(dim, to + part); });
   if (tensor == nullptr) return;
   const int64_t start = row_start(*tensor, b, h, row), stride = tensor->stride[3];
   if (p.dtype == DType::float32)
-    to_bfloat16(static_cast<const float*>(tensor->data) + start, stride, p.head_dim, to);
+    copy_numbers(static_cast<const float*>(tensor->data) + start, stride, p.head_dim, to, to_low);
   else
-    to_bfloat16(static_cast<const uint16_t*>(tensor->data) + start, stride, p.head_dim, to);
+    copy_numbers(static_cast<const uint16_t*>(tensor->data) + start, stride, p.head_dim, to, to_low);
+}
+
+// A row that was copied, as float32
+static void read_copied(const uint16_t* row, int64_t to_low, int64_t dim, float* to) {
+  const auto* parts = reinterpret_cast<const BFloat16*>(row);
+  read_as(parts, dim, to);
+  for (int64_t d = 0; to_low != 0 && d < dim; ++d) to[d] += to_work(parts[to_low + d]);
 }
 
 // 16 rows, whole steps long -> one panel of pairs along the row, [dim / 2][16][2]
@@ -48,10 +78,10 @@ static void pair_along_row(const uint16_t* rows, int64_t stride, int64_t dim, ui
     }
 }
 
-// bias . row for the 16 rows of a panel
-static void dot_products(const uint16_t* panel, const float* bias, int64_t dim, float* products) {
+// products += bias . row for the 16 rows of a panel
+static void add_dot_products(const uint16_t* panel, const float* bias, int64_t dim, float* products) {
   for (int64_t lane = 0; lane < PAIR_COLUMNS; lane += LANES<float>) {
-    Vec<float> sum{};
+    Vec<float> sum = load(products + lane);
     for (int64_t d = 0; d < dim; d += 2) {
       const PairVec pairs = load_pairs(panel + d * PAIR_COLUMNS + 2 * lane);
       sum += bias[d] * first_of(pairs) + bias[d + 1] * second_of(pairs);
@@ -106,21 +136,23 @@ struct Operand {
 
   // False if pairs across rows are wanted, and a row is not finite.
   bool load(const RelAttention& p, const RowSequence& sequence, int64_t b, int64_t h, int64_t count, int64_t capacity,
-            int64_t dim, const float* bias, uint16_t* spare) const {
+            int64_t dim, int64_t to_low, const float* bias, uint16_t* spare) const {
     bool finite = true;
+    if (offsets != nullptr) clear(count, offsets);
     for (int64_t j = 0; j < count; j += PAIR_COLUMNS) {
       for (int64_t i = 0; i < PAIR_COLUMNS; ++i) {
-        copy_row(p, sequence, b, h, j + i, dim, spare + i * dim);
+        copy_row(p, sequence, b, h, j + i, dim, spare + i * dim, to_low);
         prefetch_row(p, sequence, b, h, j + i + 2 * PAIR_COLUMNS, bytes_of(p.dtype));
       }
-      if (along != nullptr) pair_along_row(spare, dim, dim, along + j * dim);
-      if (bias != nullptr) dot_products(along + j * dim, bias, dim, offsets + j);
-      if (across != nullptr) {
-        pair_across_rows(spare, dim, PAIR_COLUMNS, dim, across + j * PAIR_COLUMNS, capacity * PAIR_COLUMNS, nullptr);
-        finite = are_finite(spare, PAIR_COLUMNS * dim) && finite;
-      }
+      for_each_part(to_low, [&](int64_t part) {
+        if (along != nullptr) pair_along_row(spare + part, dim, dim, along + part + j * dim);
+        if (bias != nullptr) add_dot_products(along + part + j * dim, bias, dim, offsets + j);
+        if (across != nullptr)
+          pair_across_rows(spare + part, dim, PAIR_COLUMNS, dim, across + part + j * PAIR_COLUMNS,
+                           capacity * PAIR_COLUMNS, nullptr);
+      });
+      if (across != nullptr) finite = are_finite(spare, PAIR_COLUMNS * dim) && finite;
     }
-    if (offsets != nullptr && bias == nullptr) clear(count, offsets);
     return finite;
   }
 };

@@ -70,5 +70,8 @@ INLINE void end_pairs(float* score, int64_t visible) {
 // in 65536, go away from zero. NaN stays NaN unless its upper bits are all set, which no arithmetic makes.
 INLINE PairVec round_to_bfloat16(Vec<float> x) { return (PairVec)x + 0x8000u; }
 
+// The low part of x, whose high part is x rounded: their sum is x but for 2^-18 of it.
+INLINE PairVec low_part(Vec<float> x, PairVec rounded) { return round_to_bfloat16(x - second_of(rounded)); }
+
 }  // namespace
 }  // namespace xlnet_kernels::cpu::NAMESPACE

@@ -15,6 +15,21 @@ struct Product {
   int64_t c_stride, c_panel;
   int64_t rows, columns, depth;  // multiples of 16, 16 and 32
   const float* initial;          // a row, with which every row of C starts; null: C is added to
+  int64_t to_low = 0;            // from a number of A or B to its low part; 0: they have none
+
+  // As products of operands in one part. Low parts are not multiplied with each other.
+  template <typename F>
+  __attribute__((always_inline)) void as_single_products(F multiply) const {
+    Product single = *this;
+    single.to_low = 0;
+    multiply(single);
+    if (to_low == 0) return;
+    single.initial = nullptr;
+    single.a += to_low;
+    multiply(single);
+    single.a -= to_low, single.b += to_low;
+    multiply(single);
+  }
 };
 
 // A thread's configuration of the tile registers before a task
@@ -29,7 +44,8 @@ struct alignas(64) TileState {
 // and numbers below 2^-126 may count as zero.
 struct Products {
   const char* name;
-  bool is_faster;  // than float32 products on this processor
+  bool is_faster;            // than float32 products on this processor
+  bool are_faster_in_parts;  // three of them than one of float32: operands of float32 may be two numbers
   void (*multiply)(const Product&);
   void (*enter)(TileState*);  // before the first product of a task, on its thread
   void (*leave)(TileState*);  // after the last: the thread's state is as it was

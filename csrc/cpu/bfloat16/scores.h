@@ -16,7 +16,9 @@ static_assert(BFLOAT16_ROWS <= MAX_ROWS && BFLOAT16_ROWS % DEPTH_STEP == 0, "row
 static_assert(KEY_STEP % PAIR_COLUMNS == 0, "tiles begin at whole panels");
 
 struct BFloat16Sizes : Sizes<float> {
-  int64_t columns;  // D rounded up to whole panels; padded_dim: to whole steps
+  int64_t columns;            // D rounded up to whole panels; padded_dim: to whole steps
+  int64_t to_low = 0;         // from an operand's number to its low part, in numbers; 0: it has none
+  int64_t operand_bytes = 0;  // of a task's memory, before everything else
 
   BFloat16Sizes(const RelAttention& p, int64_t min_chunk_rows) : Sizes<float>(p, min_chunk_rows) {
     padded_dim = round_up(p.head_dim, DEPTH_STEP);
@@ -32,6 +34,13 @@ struct BFloat16Sizes : Sizes<float> {
     max_keys = round_up(max_keys, KEY_GROUP);
   }
 
+  // Operands take `bytes`. Where they have two parts, the low parts follow in the same order.
+  void place(const RelAttention& p, int64_t bytes) {
+    bytes = round_up(bytes, 64);
+    to_low = p.operand_parts == 2 ? bytes / 2 : 0;
+    operand_bytes = p.operand_parts == 2 ? 2 * bytes : bytes;
+  }
+
   // Packed keys of a chunk: tiles begin at whole panels and end after whole steps.
   static int64_t keys(const Chunk& chunk) { return round_up(chunk.keys, PAIR_COLUMNS) + PAIR_COLUMNS; }
   // Packed rows of rel_key: tiles of the band begin and end at whole steps.
@@ -44,9 +53,9 @@ struct BFloat16Sizes : Sizes<float> {
 struct BFloat16Rows : BlockRows<float> {
   uint16_t* operand;  // [BFLOAT16_ROWS][dim], zeros past the rows
 
-  BFloat16Rows(Carver& carver, const BFloat16Sizes& sizes) {
+  BFloat16Rows(Carver& carver, Carver& operands, const BFloat16Sizes& sizes) {
     carver.take(BFLOAT16_ROWS * sizes.padded_dim, segments.query);
-    carver.take(BFLOAT16_ROWS * sizes.padded_dim, operand);
+    operands.take(BFLOAT16_ROWS * sizes.padded_dim, operand);
   }
 
   int64_t padded() const { return round_up(count, DEPTH_STEP); }
@@ -56,11 +65,12 @@ struct BFloat16Rows : BlockRows<float> {
     const int64_t dim = sizes.padded_dim;
     start(chunk);
     for (int64_t sorted = begin; begin_row(p, chunk, sorted, BFLOAT16_ROWS); ++sorted) {
-      copy_row(p, {{p.rows.query, {}}, {p.length, 0}, 0}, b, h, row_index[count], dim, operand + count * dim);
-      read_as(reinterpret_cast<const BFloat16*>(operand + count * dim), dim, segments.query + count * dim);
+      copy_row(p, {{p.rows.query, {}}, {p.length, 0}, 0}, b, h, row_index[count], dim, operand + count * dim,
+               sizes.to_low);
+      read_copied(operand + count * dim, sizes.to_low, dim, segments.query + count * dim);
       end_row(p, terms.segments, dim);
     }
-    clear((padded() - count) * dim, operand + count * dim);
+    for_each_part(sizes.to_low, [&](int64_t part) { clear((padded() - count) * dim, operand + part + count * dim); });
   }
 };
 
@@ -94,13 +104,13 @@ static void bfloat16_scores(const Products& products, const BFloat16Sizes& sizes
                             float* scores, int64_t stride) {
   const int64_t dim = sizes.padded_dim, panel = PAIR_COLUMNS * dim;
   for (int64_t r = 0; r < rows.padded(); r += DEPTH_STEP) {
-    const int64_t low = tile.shift[r + DEPTH_STEP - 1] / PAIR_COLUMNS * PAIR_COLUMNS;
-    const int64_t high = round_up(tile.shift[r] + tile.count, PAIR_COLUMNS), start = tile.window_start + low;
-    products.multiply({rows.operand + r * dim, dim, rel_key.along + start * dim, panel, band + r * tile.stride + low,
-                       tile.stride, PAIR_COLUMNS, DEPTH_STEP, high - low, dim, rel_key.offsets + start});
+    const int64_t begin = tile.shift[r + DEPTH_STEP - 1] / PAIR_COLUMNS * PAIR_COLUMNS;
+    const int64_t end = round_up(tile.shift[r] + tile.count, PAIR_COLUMNS), start = tile.window_start + begin;
+    products.multiply({rows.operand + r * dim, dim, rel_key.along + start * dim, panel, band + r * tile.stride + begin,
+                       tile.stride, PAIR_COLUMNS, DEPTH_STEP, end - begin, dim, rel_key.offsets + start, sizes.to_low});
   }
   products.multiply({rows.operand, dim, keys.along + tile.first * dim, panel, scores, stride, PAIR_COLUMNS,
-                     rows.padded(), round_up(tile.count, PAIR_COLUMNS), dim, keys.offsets + tile.first});
+                     rows.padded(), round_up(tile.count, PAIR_COLUMNS), dim, keys.offsets + tile.first, sizes.to_low});
 }
 
 // Segments and mask of row r, whose two terms are added here and become powers of 2

@@ -24,13 +24,30 @@ struct alignas(64) TileConfig {
 };
 static_assert(sizeof(TileConfig) == sizeof(TileState), "what ldtilecfg loads");
 
+// C += A B for a step of the depth. LEFT: loads A, else takes that of the step before; RIGHT: B
+template <int ROWS, int COLUMNS, bool LEFT, bool RIGHT>
+AMX inline void multiply_step(const uint16_t* a, int64_t a_stride, const uint16_t* b, int64_t b_panel) {
+  if (LEFT) _tile_loadd(4, a, a_stride * 2);
+  if (RIGHT) _tile_loadd(6, b, 64);
+  _tile_dpbf16ps(0, 4, 6);
+  if (COLUMNS == 2) {
+    if (RIGHT) _tile_loadd(7, b + b_panel, 64);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+  if (ROWS == 2) {
+    if (LEFT) _tile_loadd(5, a + 16 * a_stride, a_stride * 2);
+    _tile_dpbf16ps(2, 5, 6);
+    if (COLUMNS == 2) _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
 // 16 ROWS x 16 COLUMNS of C from (m, n) on
 template <int ROWS, int COLUMNS>
 AMX void multiply_tiles(const Product& x, int64_t m, int64_t n) {
   constexpr bool below = ROWS == 2, beside = COLUMNS == 2;
   float* c = x.c + m * x.c_stride + n / 16 * x.c_panel;
   float* c_below = c + 16 * x.c_stride;
-  const int64_t c_bytes = x.c_stride * 4, a_bytes = x.a_stride * 2;
+  const int64_t c_bytes = x.c_stride * 4;
   if (x.initial != nullptr) {  // stride 0: the same row 16 times
     _tile_loadd(0, x.initial + n, 0);
     if (beside) _tile_loadd(1, x.initial + n + 16, 0);
@@ -44,17 +61,12 @@ AMX void multiply_tiles(const Product& x, int64_t m, int64_t n) {
   }
   const uint16_t *a = x.a + m * x.a_stride, *b = x.b + n / 16 * x.b_panel;
   for (int64_t k = 0; k < x.depth; k += 32, a += 32, b += 16 * 32) {
-    _tile_loadd(4, a, a_bytes);
-    _tile_loadd(6, b, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    if (beside) {
-      _tile_loadd(7, b + x.b_panel, 64);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    if (below) {
-      _tile_loadd(5, a + 16 * x.a_stride, a_bytes);
-      _tile_dpbf16ps(2, 5, 6);
-      if (beside) _tile_dpbf16ps(3, 5, 7);
+    if (x.to_low == 0) {
+      multiply_step<ROWS, COLUMNS, true, true>(a, x.a_stride, b, x.b_panel);
+    } else {
+      multiply_step<ROWS, COLUMNS, true, true>(a + x.to_low, x.a_stride, b, x.b_panel);
+      multiply_step<ROWS, COLUMNS, true, false>(a, x.a_stride, b, x.b_panel);
+      multiply_step<ROWS, COLUMNS, false, true>(a, x.a_stride, b + x.to_low, x.b_panel);
     }
   }
   _tile_stored(0, c, c_bytes);
@@ -121,11 +133,13 @@ AVX512 void multiply_vectors(const Product& x, int64_t m, int64_t n) {
     for (int j = 0; j < COLUMNS; ++j) _mm512_storeu_ps(c + i * x.c_stride + j * x.c_panel, sum[i][j]);
 }
 
-AVX512 void multiply_by_avx512(const Product& x) {
+AVX512 void multiply_part(const Product& x) {
   for (int64_t n = 0; n < x.columns; n += 32)
     for (int64_t m = 0; m < x.rows; m += 8)
       n + 32 <= x.columns ? multiply_vectors<2>(x, m, n) : multiply_vectors<1>(x, m, n);
 }
+
+void multiply_by_avx512(const Product& x) { x.as_single_products(multiply_part); }
 
 void nothing(TileState*) {}
 
@@ -139,7 +153,7 @@ bool has_feature(unsigned subleaf, unsigned bit) {
 }  // namespace
 
 const Products* amx_products() {
-  static constexpr Products products{"amx_bf16", true, multiply_by_amx, enter_amx, leave_amx};
+  static constexpr Products products{"amx_bf16", true, true, multiply_by_amx, enter_amx, leave_amx};
   constexpr long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM: of Linux 5.16 and later
   static const bool usable =
       has_feature(0, 22) && has_feature(0, 24) && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
@@ -148,7 +162,7 @@ const Products* amx_products() {
 
 const Products* avx512_products() {
   // Where there is AMX it takes two cycles: half the rate of float32 products (a Xeon, measured).
-  static const Products products{"avx512_bf16", !has_feature(0, 24), multiply_by_avx512, nothing, nothing};
+  static const Products products{"avx512_bf16", !has_feature(0, 24), false, multiply_by_avx512, nothing, nothing};
   return __builtin_cpu_supports("avx512f") && has_feature(1, 5) ? &products : nullptr;
 }
 

@@ -59,7 +59,18 @@ DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const Back
              tile.j0 + part_keys, memory.labels.rank + part_keys, lane.t);
 }
 
-// Softmax and dropout: leaves P as the values had it, and dS, in shared memory; scores become dS.
+// Stores numbers of a pair of rows and keys, of 16 rows and KEYS keys.
+template <typename S, int N>
+DEVICE void store_scores(const typename S::Scores& to, const WarpPart& of, const float (&score)[N][4]) {
+  const int m = 16 * of.m_tile + of.lane.g, column = of.part * S::KEYS + 2 * of.lane.t;
+#pragma unroll
+  for (int r = 0; r < 2; ++r)
+#pragma unroll
+    for (int n = 0; n < N; ++n) store_pair(to.at(m + 8 * r, column + 8 * n), score[n][2 * r], score[n][2 * r + 1]);
+}
+
+// Softmax and dropout: leaves P as the values had it in shared memory, and dS but where it comes later; scores become
+// dS.
 template <typename S, int N>
 DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const BackwardMemory<S>& memory,
                             const WarpPart& of, const StepRows& rows, float (&score)[N][4]) {
@@ -102,7 +113,7 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
         }
         const int m = first_row + lane.g + 8 * r, column = part_keys + 8 * n + 2 * lane.t;
         store_pair(memory.probability().at(m, column), probability[0], probability[1]);
-        store_pair(memory.dS.at(m, column), score[n][2 * r], score[n][2 * r + 1]);
+        if (!S::DS_AFTER_DV) store_pair(memory.dS.at(m, column), score[n][2 * r], score[n][2 * r + 1]);
       }
     }
   }
@@ -174,20 +185,29 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
     const bool same_shifts = consecutive && was_consecutive;
     was_consecutive = consecutive;
     const bool may_add = !ordered.is_ordered() || ordered.has_come(row_tile, of.lane.id);
+    const CopiedRows<S> own_rows(p, tile, first_row);   // known by the time that they are copied
     if (!S::QUERY_AHEAD || !same_shifts) sync_block();  // all warps have read the last step's query and band
     if (!S::QUERY_AHEAD) {
-      CopiedRows<S>(p, tile, first_row).copy(memory.queries(), tile.query_rows, head_dim);
+      own_rows.copy(memory.queries(), tile.query_rows, head_dim);
       commit_copies();
     }
     if (!same_shifts) clear_band(memory);
     const StepRows rows = load_step_rows(p, tile, first_row + 16 * of.m_tile + of.lane.g, window);
     wait_for_copies<0>();
     sync_block();
+    if (S::DS_AFTER_DV) {  // all warps have read the last step's dS
+      own_rows.copy(memory.grad_out, tile.grad_out_rows, head_dim);
+      commit_copies();
+    }
     if (ordered.is_ordered() && thread_index() == 0) ordered.pass(row_tile);  // all has been added to the tiles before
 
     if (!same_shifts) slices.find(rows.shift, of.lane.id);
     float score[N][4];
     backward_scores(call, tile, memory, of, steps, rows, slices, score);
+    if (S::DS_AFTER_DV) {
+      wait_for_copies<0>();
+      sync_block();
+    }
     score_gradients(call, tile, memory, of, rows, score);
     if (p.segments.embed) sum_different(memory, of, rows, score);
     const ShiftBounds bounds = store_band(memory, of, rows.shift, score);
@@ -211,6 +231,10 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
     const typename S::Rows queries = memory.queries();
     if (!steps.is_at_end()) steps.copy(memory, sorted, step.row_tile != row_tile, window);
     commit_copies();
+    if (S::DS_AFTER_DV) {
+      store_scores<S>(memory.dS, of, score);
+      sync_block();
+    }
     add_key_gradients(a, tile, memory, queries, of, window, dK, key_sum);
   }
   wait_for_copies<0>();

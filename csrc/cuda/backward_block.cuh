@@ -25,9 +25,9 @@ struct BackwardMemory {
   using T = typename S::T;
   char* next;  // while the members below take what they need, in their order
 
-  const typename S::Rows keys{take(S::ROWS_BYTES)}, values{take(S::ROWS_BYTES)}, grad_out{take(S::ROWS_BYTES)};
+  const typename S::Rows keys{take(S::ROWS_BYTES)}, values{take(S::ROWS_BYTES)}, grad_out{take(S::GRAD_OUT_BYTES)};
   const typename S::Ring ring{take(S::RING_BYTES)};
-  const typename S::Scores dS{take(S::SCORES_BYTES)};
+  const typename S::Scores dS{S::DS_AFTER_DV ? grad_out.data : take(S::OWN_DS_BYTES)};
   const typename S::Band band{take(S::BAND_BYTES)};
   char* const changing = reinterpret_cast<char*>(take(S::QUERY_BYTES + S::PROBABILITY_BYTES));  // query and P
   const KeyLabels labels = key_labels_at(next, S::BLOCK_N);
@@ -184,8 +184,8 @@ struct BackwardSteps {
     if (step.span < 0) find_tile(lane);
   }
 
-  // Starts to copy what the step needs: `sorted`, where its tile is a new one, and its window of rel_key, of which the
-  // ring may have the upper half. in_ring: the window that is there, or LOWEST.
+  // Starts to copy what the step needs, but dO where dS is in its place: `sorted`, where its tile is a new one, and its
+  // window of rel_key, of which the ring may have the upper half. in_ring: the window that is there, or LOWEST.
   DEVICE void copy(BackwardMemory<S>& memory, const CopiedRows<S>& sorted, bool is_new, int in_ring) const {
     const int head_dim = int(call.p.head_dim);
     if (is_new) {
@@ -193,7 +193,7 @@ struct BackwardSteps {
         memory.change_places();
         sorted.copy(memory.queries(), tile.query_rows, head_dim);
       }
-      sorted.copy(memory.grad_out, tile.grad_out_rows, head_dim);
+      if (!S::DS_AFTER_DV) sorted.copy(memory.grad_out, tile.grad_out_rows, head_dim);
     }
     const auto copy_half_window = [&](int begin) {
       const int rel_len = int(call.p.rel_len);

@@ -54,7 +54,7 @@ struct Tile {
   static constexpr int STRIDE = COLUMNS + CHUNK<T>;
   T* data;
 
-  static_assert(tile_bytes(1, COLUMNS * sizeof(T)) == STRIDE * sizeof(T));
+  static_assert(tile_stride(COLUMNS * sizeof(T)) == STRIDE * sizeof(T));
   DEVICE static int place(int row) {
     if constexpr (ROWS == 0) return row;
     constexpr uint32_t SIZE = ROWS ? ROWS : 1, WRAPS = (1u << 31) / SIZE;  // rows before row 0 have places, too

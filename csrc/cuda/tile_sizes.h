@@ -13,7 +13,8 @@ namespace xlnet_kernels::cuda {
 using HeadDims = std::integer_sequence<int, 32, 64, 96, 128>;
 
 // Bytes of a tile in shared memory: rows are 16 bytes apart, so that chunks of eight rows fall into different banks.
-constexpr int tile_bytes(int rows, int row_bytes) { return rows * (row_bytes + 16); }
+constexpr int tile_stride(int row_bytes) { return row_bytes + 16; }
+constexpr int tile_bytes(int rows, int row_bytes) { return rows * tile_stride(row_bytes) - 16; }
 
 // The least power of two that is not below N
 template <int N>
@@ -60,9 +61,15 @@ struct BackwardSizes {
   static constexpr int LARGER_BYTES = ROWS_BYTES > SCORES_BYTES ? ROWS_BYTES : SCORES_BYTES,
                        QUERY_BYTES = QUERY_AHEAD ? LARGER_BYTES : ROWS_BYTES,
                        PROBABILITY_BYTES = QUERY_AHEAD ? LARGER_BYTES : SCORES_BYTES;
-  static constexpr int SHARED = 3 * ROWS_BYTES + QUERY_BYTES + RING_BYTES + PROBABILITY_BYTES + SCORES_BYTES +
-                                BAND_BYTES + LABEL_BYTES + SUM_BYTES + BOUND_BYTES;
+  // Warps that have all keys of their rows need dS of others for dK alone. It comes to where dO was, after dV.
+  static constexpr bool DS_AFTER_DV = GROUPS == 1;
+  static constexpr int GRAD_OUT_BYTES = DS_AFTER_DV ? LARGER_BYTES : ROWS_BYTES,
+                       OWN_DS_BYTES = DS_AFTER_DV ? 0 : SCORES_BYTES;
+  static constexpr int SHARED = 2 * ROWS_BYTES + GRAD_OUT_BYTES + QUERY_BYTES + RING_BYTES + PROBABILITY_BYTES +
+                                OWN_DS_BYTES + BAND_BYTES + LABEL_BYTES + SUM_BYTES + BOUND_BYTES;
 };
+// An A100 has 164 KB, of which each block reserves one.
+static_assert(BackwardSizes<2, 64>::SHARED <= 81 * 1024, "two blocks on a multiprocessor");
 
 // Rows and keys of a tile of the forward kernel that serves this head_dim
 struct TileSizes {

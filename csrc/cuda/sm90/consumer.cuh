@@ -139,13 +139,14 @@ struct Consumer {
     const WarpgroupStage<S> stage = memory.stage(own);
     Band score;
     add_positions(score, lower, upper, stage);
+    finish_values();  // the tile before's
+    pin(score);
+    fence_products();
+    multiply_query(score, stage.keys());  // under way while the next stage is waited for
     const NextHalf next = wait_for_next();
     start_scores(lower, next.rows.bias(), tile.lane.t);
-    finish_values();  // the tile before's
-
-    pin(score), pin(lower);
+    pin(lower);
     fence_products();
-    multiply_query(score, stage.keys());
     multiply_query(lower, next.rows);
     wait_for_older_products<1>();
     pin(score);

@@ -103,7 +103,10 @@ def test_forward_by_warpgroups(features, seed):
 @NEEDS_NVCC
 @pytest.mark.parametrize(("width", "head_dim"), [(64, 64), (60, 64), (128, 128), (123, 128)])
 def test_outputs_of_warpgroups_fill_whole_sectors(width, head_dim):
-    """Each is written once, 16 bytes a lane, also where rows of the caller's width are not aligned to as many."""
+    """Each is written once, 16 bytes a lane, also where rows of the caller's width are not aligned to as many.
+
+    On the way to them through shared memory no two lanes meet at a bank.
+    """
     problem = make(1, 1, 256, width=width, dtype=torch.bfloat16)
     with serving(90) as record:
         assert_right(problem, "cuda", needs=())
@@ -111,6 +114,7 @@ def test_outputs_of_warpgroups_fill_whole_sectors(width, head_dim):
     assert "warpgroup_forward_kernel" in launch.name
     # Rows of out, and of each row four numbers: lse, also what segments give to it, row_max and row_sum
     assert launch.counts.global_sectors_written == 256 * (head_dim * 2 + 4 * 4) // 32
+    assert launch.counts.shared_conflicts == 0
 
 
 def stacked(seed: int, keys: int, step: int, mem: int, width: int, mask: str | None, dtype: torch.dtype) -> Problem:

@@ -48,9 +48,9 @@ DEVICE void add_row(float* to, const float (&product)[8][4], int r) {
   add_row(to, product, r, std::make_integer_sequence<int, 8>());
 }
 
-// Stores a warp's 16 rows by 16 bytes a lane, because words of 4 bytes would fill a part of a sector each. word(d, r):
-// columns 8 d + 2 t and its neighbour of row g + 8 r; through: rows from `first` on are free; row(r): where row g + 8 r
-// begins, aligned to 16 bytes, or null.
+// Stores a warp's 16 rows by 16 bytes a lane, because words of 4 bytes would fill a part of a sector each. word(d, r)
+// has columns 8 d + 2 t and its neighbour of row g + 8 r. Rows of `through` are free from `first` on. row(r) is where
+// row g + 8 r begins, aligned to 16 bytes, or null.
 template <typename T, int COLUMNS, typename Word, typename Row>
 DEVICE void store_rows(const Panels<T, COLUMNS>& through, int first, Lane lane, Word word, Row row) {
 #pragma unroll
@@ -58,12 +58,14 @@ DEVICE void store_rows(const Panels<T, COLUMNS>& through, int first, Lane lane, 
     store_matrices(shared_address(through.at(first + lane.id % 16, 8 * d + lane.id / 16 * 8)), word(d, 0), word(d, 1),
                    word(d + 1, 0), word(d + 1, 1));
   sync_warp();
+  constexpr int QUAD = 4 * CHUNK<T>;  // columns
 #pragma unroll
   for (int r = 0; r < 2; ++r)
     if (T* const to = row(r))
 #pragma unroll
-      for (int column = 0; column < COLUMNS; column += 4 * CHUNK<T>) {  // a quad's
-        const int own = column + lane.t * CHUNK<T>;
+      for (int column = 0; column < COLUMNS; column += QUAD) {
+        // Odd rows begin with the other half of a panel, to avoid that eight lanes read each bank twice.
+        const int own = (column ^ lane.g % 2 * QUAD) + lane.t * CHUNK<T>;
         *reinterpret_cast<Bytes16*>(to + own) =
             *reinterpret_cast<const Bytes16*>(through.at(first + lane.g + 8 * r, own));
       }

@@ -92,7 +92,7 @@ struct Consumer {
     const int own = place.offset;
     const WarpgroupStage<S> begin = memory.stage(own);
     begin.full().wait(place.parity);
-    if (begin.info().flags & TileInfo::ENDS) return false;
+    if (uniform(begin.info().flags) & TileInfo::ENDS) return false;
     if constexpr (S::POSITIONS) find_shift({begin.info().first, begin.info().end});
     place.advance();
     const WarpgroupStage<S> stage = memory.stage(place.offset);
@@ -241,7 +241,7 @@ struct Consumer {
 
   // Segments, mask, softmax, dropout: scores become exponentials, as the product with the values takes them.
   DEVICE void weigh(Band& score, const WarpgroupStage<S>& stage) {
-    const uint32_t flags = stage.info().flags;
+    const uint32_t flags = uniform(stage.info().flags);
     scale_scores(score, stage, flags);
     softmax.template step<T>(0, score, out[0], weights);
     if constexpr (S::DROPOUT) drop_out(stage.info().first);

@@ -18,6 +18,8 @@ struct WarpgroupSizes {
   static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
   static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * START_REGISTERS);
   static constexpr int STAGES = 4;  // of keys, values and as many rows of rel_key
+  // A consumer keeps one stage, no more, while it waits for the next one.
+  static_assert(STAGES >= 2);
   // Rows with a bias each behind them, and where a stage begins: the swizzle's pattern goes on every 1024 bytes.
   static constexpr int MATRIX = BLOCK_N * HEAD_DIM * 2, BIASED_ROWS = MATRIX + 1024, LABELS = 1024;
   static constexpr int STAGE = LABELS + 2 * BIASED_ROWS + MATRIX, ALL_STAGES = STAGES * STAGE;

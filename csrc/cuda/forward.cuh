@@ -180,7 +180,8 @@ struct OutputScale {
   }
 };
 
-// Stores the log-sum-exp of row r of tile m, and what backward needs of it. All lanes of a warp call it.
+// Stores the log-sum-exp of row r of tile m, and what backward needs of it. Returns the scale of the row's output. All
+// lanes of a warp call it.
 template <typename S>
 DEVICE OutputScale finish_row(const RelAttention& p, const ForwardTile<S>& tile, const typename S::Softmax& softmax,
                               int m, int r, float* lse) {

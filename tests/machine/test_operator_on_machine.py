@@ -244,7 +244,7 @@ def test_tiles_that_do_not_follow_each_other():
     with serving(90) as record:
         assert_right(tiles_in_three_runs(64), "cuda", needs=())
     found = record.launches[-1].counts.tensor
-    # six tiles are left in three runs; a run takes two products with rel_key more, at its begin and after its last tile
+    # six tiles are left in three runs; a run takes two products with rel_key more, at its start and after its last tile
     assert found["wgmma.m64n64k16.bf16"] == 5 * 8 * (3 * 6 + 3 * 2) * 4
 
 

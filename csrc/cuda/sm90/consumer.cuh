@@ -25,7 +25,7 @@ struct Consumer {
   WarpgroupShift<S::POSITIONS> shift;
   const bool is_second;  // of the block's two warpgroups: its new rows of rel_key are those of the stage before
   StagePlace<S> place;
-  int before = S::ALL_STAGES;  // the stage that is free next: at first one that is none
+  int unreleased = S::ALL_STAGES;  // the stage that finish_values releases: at first one that is none
   Fragment q[STEPS];
   RowLabels labels[2];
   uint32_t ranks = 0;       // of both rows, as halves
@@ -44,9 +44,11 @@ struct Consumer {
 
   DEVICE float* lse() const { return static_cast<float*>(call.p.lse) + int64_t(tile.head) * call.p.length; }
 
-  DEVICE bool had_tile() const { return before != S::ALL_STAGES; }
+  // Also after `run`, because the last tile's stage stays noted when it is released.
+  DEVICE bool had_tile() const { return unreleased != S::ALL_STAGES; }
 
-  // Free for 64 rows of output after `run`: the stage that says that there are no more tiles has none.
+  // Where 64 rows of output may lie after `run`: the stage that announces the end holds no operands. Each consumer has
+  // one matrix of it.
   DEVICE Panels<T, D> free_rows() const {
     const WarpgroupStage<S> last = memory.stage(place.offset);
     return last.keys_or_rel_key(!is_second).rows();
@@ -109,7 +111,7 @@ struct Consumer {
     wait_for_products();
     pin(lower), pin(upper);
     release(begin.empty(), tile.lane.id);
-    before = S::ALL_STAGES;
+    unreleased = S::ALL_STAGES;
     return true;
   }
 
@@ -132,8 +134,8 @@ struct Consumer {
       return attend_in_turn(lower, upper);
   }
 
-  // The next half is multiplied under this tile's softmax, the values under the next tile's shift. ptxas allows
-  // products from a loop's last turn to be waited for only all together.
+  // The next half is multiplied under this tile's softmax, the values under the next tile's shift. Products that an
+  // earlier turn of the loop began can only be waited for all at once (ptxas C7514).
   DEVICE bool attend_with_overlap(Band& lower, const Band& upper) {
     const int own = place.offset;
     const WarpgroupStage<S> stage = memory.stage(own);
@@ -143,7 +145,7 @@ struct Consumer {
     pin(score);
     fence_products();
     multiply_query(score, stage.keys());  // under way while the next stage is waited for
-    const NextHalf next = wait_for_next();
+    const NextHalf next = advance_to_next();
     start_scores(lower, next.rows.bias(), tile.lane.t);
     pin(lower);
     fence_products();
@@ -154,7 +156,7 @@ struct Consumer {
     weigh(score, stage);
     wait_for_products();
     pin(lower);
-    before = own;
+    unreleased = own;
     begin_values(stage);
     return next.goes_on;
   }
@@ -172,10 +174,10 @@ struct Consumer {
     pin(score);
 
     weigh(score, stage);
-    const NextHalf next = wait_for_next();
+    const NextHalf next = advance_to_next();
     start_scores(lower, next.rows.bias(), tile.lane.t);
     pin(lower);
-    before = own;
+    unreleased = own;
     begin_values(stage);
     if (next.goes_on) {
       fence_products();
@@ -200,7 +202,7 @@ struct Consumer {
     BiasedRows<S> rows;
     bool goes_on;
   };
-  DEVICE NextHalf wait_for_next() {
+  DEVICE NextHalf advance_to_next() {
     const int own = place.offset;
     place.advance();
     const WarpgroupStage<S> next = memory.stage(place.offset);
@@ -223,7 +225,7 @@ struct Consumer {
   DEVICE void finish_values() {
     wait_for_products();
     pin_values();
-    release(memory.stage(before).empty(), tile.lane.id);
+    release(memory.stage(unreleased).empty(), tile.lane.id);
   }
 
   DEVICE void pin_values() {

@@ -1,8 +1,9 @@
-"""Check of machine code: registers of a wgmma product that is not complete.
+"""Check of machine code: registers of a wgmma product that is not complete, or that no fence has handed over.
 
 A product of a warpgroup (PTX wgmma.mma_async, machine code HGMMA) runs beside the code after it, until a wait for its
 group. Until then nothing may write its factor in registers, or touch its accumulator. Assemblers from 12.8 on are
-reported to break the first rule (Triton issue 11781).
+reported to break the first rule (Triton issue 11781). Between other writes of its registers and the product stands a
+fence (PTX wgmma.fence, machine code WARPGROUP.ARRIVE).
 """
 
 from __future__ import annotations
@@ -119,6 +120,28 @@ def _after(effect: _Effect, groups: Groups) -> Groups:
     return (*closed, running)
 
 
+def _unfenced(code: list[Instruction], effects: list[_Effect], leads: list[list[int]]) -> dict[int, str]:
+    """Products with registers that some way writes after its last fence."""
+    nothing: Registers = frozenset()
+    written: list[Registers | None] = [None] * len(code)  # before each instruction, since the last fence
+    todo: list[tuple[int, Registers]] = [(0, nothing)] if code else []
+    while todo:
+        i, registers = todo.pop()
+        known = written[i]
+        if known is not None and registers <= known:
+            continue
+        registers |= known or nothing
+        written[i] = registers
+        is_fence = code[i].name.startswith("WARPGROUP.ARRIVE") and not code[i].predicate
+        after = nothing if is_fence else registers | effects[i].writes
+        todo += [(j, after) for j in leads[i]]
+    return {
+        i: "uses a register that was written since the last fence"
+        for i, (effect, registers) in enumerate(zip(effects, written, strict=True))
+        if effect.product is not None and registers and registers & (effect.product.factor | effect.product.accumulator)
+    }
+
+
 def hazards(code: list[Instruction]) -> list[str]:
     """Faults of all ways through the code, each with the address of its instruction.
 
@@ -141,6 +164,7 @@ def hazards(code: list[Instruction]) -> list[str]:
             faults[i] = fault
             continue
         todo += [(j, after) for j in leads[i]]
+    faults = _unfenced(code, effects, leads) | faults
     for i, (_, _, name, _) in enumerate(code):
         if name.startswith("BRX"):
             faults[i] = "jumps by a table"

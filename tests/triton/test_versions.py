@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -66,6 +67,7 @@ def sass(*lines: str) -> list:
 
 PRODUCT = "HGMMA.64x16x16.F32.BF16 R24, R4, gdesc[UR8], R24, gsb0"
 WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+FENCE = "WARPGROUP.ARRIVE"
 
 
 @pytest.mark.parametrize(
@@ -106,9 +108,9 @@ def test_registers_of_running_products_are_left_alone(use, fault):
 
 
 def test_a_product_of_the_loop_before_still_runs():
-    loop = ["MOV R7, R40", PRODUCT, "@P0 BRA 0x0", WAIT, "EXIT"]
+    loop = ["MOV R7, R40", FENCE, PRODUCT, "@P0 BRA 0x0", WAIT, "EXIT"]
     assert "writes the factor" in hazards(sass(*loop))[0]
-    assert hazards(sass(*loop[:2], WAIT, *loop[2:])) == []
+    assert hazards(sass(*loop[:3], WAIT, *loop[3:])) == []
     assert "no wait" in hazards(sass(PRODUCT, "@P0 BRA 0x0", WAIT, "EXIT"))[0]
 
 
@@ -117,6 +119,22 @@ def test_a_wait_may_leave_the_newest_group_running():
     partly = WAIT.replace("0x0", "0x1")
     assert hazards(sass(PRODUCT, other, partly, "MOV R4, R24", WAIT, "EXIT")) == []
     assert "accumulator" in hazards(sass(PRODUCT, other, partly, "MOV R4, R60", WAIT, "EXIT"))[0]
+
+
+@pytest.mark.parametrize("write", ["MOV R7, R40", "LDS.128 R4, [R50]", "FADD R31, R40, R41", "@P0 MOV R24, RZ"])
+def test_a_fence_stands_between_writes_and_products(write):
+    """One on every way, and of all threads."""
+
+    def found(*lines: str) -> list[str]:
+        return hazards(sass(*lines, PRODUCT, WAIT, "EXIT"))
+
+    assert found(write, FENCE) == []
+    assert found(FENCE, re.sub(r" R\d+", " R90", write, count=1)) == []
+    for lines in ((write,), (FENCE, write), (write, f"@P1 {FENCE}"), (write, "@P1 BRA 0x30", FENCE)):
+        assert "since the last fence" in found(*lines)[0], lines
+    loop = [FENCE, PRODUCT, WAIT, write, "@P0 BRA 0x10", "EXIT"]
+    assert "since the last fence" in hazards(sass(*loop))[0]
+    assert hazards(sass(*(line.replace("0x10", "0x0") for line in loop))) == []
 
 
 def test_a_wait_of_some_threads_ends_no_product():

@@ -52,6 +52,9 @@ def _widths(name: str, operands: int) -> tuple[int, ...]:
     """Registers of each operand, by the instruction's name; too many rather than too few."""
     if name.startswith("HMMA"):
         return next(widths for begin, widths in HMMA.items() if name.startswith(begin))
+    # One register has the parity, although the barrier has 64 bits
+    if name.startswith("SYNCS.PHASECHK"):
+        return (1,) * operands
     # Factors of IMAD.WIDE have one register, its sum has two
     if ".WIDE" in name:
         return (2, *(1,) * (operands - 2), 2)

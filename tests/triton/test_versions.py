@@ -92,6 +92,8 @@ FENCE = "WARPGROUP.ARRIVE"
         ("LEPC R6", "writes the factor"),
         ("SYNCS.ARRIVE.TRANS64.A1T0 R7, [R40], R41", "writes the factor"),
         ("SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R40], R7", None),
+        ("SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R40], R23", None),
+        ("SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R40], R24", "touches the accumulator"),
         ("FADD R40, R7, R41", None),
         ("IMAD.WIDE.U32 R40, R23, 0x4, R42", None),
         ("IMAD.WIDE.U32 R40, R23, -0x326172a9, RZ", None),

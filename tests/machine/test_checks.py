@@ -233,12 +233,47 @@ def test_wgmma_in_flight():
     )
 
 
+def with_registers_of_a(**parts: str) -> str:
+    """The product of `wgmma` with its rows in registers 4 to 7."""
+    product = wgmma(**parts).replace("%d1, %d1, 0, 1, 1, 0, 0;", "{%r4, %r5, %r6, %r7}, %d1, 0, 1, 1, 0;")
+    return "".join(f"mov.b32 %r{i}, 0;\n" for i in range(4, 8)) + product
+
+
+FENCE = "wgmma.fence.sync.aligned;"
+# Instructions after a product, and whether a second product with the same registers may follow without a fence
+AFTER_A_PRODUCT = {
+    "nothing": ("", True),
+    "a read": ("add.f32 %r3, %r10, %r11;", True),
+    "a sum": ("add.f32 %r10, %r10, %r10;", False),
+    "a factor": ("add.u32 %r6, %r0, 1;", False),
+    "a lane's sum": ("setp.eq.u32 %p1, %r0, 3;\n@%p1 mov.b32 %r11, 0;", False),
+    "a copy of what is old": ("mov.b32 %r12, %r11;", True),
+    "a copy of what is new": ("add.u32 %r8, %r0, 1;\nmov.b32 %r9, %r8;\nmov.b32 %r4, %r9;", False),
+}
+
+
+@pytest.mark.parametrize("after", AFTER_A_PRODUCT.values(), ids=AFTER_A_PRODUCT.keys())
+def test_a_fence_stands_between_writes_and_wgmma(after):
+    """After other instructions; a copy is the register that it was made of."""
+    between, is_free = after
+    options = {"block": 128, "shared": 4096, "architecture": 90}
+    start, product = with_registers_of_a().split(FENCE)
+    product, end = product.split("add.f32")
+    before, after = f"{start}{FENCE}{product}{between}\n", f"{product}add.f32{end}"
+    run(before + FENCE + after, **options)
+    if is_free:
+        run(before + after, **options)
+    else:
+        fault(before + after, kind="in_flight", **options)
+    fault(with_registers_of_a(before=f"{FENCE}\nmov.b32 %r7, 0;"), kind="in_flight", **options)
+    run(with_registers_of_a(before=f"{FENCE}\nmov.b32 %r2, 0;"), **options)
+
+
 @pytest.mark.parametrize("between", ["mov.b32 %r4, %r0;", "mov.b32 {%h1, %h2}, %r4;", "st.shared.b32 [%r1], %r4;"])
 def test_registers_of_a_in_flight(between):
     """During a product its registers of a may be neither written nor read."""
     options = {"block": 128, "shared": 4096, "architecture": 90}
-    product = wgmma().replace("%d1, %d1, 0, 1, 1, 0, 0;", "{%r4, %r5, %r6, %r7}, %d1, 0, 1, 1, 0;")
-    product = "".join(f"mov.b32 %r{i}, 0;\n" for i in range(4, 8)) + product
+    product = with_registers_of_a()
     wait = "wgmma.wait_group.sync.aligned 0;\n"
     start, end = product.split(wait)
     one_may_go_on = start + wait.replace("0", "1")

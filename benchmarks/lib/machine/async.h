@@ -52,7 +52,6 @@ struct WarpAsync {
   std::deque<std::vector<std::function<void()>>> bulk_groups;
   WgmmaGroup wgmma_open;
   std::deque<WgmmaGroup> wgmma_groups;
-  bool wgmma_fenced = false;
   uint64_t waits_for = 0, waits_phase = 0;  // address of an mbarrier
   bool waits_parity = false;
 };
@@ -71,6 +70,7 @@ bool advance_copies(Block& block, bool none_can_run);  // true: something landed
 void finish(Block& block);                             // copies that were never waited for
 void check_flight(Warp& warp, const Inst& inst);       // registers of a wgmma that is under way
 void mark_copy(Warp& warp, Ref ref);
-bool reads_sums(Warp& warp, const Inst& inst);  // of a wgmma: whether it adds to what is there
+void note_writes(Warp& warp, const Inst& inst);  // since the last wgmma.fence
+bool reads_sums(Warp& warp, const Inst& inst);   // of a wgmma: whether it adds to what is there
 
 }  // namespace machine

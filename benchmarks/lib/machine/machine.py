@@ -47,9 +47,9 @@ class Fault(MachineError):
     kind is one of: bounds (global memory outside of the pointer's region, or a write into one that is not writable),
     alignment, shared (beyond what was asked for), local, uninitialized (shared memory or a register), divergence (a
     collective that a named lane does not reach), deadlock, race, asynchronous (a copy's data touched before it was
-    waited for), in_flight (wgmma operands), proxy (shared memory read by wgmma or a bulk copy without
-    fence.proxy.async), limit (grid, threads, shared memory, registers), assertion (the kernel's own), trap,
-    undefined (an operand whose effect PTX leaves undefined).
+    waited for), in_flight (wgmma operands, used during it or written since the last wgmma.fence), proxy (shared memory
+    read by wgmma or a bulk copy without fence.proxy.async), limit (grid, threads, shared memory, registers), assertion
+    (the kernel's own), trap, undefined (an operand whose effect PTX leaves undefined).
     """
 
     def __init__(self, found: _Fault) -> None:

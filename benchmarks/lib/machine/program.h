@@ -61,6 +61,7 @@ struct Inst {
   std::vector<int> tracked;                   // of each of refs, -1: of none,
   int guard = -1;                             // and of the predicate
   std::vector<std::pair<Ref, int>> accesses;  // registers touched and their bytes; filled in where wgmma is used
+  std::vector<Ref> results;                   // registers of 32 bits that are written
   uint8_t bulk_bits[4] = {};                  // of a bulk copy's addresses: bits of their registers, and offsets
   int64_t bulk_offset[4] = {};
   int tensor_name = -1;  // index into Program::tensor_names
@@ -189,6 +190,8 @@ struct Warp {
   std::deque<Pending> pending;
   std::vector<uint8_t> in_flight;  // of each 128 bytes of registers: 1 + wgmma group they belong to
   int flights = 0;                 // wgmma groups under way
+  std::vector<uint32_t> written;   // of each 128 bytes of registers: wgmma.fences before the last write
+  uint32_t fences = 0;
   uint64_t issued = 0;
 
   template <class T>

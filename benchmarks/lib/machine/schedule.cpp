@@ -153,7 +153,10 @@ void begin(Launch& launch, Block& block, Warp& warp, int index) {
   const uint64_t left = threads - static_cast<uint64_t>(index) * LANES;
   warp.present = left >= LANES ? ALL : (1u << left) - 1;
   warp.active = warp.present;
-  if (launch.program->uses_wgmma) warp.in_flight.assign(launch.program->file_bytes / 128 + 8, 0);
+  if (launch.program->uses_wgmma) {
+    warp.in_flight.assign(launch.program->file_bytes / 128 + 8, 0);
+    warp.written.assign(warp.in_flight.size(), 0);
+  }
   for (size_t special = 0; special < std::size(SPECIAL); ++special)
     if (FILLERS[special]) fill(warp, special, FILLERS[special]);
 }
@@ -180,6 +183,7 @@ std::unique_ptr<Block> begin(Launch& launch, uint64_t number) {
 
 // Instructions until the warp waits or its turn is over.
 void run(Launch& launch, Warp& warp, int turn) {
+  const bool notes_writes = launch.program->uses_wgmma && launch.check;
   while (turn-- > 0 && warp.state == State::Running) {
     if (warp.pc == warp.reconverge) {
       reconverge(warp);
@@ -199,6 +203,7 @@ void run(Launch& launch, Warp& warp, int turn) {
     if (inst.kind == Class::Special) launch.totals.special_operations += __builtin_popcount(warp.exec);
     if (inst.undefined && launch.check) inst.undefined(warp, inst);
     if (warp.flights) check_flight(warp, inst);
+    if (notes_writes) note_writes(warp, inst);
     inst.run(warp, inst);
   }
 }

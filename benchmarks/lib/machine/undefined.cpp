@@ -288,6 +288,8 @@ void Decoder::notes_registers() {
   for (const std::vector<int>& list : {defined, used})
     for (int reg : list)
       if (function_.registers[reg].bits == 32) inst_->accesses.push_back({flow_.slots[reg], 128});
+  for (int reg : defined)
+    if (function_.registers[reg].bits == 32) inst_->results.push_back(flow_.slots[reg]);
 }
 
 void check_guard(Warp& warp, const Inst& inst) {

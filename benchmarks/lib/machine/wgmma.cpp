@@ -86,6 +86,13 @@ void complete(Warp& warp, WgmmaGroup& group) {
   --warp.flights;
 }
 
+// PTX ISA, wgmma.fence: it stands between other writes of a register and a wgmma with it. All registers count as
+// written before a warp's first fence.
+void check_fence(const Warp& warp, Ref ref) {
+  if (ref >= 0 && warp.launch->check && warp.written[ref / 128] == warp.fences)
+    throw Fault{"in_flight", "wgmma uses a register that was written since the last wgmma.fence", -1};
+}
+
 void mark(Warp& warp, Ref ref) {
   if (ref < 0) return;
   WgmmaGroup& open = async_of(warp).wgmma_open;
@@ -102,7 +109,6 @@ void wgmma_multiply(Warp& warp, const Inst& inst) {
   aligned(warp, "wgmma");
   if (warp.exec != ALL) throw Fault{"divergence", "wgmma in a warp of fewer than 32 lanes", -1};
   WarpAsync& own = async_of(warp);
-  if (!own.wgmma_fenced) throw Fault{"in_flight", "wgmma without wgmma.fence before it", -1};
   const Element element = static_cast<Element>(inst.mode);
   const int columns = inst.extent[1], depth = inst.extent[2];
   const Ref *sums = inst.refs.data(), *a = sums + inst.value, *b = a + inst.count;
@@ -113,7 +119,10 @@ void wgmma_multiply(Warp& warp, const Inst& inst) {
   if (inst.count == 4) {
     read_rows(warp, a, 4, element, depth, rows);
     for (int i = 0; i < 16 * depth && negate_a; ++i) rows[i] = -rows[i];
-    for (int i = 0; i < 4; ++i) mark(warp, a[i]);
+    for (int i = 0; i < 4; ++i) {
+      check_fence(warp, a[i]);
+      mark(warp, a[i]);
+    }
   } else {
     const Descriptor from(*warp.at<uint64_t>(a[0]));
     Reader reader{warp, element, negate_a, transpose_a};
@@ -133,12 +142,15 @@ void wgmma_multiply(Warp& warp, const Inst& inst) {
   multiply(rows, across, total, 16, columns, depth,
            accumulation(warp.launch->architecture, element == Element::Tf32 ? 32 : 16, warp.launch->round_to_nearest));
   write_sums(warp, sums, inst.bits, columns, total);
-  for (int i = 0; i < inst.value; ++i) mark(warp, sums[i]);
+  for (int i = 0; i < inst.value; ++i) {
+    check_fence(warp, sums[i]);
+    mark(warp, sums[i]);
+  }
 }
 
 void wgmma_fence(Warp& warp, const Inst&) {
   aligned(warp, "wgmma.fence");
-  async_of(warp).wgmma_fenced = true;
+  ++warp.fences;
 }
 
 void wgmma_commit(Warp& warp, const Inst&) {
@@ -165,6 +177,17 @@ void check_flight(Warp& warp, const Inst& inst) {
   if (inst.kind == Class::Move && inst.refs.size() == 2 && inst.refs[1] >= 0 && warp.in_flight[inst.refs[1] / 128])
     return mark_copy(warp, inst.refs[0]);
   throw Fault{"in_flight", "a register is used while wgmma is under way with it", -1};
+}
+
+// A copy counts as written when its source was.
+void note_writes(Warp& warp, const Inst& inst) {
+  if (inst.run == wgmma_multiply) return;
+  const bool copies = inst.kind == Class::Move && inst.refs.size() == 2 && inst.refs[1] >= 0;
+  for (Ref ref : inst.results) {
+    uint32_t& written = warp.written[ref / 128];
+    const uint32_t own = copies ? warp.written[inst.refs[1] / 128] : warp.fences;
+    written = warp.exec == ALL ? own : std::max(written, own);
+  }
 }
 
 // The copy is under way as long as the last group.

@@ -69,8 +69,7 @@ DEVICE void store_scores(const typename S::Scores& to, const WarpPart& of, const
     for (int n = 0; n < N; ++n) store_pair(to.at(m + 8 * r, column + 8 * n), score[n][2 * r], score[n][2 * r + 1]);
 }
 
-// Softmax and dropout: leaves P as the values had it in shared memory, and dS but where it comes later; scores become
-// dS.
+// Softmax and dropout. Leaves P in shared memory as the values had it, and dS too unless DS_AFTER_DV. Scores become dS.
 template <typename S, int N>
 DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const BackwardMemory<S>& memory,
                             const WarpPart& of, const StepRows& rows, float (&score)[N][4]) {
@@ -185,7 +184,8 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
     const bool same_shifts = consecutive && was_consecutive;
     was_consecutive = consecutive;
     const bool may_add = !ordered.is_ordered() || ordered.has_come(row_tile, of.lane.id);
-    const CopiedRows<S> own_rows(p, tile, first_row);   // known by the time that they are copied
+    // Known by the time that they are copied; without use where QUERY_AHEAD and not DS_AFTER_DV
+    const CopiedRows<S> own_rows(p, tile, first_row);
     if (!S::QUERY_AHEAD || !same_shifts) sync_block();  // all warps have read the last step's query and band
     if (!S::QUERY_AHEAD) {
       own_rows.copy(memory.queries(), tile.query_rows, head_dim);
@@ -227,7 +227,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
     steps.advance(of.lane.id);
     const CopiedRows<S> sorted(p, tile, steps.first_row());  // known by the time that they are copied
     add_value_gradient(memory, of, call.tf32, dV);
-    sync_block();  // all warps have read P, dO and the window: the next step's arrive during the last products
+    sync_block();  // all warps have read P, dO and the window: others may take their places
     const typename S::Rows queries = memory.queries();
     if (!steps.is_at_end()) steps.copy(memory, sorted, step.row_tile != row_tile, window);
     commit_copies();

@@ -184,7 +184,7 @@ struct BackwardSteps {
     if (step.span < 0) find_tile(lane);
   }
 
-  // Starts to copy what the step needs, but dO where dS is in its place: `sorted`, where its tile is a new one, and its
+  // Starts to copy operands of the step, without dO if DS_AFTER_DV: `sorted`, where its tile is a new one, and its
   // window of rel_key, of which the ring may have the upper half. in_ring: the window that is there, or LOWEST.
   DEVICE void copy(BackwardMemory<S>& memory, const CopiedRows<S>& sorted, bool is_new, int in_ring) const {
     const int head_dim = int(call.p.head_dim);

@@ -12,7 +12,8 @@ namespace xlnet_kernels::cuda {
 // Head dims that kernels are compiled for; others are padded with zeros to the next one.
 using HeadDims = std::integer_sequence<int, 32, 64, 96, 128>;
 
-// Bytes of a tile in shared memory: rows are 16 bytes apart, so that chunks of eight rows fall into different banks.
+// Bytes of a tile in shared memory: a gap of 16 bytes between rows, so that chunks of eight rows fall into different
+// banks.
 constexpr int tile_stride(int row_bytes) { return row_bytes + 16; }
 constexpr int tile_bytes(int rows, int row_bytes) { return rows * tile_stride(row_bytes) - 16; }
 
@@ -68,8 +69,6 @@ struct BackwardSizes {
   static constexpr int SHARED = 2 * ROWS_BYTES + GRAD_OUT_BYTES + QUERY_BYTES + RING_BYTES + PROBABILITY_BYTES +
                                 OWN_DS_BYTES + BAND_BYTES + LABEL_BYTES + SUM_BYTES + BOUND_BYTES;
 };
-// An A100 has 164 KB, of which each block reserves one.
-static_assert(BackwardSizes<2, 64>::SHARED <= 81 * 1024, "two blocks on a multiprocessor");
 
 // Rows and keys of a tile of the forward kernel that serves this head_dim
 struct TileSizes {

@@ -1,8 +1,9 @@
 """One multiprocessor, simulated: warps that issue a list of operations on four schedulers, by their control codes.
 
 A warp issues in order: when the stall of its last operation is over, the scoreboards that the next one waits for are
-clear, and the operation's pipe is free. Operations of a queue leave their scheduler at once, and wait there for their
-unit. Completion of each operation is known when it is issued, so that only barriers need other warps.
+clear, and the operation's pipe is free. Operations of a queue leave their scheduler at once. They queue for all of
+their units at the same time, so that no unit idles for an operation that waits elsewhere. Completion of each operation
+is known when it is issued, so that only barriers need other warps.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Operation:
     operands: int | None = None  # scoreboard that is set until operands are read
     pipe: str = ""  # of its scheduler, must be free when it issues
     held: float = 0.0  # cycles for which it holds the pipe
-    units: tuple[tuple[str, float], ...] = ()  # that it queues for, and cycles for which it holds each
+    units: tuple[tuple[str, float], ...] = ()  # that it queues for at once, and cycles for which it holds each
     latency: float = 0.0  # cycles from when its last unit begins, or from issue, until results are there
     group: str = ""  # kind of asynchronous operations that it belongs to: they are waited for in groups
     closes: str = ""  # kind whose open group it ends
@@ -137,9 +138,9 @@ class Multiprocessor:
         begin, end = now, now
         for unit, held in operation.units:
             free = self.shared if unit in SHARED_UNITS else self.units[number]
-            begin = max(begin, free.get(unit, 0.0))
-            free[unit] = begin + held
-            end = max(end, begin + held)
+            at = max(now, free.get(unit, 0.0))
+            free[unit] = at + held
+            begin, end = max(begin, at), max(end, at + held)
         done = max(end, begin + operation.latency)
         for scoreboard, at in ((operation.results, done), (operation.operands, end)):
             if scoreboard is not None:

@@ -4,6 +4,9 @@ A warp issues in order: when the stall of its last operation is over, the scoreb
 clear, and the operation's pipe is free. Operations of a queue leave their scheduler at once. They queue for all of
 their units at the same time, so that no unit idles for an operation that waits elsewhere. Completion of each operation
 is known when it is issued, so that only barriers need other warps.
+
+Assumed, as no source at hand says it: the scheduler goes on with its last warp until an operation yields, and then
+takes the least recently issued one.
 """
 
 from __future__ import annotations
@@ -112,7 +115,10 @@ class Multiprocessor:
         return end + 1
 
     def _choose(self, warps: list[_Warp], now: float, number: int) -> tuple[_Warp | None, float]:
-        """The warp to issue now, or none and when there may be one: the last one until it yields, else the oldest."""
+        """The warp to issue now, or none and when there may be one.
+
+        The last one until it yields, else the least recently issued.
+        """
         soonest, ready = math.inf, []
         pipes = self.pipes[number]
         for warp in warps:

@@ -22,7 +22,7 @@ from lib.timing.simulator import Deadlock, Multiprocessor, Operation
 
 # Limits of a multiprocessor (CUDA C++ programming guide, technical specifications by compute capability).
 REGISTERS, THREADS, BLOCKS = 65536, 2048, 32
-SHARED_MEMORY = {80: 164 * 1024, 90: 228 * 1024}
+SHARED_OF_MULTIPROCESSOR = {80: 164 * 1024, 90: 228 * 1024}
 RESERVED = 1024  # bytes of shared memory of each block
 PRODUCTS = {"HMMA", "HGMMA"}
 
@@ -39,7 +39,7 @@ def resident_blocks(code: MachineCode, threads: int, dynamic_bytes: int, archite
     """Blocks of a kernel that fit on a multiprocessor."""
     registers = -(-code.registers // 8) * 8 * threads
     shared = code.shared_bytes + dynamic_bytes + RESERVED
-    return min(REGISTERS // registers, SHARED_MEMORY[architecture] // shared, THREADS // threads, BLOCKS)
+    return min(REGISTERS // registers, SHARED_OF_MULTIPROCESSOR[architecture] // shared, THREADS // threads, BLOCKS)
 
 
 @functools.lru_cache(maxsize=32)  # the plain kernel's launches are asked for twice

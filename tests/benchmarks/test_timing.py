@@ -62,7 +62,6 @@ def test_schedules_of_a_kernel_are_those_of_its_encodings(architecture):
     ptx = snippets.kernel(body, 2).replace("sm_90a", f"sm_{architecture}")
     steps = assemble(ptx, "k", architecture).steps
     assert [step.instruction.address for step in steps] == [16 * number for number in range(len(steps))]
-    assert all(decode(encode(step.control)) == step.control for step in steps)
     loads = [step for step in steps if step.instruction.name.startswith("LDG")]
     assert len(loads) > 1 and all(load.control.results is not None for load in loads)
     assert all(any(load.control.results in step.control.waits for step in steps) for load in loads)

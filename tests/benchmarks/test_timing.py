@@ -167,6 +167,12 @@ def test_instructions_hold_what_sources_say():
     assert {pipe(name) for name in ("FMNMX", "FSETP.GT.AND", "IADD3", "LOP3.LUT", "F2FP.BF16.PACK_AB")} == {"logic"}
 
 
+@pytest.mark.parametrize("name", ["LDC.64", "S2R", "SYNCS.ARRIVE.TRANS64"])
+def test_constants_and_barriers_take_no_passes_of_shared_memory(name):
+    found = operation(name, " R2, c[0x0][0x28]")
+    assert found.units == () and found.latency == LATENCIES[80].shared
+
+
 def test_products_of_warpgroups_run_beside_their_warps():
     product = operation("HGMMA.64x128x16.F32.BF16", " R24, gdesc[UR4], R24, gsb0", 90)
     assert dict(product.units)["tensor"] == 64 and product.group == product.closes == "product"

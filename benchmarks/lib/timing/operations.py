@@ -130,6 +130,8 @@ def _memory(name: str, gpu: bounds.Gpu, latencies: Latencies) -> dict:
         return {"units": (level2,)}
     if name.startswith("SHFL"):
         return {"units": (("shared memory", bounds.WARP / gpu.shuffles),), "latency": latencies.shuffle}
-    if name.startswith(("LDS", "LDL", "LDC", "S2R", "SYNCS", "ATOMS", "MOVM")):
+    if name.startswith(("LDC", "S2R", "SYNCS")):  # constants, special registers and barriers pass no banks
+        return {"latency": latencies.shared}
+    if name.startswith(("LDS", "LDL", "ATOMS", "MOVM")):
         return {"units": (shared,), "latency": latencies.shared + words - 1}
     return {"units": (shared,)}

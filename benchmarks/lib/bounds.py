@@ -2,15 +2,17 @@
 
 Rates per cycle and multiprocessor. Sources: [guide] CUDA C++ programming guide, table "Throughput of native arithmetic
 instructions", columns 8.0 and 9.0; [A100] NVIDIA A100 whitepaper (2020); [H100] NVIDIA H100 whitepaper (2022); [cudnn]
-github.com/NVIDIA/cudnn-frontend/pull/650: 4096 operations of 16 bits a cycle and multiprocessor, 132 at 1.83 GHz.
+github.com/NVIDIA/cudnn-frontend/pull/650: 4096 operations of 16 bits a cycle and multiprocessor, 132 at 1.83 GHz;
+[again] a repetition on an H100 SXM5 of the measurements of Luo et al. (arXiv 2402.13499 and 2501.12084):
+github.com/Johnsonms/NVIDIA-Hopper-Benchmark, folder reproduction/H100-dapperdingo.
 
-Assumed, as no source at hand gives a figure: H100's level-2 cache (as A100's), atomic sectors, and that mma.sync is as
-fast on sm_90 as wgmma, which bounds the CUDA kernels there from too far below if it is not (Luo et al. measured both:
-arXiv 2402.13499, 2501.12084).
+Assumed, as no source at hand gives a figure: H100's level-2 cache (as A100's), and atomic sectors.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,7 @@ class Gpu:
     multiprocessors: int
     clock: float  # GHz, boost
     tensor: int  # multiply-adds of 16-bit numbers, dense [A100, H100, cudnn]
+    warp_products: float  # those of them that mma.sync reaches: on H100 two thirds [again]
     floats: int  # additions, multiplications, multiply-adds of float32 [guide]
     logic: int  # selections, comparisons, logic: the pipe beside that of float32 [guide]
     special: int  # exp2, log2, reciprocals [guide]
@@ -40,8 +43,8 @@ class Gpu:
 
 
 GPUS = {
-    80: Gpu("A100", 108, 1.41, 1024, 64, 64, 16, 32, 1, 5120 / 32 / 108, 80 / 108),
-    90: Gpu("H100", 132, 1.83, 2048, 128, 64, 16, 32, 1, 5120 / 32 / 132, 80 / 132),
+    80: Gpu("A100", 108, 1.41, 1024, 1024, 64, 64, 16, 32, 1, 5120 / 32 / 108, 80 / 108),
+    90: Gpu("H100", 132, 1.83, 2048, 4096 / 3, 128, 64, 16, 32, 1, 5120 / 32 / 132, 80 / 132),
 }
 
 
@@ -69,7 +72,7 @@ def cycles(counts: Counts, gpu: Gpu, machine_instructions: float) -> dict[str, f
     by_class = counts.instructions
     return {
         "issue": machine_instructions / SCHEDULERS,
-        "tensor cores": counts.tensor_cycles / SCHEDULERS,
+        "tensor cores": counts.tensor_cycles / SCHEDULERS + _slower(counts, gpu),
         "float32": by_class.get("float", 0) * WARP / gpu.floats,
         "selections": by_class.get("selection", 0) * WARP / gpu.logic,
         "exponentials": counts.special_operations / gpu.special,
@@ -78,6 +81,16 @@ def cycles(counts: Counts, gpu: Gpu, machine_instructions: float) -> dict[str, f
         "level-2 cache": (counts.global_sectors_read + counts.global_sectors_written) / gpu.sectors,
         ASSUMED: counts.atomic_sectors / gpu.atomics,
     }
+
+
+_OF_WARPS = re.compile(r"mma\.m(\d+)n(\d+)k(\d+)\.[a-z]+(8|16|32)")
+
+
+def _slower(counts: Counts, gpu: Gpu) -> float:
+    """Cycles that mma.sync takes beyond those of wgmma, at whose rate the machine counts all products."""
+    found = [(_OF_WARPS.fullmatch(name), times) for name, times in counts.tensor.items()]
+    of_16_bits = sum(times * math.prod(map(int, shape.groups())) / 16 for shape, times in found if shape)
+    return of_16_bits * (1 / gpu.warp_products - 1 / gpu.tensor)
 
 
 def limit(gpu: Gpu, head_dim: int, products: int) -> float:

@@ -21,6 +21,7 @@ import gpu_counts  # noqa: E402
 from compiled.control_codes import FIRST_BIT, Control, Step, decode, encode, schedule  # noqa: E402
 from compiled.sass import Instruction  # noqa: E402
 from lib import bounds, kernel_tables  # noqa: E402
+from lib.machine.machine import Counts  # noqa: E402
 from lib.machine.machine_code import Line, MachineCode, assemble  # noqa: E402
 from lib.plain_attention import Config  # noqa: E402
 from lib.timing import kernel  # noqa: E402
@@ -165,6 +166,17 @@ def test_instructions_hold_what_sources_say():
     assert operation("BAR.SYNC.DEFER_BLOCKING", " 0x0").barrier == ("0x0", 0, True)
     assert operation("BAR.ARV", " R3, 0x80").barrier == ("R3", 4, False)
     assert {pipe(name) for name in ("FMNMX", "FSETP.GT.AND", "IADD3", "LOP3.LUT", "F2FP.BF16.PACK_AB")} == {"logic"}
+
+
+@pytest.mark.parametrize("of", ["m16n8k16.bf16", "m16n8k8.tf32"])
+def test_products_of_warps_are_as_fast_in_bounds_as_in_simulations(of):
+    """The machine counts four cycles on sm_90, as of wgmma, which is another instruction."""
+    name = {"m16n8k16.bf16": "HMMA.16816.F32.BF16", "m16n8k8.tf32": "HMMA.1688.F32.TF32"}[of]
+    for architecture, counted, held in ((80, 8, 8), (90, 4, 6)):
+        counts = Counts(tensor={f"mma.{of}": 40, "wgmma.m64n64k16.f16": 5}, tensor_cycles=40 * counted + 5 * 32)
+        found = bounds.cycles(counts, bounds.GPUS[architecture], 0)["tensor cores"]
+        assert operation(name, architecture=architecture).held == pytest.approx(held)
+        assert found == pytest.approx((40 * held + 5 * 32) / 4)
 
 
 @pytest.mark.parametrize("name", ["LDC.64", "S2R", "SYNCS.ARRIVE.TRANS64"])

@@ -7,8 +7,8 @@ namespace machine {
 namespace {
 
 // Multiply-adds of one quarter of a multiprocessor's tensor cores in a cycle. A100 white paper: 1024 of 16 bits a
-// multiprocessor, TF32 half, 8-bit twice as many, float64 64; H100 white paper: twice of each. That mma.sync is as fast
-// there as wgmma is assumed, see bounds.py; what GPUs other than these two do is half of A100's, assumed as well.
+// multiprocessor, TF32 half, 8-bit twice as many, float64 64; H100 white paper: twice of each. mma.sync is slower there
+// than wgmma: bounds.py adds the difference. GPUs other than these two are assumed to do half of A100's.
 int64_t products_a_cycle(int architecture, int operand_bits) {
   const int64_t of_16_bits = architecture >= 90 ? 512 : architecture == 80 ? 256 : 128;
   return operand_bits == 64 ? of_16_bits / 16 : of_16_bits * 16 / operand_bits;

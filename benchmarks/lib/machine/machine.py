@@ -78,7 +78,7 @@ class Counts:
     tensor: dict[str, int] = field(default_factory=dict)
     """tensor-core instructions of a warp by name, such as mma.m16n8k16.bf16 or wgmma.m64n64k16.f16"""
     tensor_cycles: int = 0
-    """cycles of one quarter of a multiprocessor's tensor cores, summed over warps (see counts.cpp for the rates)"""
+    """cycles of a quarter of a multiprocessor's tensor cores, summed over warps; mma at wgmma's rate"""
     special_operations: int = 0
     """lanes that computed ex2, lg2, rcp, rsqrt, sqrt, sin, cos or tanh"""
     shared_wavefronts: int = 0

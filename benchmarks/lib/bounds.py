@@ -4,9 +4,10 @@ Rates per cycle and multiprocessor. Sources: [guide] CUDA C++ programming guide,
 instructions", columns 8.0 and 9.0; [A100] NVIDIA A100 whitepaper (2020); [H100] NVIDIA H100 whitepaper (2022); [cudnn]
 github.com/NVIDIA/cudnn-frontend/pull/650: 4096 operations of 16 bits a cycle and multiprocessor, 132 at 1.83 GHz;
 [again] a repetition on an H100 SXM5 of the measurements of Luo et al. (arXiv 2402.13499 and 2501.12084):
-github.com/Johnsonms/NVIDIA-Hopper-Benchmark, folder reproduction/H100-dapperdingo.
+github.com/Johnsonms/NVIDIA-Hopper-Benchmark, folder reproduction/H100-dapperdingo; [benches]
+github.com/te42kyfo/gpu-benches, gpu-l2-cache/a100_80.txt: 5.4 TB/s, at 1.41 GHz.
 
-Assumed, as no source at hand gives a figure: H100's level-2 cache (as A100's), and atomic sectors.
+Assumed, as no source at hand gives a figure: atomic sectors.
 """
 
 from __future__ import annotations
@@ -36,15 +37,16 @@ class Gpu:
     special: int  # exp2, log2, reciprocals [guide]
     shuffles: int  # lanes [guide]
     shared: int  # passes through shared memory's 32 banks [guide]
-    sectors: (
-        float  # of 32 bytes from the level-2 cache: 5120 bytes a cycle for all of A100 [A100]; H100: assumed the same
-    )
+    sectors: float  # of 32 bytes from the level-2 cache, see LEVEL2
     atomics: float  # sectors: one a cycle in each 64-byte-wide slice of that cache (assumed, NVIDIA gives no figure)
 
 
+# Bytes a cycle from the level-2 cache, of all of a GPU. A100: [benches], below NVIDIA's limit of 5120 [A100]. H100:
+# [again], where two other programs reached 3783 and 4808.
+LEVEL2 = {80: 3840, 90: 4207}
 GPUS = {
-    80: Gpu("A100", 108, 1.41, 1024, 1024, 64, 64, 16, 32, 1, 5120 / 32 / 108, 80 / 108),
-    90: Gpu("H100", 132, 1.83, 2048, 4096 / 3, 128, 64, 16, 32, 1, 5120 / 32 / 132, 80 / 132),
+    80: Gpu("A100", 108, 1.41, 1024, 1024, 64, 64, 16, 32, 1, LEVEL2[80] / 32 / 108, 80 / 108),
+    90: Gpu("H100", 132, 1.83, 2048, 4096 / 3, 128, 64, 16, 32, 1, LEVEL2[90] / 32 / 132, 80 / 132),
 }
 
 

@@ -179,6 +179,16 @@ def test_products_of_warps_are_as_fast_in_bounds_as_in_simulations(of):
         assert found == pytest.approx((40 * held + 5 * 32) / 4)
 
 
+@pytest.mark.parametrize(("architecture", "bytes_a_cycle"), [(80, 3840), (90, 4207)])
+def test_the_level_2_cache_is_as_fast_as_it_was_measured(architecture, bytes_a_cycle):
+    gpu = bounds.GPUS[architecture]
+    counts = Counts(global_sectors_read=700, global_sectors_written=300)
+    found = bounds.cycles(counts, gpu, 0)["level-2 cache"]
+    assert found == pytest.approx(1000 * 32 * gpu.multiprocessors / bytes_a_cycle)
+    load = operation("LDG.E.128", " R4, [R2.64]", architecture)
+    assert dict(load.units)["level-2 cache"] == pytest.approx(16 / 1000 * found)
+
+
 @pytest.mark.parametrize("name", ["LDC.64", "S2R", "SYNCS.ARRIVE.TRANS64"])
 def test_constants_and_barriers_take_no_passes_of_shared_memory(name):
     found = operation(name, " R2, c[0x0][0x28]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -187,6 +188,18 @@ def test_the_level_2_cache_is_as_fast_as_it_was_measured(architecture, bytes_a_c
     assert found == pytest.approx(1000 * 32 * gpu.multiprocessors / bytes_a_cycle)
     load = operation("LDG.E.128", " R4, [R2.64]", architecture)
     assert dict(load.units)["level-2 cache"] == pytest.approx(16 / 1000 * found)
+
+
+@pytest.mark.parametrize("name", ["RED.E.ADD.F32.FTZ.RN.STRONG.GPU", "REDG.E.ADD.F32.FTZ.RN", "ATOMG.E.ADD.F32.FTZ.RN"])
+def test_atomic_additions_have_the_rate_of_the_bound(name):
+    """A warp adds to four sectors, and four of them queue."""
+    for architecture in (80, 90):
+        added = operation(name, " [R2.64], R4", architecture)
+        bound = bounds.cycles(Counts(atomic_sectors=4 * 4), bounds.GPUS[architecture], 0)[bounds.ASSUMED]
+        waits = Operation(waits=(1,))
+        queued = bound if name.startswith("RED") else bound * 3 / 4 + LATENCIES[architecture].level2
+        alone = dataclasses.replace(added, waits=())
+        assert cycles([alone, waits], 4) == pytest.approx(queued + 1, abs=2)
 
 
 @pytest.mark.parametrize("name", ["LDC.64", "S2R", "SYNCS.ARRIVE.TRANS64"])

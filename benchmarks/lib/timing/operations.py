@@ -6,8 +6,8 @@ NVIDIA's whitepapers; [again] a repetition on an H100 SXM5 of the measurements o
 has no scoreboard are in the control codes, where the compiler put them.
 
 Assumed, as no source at hand gives a figure: that an A100's memories have an H100's latencies; latency of exponentials,
-of shuffles, of a barrier and of a product of warpgroups beyond its time on the tensor cores. A read of operands takes
-until the unit has taken the operation.
+of shuffles, of a barrier and of a product of warpgroups beyond its time on the tensor cores; the rate of atomic
+additions, as in bounds.py. A read of operands takes until the unit has taken the operation.
 """
 
 from __future__ import annotations
@@ -126,7 +126,10 @@ def _memory(name: str, gpu: bounds.Gpu, latencies: Latencies) -> dict:
         return {"units": (level2, shared), "latency": latencies.level2, "group": "copy"}
     if name.startswith(("LDG", "LD.")):
         return {"units": (level2,), "latency": latencies.level2}
-    if name.startswith(("STG", "ST.", "RED", "ATOMG")):
+    if name.startswith(("RED.", "REDG", "ATOMG")):
+        atomics = ("atomics", words * 4 * bounds.WARP / SECTOR / gpu.atomics)
+        return {"units": (atomics,), "latency": 0.0 if name.startswith("RED") else latencies.level2}
+    if name.startswith(("STG", "ST.")):
         return {"units": (level2,)}
     if name.startswith("SHFL"):
         return {"units": (("shared memory", bounds.WARP / gpu.shuffles),), "latency": latencies.shuffle}

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 SCHEDULERS = 4
 SCOREBOARDS = 6
 # Units that the schedulers share; each scheduler has its own of all others.
-SHARED_UNITS = ("shared memory", "level-2 cache")
+SHARED_UNITS = ("shared memory", "level-2 cache", "atomics")
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ def prediction(launches: Sequence[Launch], architecture: int, factors: list[Frac
         code = assemble(launch.ptx, launch.name, architecture)
         count = math.prod(launch.grid)
         sizes = count, launch.threads, launch.shared_bytes
-        found = timing.predict(code, launch.counts.lines, *sizes, architecture)
+        found = timing.predict(code, launch.counts, *sizes, architecture)
         blocks += float(factor * count)
         if found is not None:
             total, resident = total + float(factor * count) * found.cycles / found.resident, found.resident

@@ -270,11 +270,31 @@ def test_a_wait_turns_once():
 def test_products_beside_the_way_take_as_long_as_those_of_it():
     code = made(LOOP)
     counted = dict(enumerate([4, 40, 40, 0, 40, 40, 4, 4]))
-    found = kernel.predict(code, counted, 1, 128, 0, 80)
+    found = kernel.predict(code, Counts(lines=counted), 1, 128, 0, 80)
     assert found.resident == 8 and found.cycles == pytest.approx(10 * 8 * 8, abs=8)  # ten products of eight blocks
     # Half of the warps make no product, and the others twice as many
     assert kernel._more(Counter(HMMA=40, MOV=4), Counter(HMMA=5, MOV=1), 4) == 2
     assert kernel._more(Counter(FFMA=90, MOV=10), Counter(FFMA=10, MOV=10), 4) == 100 / 80
+
+
+def test_a_launch_takes_the_level_2_cache_for_the_sectors_that_it_counted():
+    """Two loads, which four warps execute five times each, and a store; lanes of the loads read the same sectors."""
+    load = ("", "LDG.E", " R4, [R2.64]")
+    code = made([load, load, ("@P0", "BRA", " 0x0"), ("", "STG.E", " [R2.64], R4"), ("", "EXIT", "")])
+    counts = Counts(global_sectors_read=20, global_sectors_written=24, lines=dict(enumerate([20, 20, 20, 4, 4])))
+    found = kernel.with_sectors(operations(code.steps, 80), code.block_counts(counts.lines), counts, 80)
+    held = [dict(operation.units).get("level-2 cache", 0) * bounds.GPUS[80].sectors for operation in found]
+    assert 20 * held[0] + 20 * held[1] + 4 * held[3] == pytest.approx(44)
+    assert held[0] == held[1] == held[3] == 1  # assumed: 4
+    # A kernel whose store waits for its loads takes longer when they read more
+    loads, waits = Control(1, False, 0, None, frozenset(), 0), Control(1, False, None, None, frozenset({0}), 0)
+    controls = [loads, loads, waits, waits, waits]
+    code = dataclasses.replace(
+        code, steps=[step._replace(control=of) for step, of in zip(code.steps, controls, strict=True)]
+    )
+    many = dataclasses.replace(counts, global_sectors_read=20000)
+    few, more = (kernel.predict(code, of, 1, 128, 0, 80).cycles for of in (counts, many))
+    assert more > 2 * few
 
 
 def test_blocks_that_fit_are_limited_by_registers_and_shared_memory():

@@ -1,21 +1,24 @@
 """Predicted time of a kernel: the way of an average warp, simulated for the blocks of one multiprocessor.
 
 Simplified: all warps of a block go the same way; what it lacks of all products is as fast. Warpgroups that load for
-others are left out, and what they load is there in time. Loads come from the level-2 cache. Banks of registers and of
-shared memory, fetching of instructions and power do not limit anything. Blocks of a multiprocessor begin together.
+others are left out, and what they load is there in time. Loads come from the level-2 cache; instructions of a launch
+share the sectors that it counted as if each lane had an address of its own. Banks of registers and of shared memory,
+fetching of instructions and power do not limit anything. Blocks of a multiprocessor begin together.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lib import bounds
-from lib.machine.machine_code import MachineCode
+from lib.machine.machine import Counts
+from lib.machine.machine_code import BlockCount, MachineCode
 from lib.timing.flow import average_way
 from lib.timing.operations import LATENCIES, operations
 from lib.timing.simulator import Deadlock, Multiprocessor, Operation
@@ -48,12 +51,10 @@ def _simulated(trace: tuple[Operation, ...], warps: int, blocks: int, architectu
 
 
 def predict(
-    code: MachineCode, counted: Mapping[int, int], grid: int, threads: int, dynamic_bytes: int, architecture: int
+    code: MachineCode, counts: Counts, grid: int, threads: int, dynamic_bytes: int, architecture: int
 ) -> Prediction | None:
-    """How long blocks of a kernel take; None if none fits, or if its warps wait for ever.
-
-    `counted`: executions of lines of PTX by all of the grid, see Counts.lines.
-    """
+    """How long blocks of a kernel take; None if none fits, or if its warps wait for ever. `counts`: of all the grid."""
+    counted = counts.lines
     resident = resident_blocks(code, threads, dynamic_bytes, architecture)
     warps = threads // bounds.WARP
     try:
@@ -64,7 +65,7 @@ def predict(
         return None
     if any("SETMAXREG" in step.instruction.name for step in code.steps):  # the first warpgroup loads
         warps -= 4
-    of_code = operations(code.steps, architecture)
+    of_code = with_sectors(operations(code.steps, architecture), code.block_counts(counted), counts, architecture)
     try:
         cycles = _simulated(tuple(of_code[i] for i in way), warps, resident, architecture)
     except Deadlock:
@@ -72,6 +73,32 @@ def predict(
     names = Counter(code.steps[i].instruction.name.split(".")[0] for i in way)
     executed = code.executed(code.weights(counted), counted)
     return Prediction(resident, cycles * _more(executed, names, grid * warps))
+
+
+def with_sectors(
+    of_code: Sequence[Operation], blocks: Sequence[BlockCount], counts: Counts, architecture: int
+) -> list[Operation]:
+    """Operations that all together hold the level-2 cache, and atomic additions, for the sectors that were counted.
+
+    Each has its share by what it would take alone, if all of its lanes had addresses beside each other.
+    """
+    gpu = bounds.GPUS[architecture]
+    needed = {
+        "level-2 cache": (counts.global_sectors_read + counts.global_sectors_written) / gpu.sectors,
+        "atomics": counts.atomic_sectors / gpu.atomics,
+    }
+    assumed: Counter[str] = Counter()
+    for block in blocks:
+        for operation in of_code[block.first : block.end]:
+            for unit, held in operation.units:
+                assumed[unit] += block.times * held
+    share = {unit: cycles / assumed[unit] for unit, cycles in needed.items() if assumed[unit]}
+
+    def scaled(operation: Operation) -> Operation:
+        units = tuple((unit, held * share.get(unit, 1.0)) for unit, held in operation.units)
+        return dataclasses.replace(operation, units=units)
+
+    return [scaled(operation) for operation in of_code]
 
 
 def _more(executed: Counter[str], on_way: Counter[str], warps: int) -> float:

@@ -118,7 +118,10 @@ def _warpgroup_product(name: str, operands: str, gpu: bounds.Gpu, latencies: Lat
 
 
 def _memory(name: str, gpu: bounds.Gpu, latencies: Latencies) -> dict:
-    """Loads, stores and copies without conflicts of banks, of which our kernels have few, and whole sectors."""
+    """Loads, stores and copies without conflicts of banks, of which our kernels have few.
+
+    Lanes have addresses beside each other.
+    """
     words = 4 if re.search(r"\.128|M88\.4|MT88\.4|x4", name) else 2 if re.search(r"\.64|M88\.2|MT88\.2", name) else 1
     level2 = ("level-2 cache", words * 4 * bounds.WARP / SECTOR / gpu.sectors)
     shared = ("shared memory", float(words))

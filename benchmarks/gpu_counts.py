@@ -4,7 +4,7 @@
 
 Our kernels run at the lengths of the table. What plain ones count, of which many tiles are tried, is a polynomial of
 the length, exactly: they run at three shorter ones. Beside each bound are the cycles that a simulation predicts
-(lib/timing).
+(lib/timing). A star marks those that have the bound of a launch instead: its simulation was below it, or there is none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import triton  # noqa: E402
 
 import xlnet_kernels as xk  # noqa: E402
 from compiled.sass import classify  # noqa: E402
-from lib import bounds, plain_attention  # noqa: E402
+from lib import bounds, kernel_tables, plain_attention  # noqa: E402
 from lib.block_order import makespan  # noqa: E402
 from lib.machine import cuda_driver  # noqa: E402
 from lib.machine.machine import Counts  # noqa: E402
@@ -173,7 +173,9 @@ def row(
     return {
         "kernel": kernel, "direction": direction, "dtype": "bfloat16", "head_dim": head_dim,
         "architecture": architecture, "length": length, "case": case,
-        "bound_cycles": round(bound, 1), "bound_by": bounds_of[max(bounds_of)], "predicted_cycles": round(time, 1),
+        "bound_cycles": round(bound, 1), "bound_by": bounds_of[max(bounds_of)],
+        "predicted_cycles": round(time, 1) if any(x["simulated_cycles"] for x in counted) else None,
+        "launches_at_bound": sum(x["at_bound"] for x in counted),
         "ratio_to_limit": round(bound / bounds.limit(gpu, head_dim, PRODUCTS[direction]), 3),
         "spilled_bytes": sum(x.spilled_bytes for x in code), "registers": max(x.registers for x in code),
         "machine_to_ptx": round(machine / float(issued), 3),
@@ -185,19 +187,27 @@ def row(
 def prediction(launches: Sequence[Launch], architecture: int, factors: list[Fraction], bound: float) -> dict:
     """Predicted cycles of a multiprocessor for all of a launch, its blocks, and how many of them run side by side.
 
-    Those of the bound where a kernel cannot be simulated, and never less. `launches`, `factors`: see executed.
+    Predicted are the simulated ones, but those of the bound if these are more, or if the kernel cannot be simulated at
+    each length, when simulated_cycles is None. `launches`, `factors`: see executed.
     """
-    total = blocks = 0.0
-    resident = None
+    total: float | None = 0.0
+    blocks, resident = 0.0, None
     for launch, factor in zip(launches, factors, strict=True):
         code = assemble(launch.ptx, launch.name, architecture)
         count = math.prod(launch.grid)
         sizes = count, launch.threads, launch.shared_bytes
         found = timing.predict(code, launch.counts, *sizes, architecture)
         blocks += float(factor * count)
-        if found is not None:
+        if found is None or total is None:
+            total = resident = None
+        else:
             total, resident = total + float(factor * count) * found.cycles / found.resident, found.resident
-    return {"predicted_cycles": round(max(total, bound)), "blocks": round(blocks), "resident": resident}
+    at_bound = total is None or total < bound
+    return {
+        "predicted_cycles": round(bound if at_bound else total),
+        "simulated_cycles": None if total is None else round(total), "at_bound": at_bound,
+        "blocks": round(blocks), "resident": resident,
+    }  # fmt: skip
 
 
 def plainly(counts: Counts) -> dict:
@@ -220,8 +230,8 @@ def best_plain(direction: str, architecture: int, head_dim: int, say: Callable) 
             except triton.runtime.errors.OutOfResources:
                 continue
             last = row("plain", direction, head_dim, architecture, "none", runs, REPORTED[-1])
-            cost = last["spilled_bytes"], last["bound_cycles"], last["predicted_cycles"]
-            bound = f"{last['bound_cycles']} {last['bound_by']}, predicted {last['predicted_cycles']}"
+            cost = last["spilled_bytes"], last["bound_cycles"], last["predicted_cycles"] or math.inf
+            bound = f"{last['bound_cycles']} {last['bound_by']}, predicted {kernel_tables.predicted(last)}"
             say(f"plain {kernel} sm_{architecture} D{head_dim} {tuple(config)}: {bound}")
             if cost < least:
                 best, least = runs, cost
@@ -290,7 +300,7 @@ def calibrate(rows: list[dict]) -> list[dict]:
                     "bound_teraflops": round(speed), "published_teraflops": published,
                     "quotient": round(published / speed, 3), "source": source,
                 }  # fmt: skip
-                if "predicted_cycles" in r:
+                if r.get("predicted_cycles") is not None:
                     cycles = of_all_heads(r["launches"], heads, gpu.multiprocessors)
                     of_pairs = cycles * gpu.multiprocessors * bounds.PAIRS / (heads * r["length"] ** 2)
                     speed = bounds.teraflops(gpu, of_pairs, r["head_dim"], products)
@@ -318,7 +328,7 @@ def show(rows: list[dict]) -> None:
         print(
             f"{r['kernel']:8}{r['direction']:10}{r['head_dim']:4}{r['architecture']:4}{r['length']:6}  {r['case']:16}"
             f"{r['bound_cycles']:8.1f}  {r['bound_by']:15}{r['ratio']:8.2f}{r['ratio_to_limit']:8.2f}"
-            f"{r['spilled_bytes']:8}{r.get('predicted_cycles', '-'):>18}"
+            f"{r['spilled_bytes']:8}{kernel_tables.predicted(r):>18}"
         )
 
 

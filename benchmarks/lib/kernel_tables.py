@@ -56,21 +56,31 @@ def counted(results: dict) -> str:
     found += ["", "| plain kernel | by its bound | predicted, error | measured | quotient | source |", "|---" * 6 + "|"]
     for row in results["calibration"]:
         kernel = f"{row['direction']}, D {row['head_dim']}, L {row['length']}, sm_{row['architecture']}"
-        predicted = "-"
+        speed = "-"
         if "predicted_teraflops" in row:  # results of earlier versions have none
-            predicted = f"{row['predicted_teraflops']}, {100 * row['prediction_error']:+.0f} %"
-        speeds = (
-            f"{row['bound_teraflops']} TFLOP/s | {predicted} | {row['published_teraflops']} | {row['quotient']:.2f}"
-        )
+            speed = f"{row['predicted_teraflops']}, {100 * row['prediction_error']:+.0f} %"
+        speeds = f"{row['bound_teraflops']} TFLOP/s | {speed} | {row['published_teraflops']} | {row['quotient']:.2f}"
         found.append(f"| {kernel} | {speeds} | {row['source']} |")
-    return "\n".join(found) + f"\n\nTriton {results['triton']}.\n"
+    star = " \\*: of a launch its bound, below which its simulation is, or which has none." if _stars(results) else ""
+    return "\n".join(found) + f"\n\nTriton {results['triton']}.{star}\n"
+
+
+def _stars(results: dict) -> bool:
+    return any("*" in predicted(row) for row in results["rows"])
+
+
+def predicted(row: dict) -> str:
+    """Cycles, with a star if a launch has its bound instead of a simulation; "-" if nothing was simulated."""
+    if row.get("predicted_cycles") is None:
+        return "-"
+    return f"{row['predicted_cycles']:.0f}" + ("*" if row.get("launches_at_bound") else "")
 
 
 def _bound_cell(row: dict | None) -> str:
     if row is None:
         return ""
-    predicted = f"; {row['predicted_cycles']:.0f} predicted" if "predicted_cycles" in row else ""
-    return f"{row['bound_cycles']:.0f} {row['bound_by']}, {row['ratio']:.2f}x{predicted}"
+    time = f"; {predicted(row)} predicted".replace("*", "\\*") if "predicted_cycles" in row else ""
+    return f"{row['bound_cycles']:.0f} {row['bound_by']}, {row['ratio']:.2f}x{time}"
 
 
 def counted_of_windows(results: dict) -> str:

@@ -116,6 +116,30 @@ def test_a_row_has_the_counts_of_each_launch(monkeypatch):
     assert main["tensor"] == {"mma": 2048**2 + 5} and main["shared_wavefronts"] == 2 * 2048**2
     assert main["bound_by"] == "shared memory" and main["bound_cycles"] == 2048
     assert prepare["bound_cycles"] + main["bound_cycles"] == pytest.approx(row["bound_cycles"], abs=0.1)
+    assert row["predicted_cycles"] is None and row["launches_at_bound"] == 2  # code without steps is not simulated
+
+
+@pytest.mark.parametrize(
+    ("cycles", "bound", "expected"),
+    [(100, 400, (500, 500, False)), (100, 600, (600, 500, True)), (None, 600, (600, None, True))],
+)
+def test_a_launch_has_its_simulation_beside_its_prediction(monkeypatch, cycles, bound, expected):
+    """Ten blocks, of which two run side by side."""
+    found = None if cycles is None else gpu_counts.timing.Prediction(2, cycles)
+    monkeypatch.setattr(gpu_counts, "assemble", lambda *_: None)
+    monkeypatch.setattr(gpu_counts.timing, "predict", lambda *_: found)
+    launch = Launch("main", (5, 2, 1), 128, 0, "ptx", b"", Counts())
+    made = gpu_counts.prediction([launch], 80, [1], bound)
+    assert (made["predicted_cycles"], made["simulated_cycles"], made["at_bound"]) == expected
+    assert made["blocks"] == 10 and made["resident"] == (found and 2)
+
+
+def test_a_launch_that_is_simulated_at_some_lengths_is_not_predicted(monkeypatch):
+    found = iter([gpu_counts.timing.Prediction(2, 100), None, gpu_counts.timing.Prediction(2, 300)])
+    monkeypatch.setattr(gpu_counts, "assemble", lambda *_: None)
+    monkeypatch.setattr(gpu_counts.timing, "predict", lambda *_: next(found))
+    launch = Launch("main", (5, 2, 1), 128, 0, "ptx", b"", Counts())
+    assert gpu_counts.prediction([launch] * 3, 80, [1, 1, 1], 7)["simulated_cycles"] is None
 
 
 @pytest.mark.parametrize("case", long_counts.CASES)

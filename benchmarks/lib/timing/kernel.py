@@ -2,8 +2,9 @@
 
 Simplified: all warps of a block go the same way; what it lacks of all products is as fast. Warpgroups that load for
 others are left out, and what they load is there in time. Loads come from the level-2 cache; instructions of a launch
-share the sectors that it counted as if each lane had an address of its own. Banks of registers and of shared memory,
-fetching of instructions and power do not limit anything. Blocks of a multiprocessor begin together.
+share the sectors that it counted as if each lane had an address of its own. A product of warpgroups reads its operands
+from shared memory in one burst, when its turn comes, instead of all the time that it takes. Banks of registers and of
+shared memory, fetching of instructions and power do not limit anything. Blocks of a multiprocessor begin together.
 """
 
 from __future__ import annotations

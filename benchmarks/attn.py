@@ -127,7 +127,7 @@ def _other_sections(options: argparse.Namespace, bench: Bench, implementations: 
     others = {
         "streams": (extra, lambda: sections.streams(bench, own, extra)),
         "module": ([layer], lambda: sections.module(bench, own, layer)),
-        "precision": (extra, lambda: sections.precisions(bench, own, extra)),
+        "precision": (extra, lambda: sections.precision(bench, own, extra)),
         "long": ([long], lambda: sections.long(bench, present, long)),
         "terms": (extra, lambda: [sections.terms(bench, with_baselines, one) for one in extra]),
     }

@@ -178,17 +178,17 @@ def terms(bench: Bench, implementations: dict[str, Implementation], case: Case) 
         bench.group("terms", jobs, labels(sized) | {"case": name}, baseline=BASELINE)
 
 
-def precisions(bench: Bench, backend: str, cases: list[Case]) -> None:
+def precision(bench: Bench, backend: str, cases: list[Case]) -> None:
     """This package's backend and plain SDPA in PRECISIONS."""
     for case in cases:
         jobs = []
-        for name, (dtype, rounds_like, precision) in PRECISIONS.items():
-            if precision != "highest" and case.device != "cpu":  # CUDA takes TF32 there, as for other precisions
+        for name, (dtype, rounds_like, allowed) in PRECISIONS.items():
+            if allowed != "highest" and case.device != "cpu":  # CUDA takes TF32 there, as for other precisions
                 continue
             typed, prepares = replace(case, dtype=dtype), (package_backend(backend), plain_sdpa)
             problem = build_problem(typed)
-            if precision != "highest":
-                prepares = tuple(functools.partial(_at_precision, precision, prepare) for prepare in prepares)
+            if allowed != "highest":
+                prepares = tuple(functools.partial(_at_precision, allowed, prepare) for prepare in prepares)
             own = _job(f"xlnet_kernels {name}", typed, problem, prepares[0], _reference(problem, typed))
             jobs += [
                 replace(own, dtype=rounds_like),

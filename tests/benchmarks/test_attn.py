@@ -54,7 +54,7 @@ def test_precisions_of_the_cpu_are_medium_too(bench, small_case, monkeypatch):
 
     plain = sections.plain_sdpa
     monkeypatch.setattr(sections, "plain_sdpa", recorded)
-    sections.precisions(bench, "reference", [small_case])
+    sections.precision(bench, "reference", [small_case])
     assert set(told) == {"highest", "high", "medium"}
     names = [row["implementation"] for row in bench.rows if row["direction"] == "forward"]
     own = [name for name in names if name.startswith("xlnet_kernels")]

@@ -141,7 +141,7 @@ def test_info_refuses_an_unknown_name():
 
 def test_info_says_which_products_bfloat16_takes():
     found = run_with("emulated_bf16", "-m", "xlnet_kernels.info")
-    assert "generic; bfloat16: emulated_bf16\n" in found.stdout
+    assert "generic; bfloat16: emulated_bf16, float32 in parts too\n" in found.stdout
 
 
 def test_check_names_the_instruction_set():

@@ -169,12 +169,12 @@ def test_instructions_hold_what_sources_say():
     assert {pipe(name) for name in ("FMNMX", "FSETP.GT.AND", "IADD3", "LOP3.LUT", "F2FP.BF16.PACK_AB")} == {"logic"}
 
 
-@pytest.mark.parametrize("of", ["m16n8k16.bf16", "m16n8k8.tf32"])
-def test_products_of_warps_are_as_fast_in_bounds_as_in_simulations(of):
+@pytest.mark.parametrize("shape", ["m16n8k16.bf16", "m16n8k8.tf32"])
+def test_products_of_warps_are_as_fast_in_bounds_as_in_simulations(shape):
     """The machine counts four cycles on sm_90, as of wgmma, which is another instruction."""
-    name = {"m16n8k16.bf16": "HMMA.16816.F32.BF16", "m16n8k8.tf32": "HMMA.1688.F32.TF32"}[of]
+    name = {"m16n8k16.bf16": "HMMA.16816.F32.BF16", "m16n8k8.tf32": "HMMA.1688.F32.TF32"}[shape]
     for architecture, counted, held in ((80, 8, 8), (90, 4, 6)):
-        counts = Counts(tensor={f"mma.{of}": 40, "wgmma.m64n64k16.f16": 5}, tensor_cycles=40 * counted + 5 * 32)
+        counts = Counts(tensor={f"mma.{shape}": 40, "wgmma.m64n64k16.f16": 5}, tensor_cycles=40 * counted + 5 * 32)
         found = bounds.cycles(counts, bounds.GPUS[architecture], 0)["tensor cores"]
         assert operation(name, architecture=architecture).held == pytest.approx(held)
         assert found == pytest.approx((40 * held + 5 * 32) / 4)
@@ -290,10 +290,10 @@ def test_a_launch_takes_the_level_2_cache_for_the_sectors_that_it_counted():
     loads, waits = Control(1, False, 0, None, frozenset(), 0), Control(1, False, None, None, frozenset({0}), 0)
     controls = [loads, loads, waits, waits, waits]
     code = dataclasses.replace(
-        code, steps=[step._replace(control=of) for step, of in zip(code.steps, controls, strict=True)]
+        code, steps=[step._replace(control=control) for step, control in zip(code.steps, controls, strict=True)]
     )
     many = dataclasses.replace(counts, global_sectors_read=20000)
-    few, more = (kernel.predict(code, of, 1, 128, 0, 80).cycles for of in (counts, many))
+    few, more = (kernel.predict(code, counted, 1, 128, 0, 80).cycles for counted in (counts, many))
     assert more > 2 * few
 
 

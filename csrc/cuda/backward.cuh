@@ -59,7 +59,7 @@ DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const Back
              tile.j0 + part_keys, memory.labels.rank + part_keys, lane.t);
 }
 
-// Stores numbers of a pair of rows and keys, of 16 rows and KEYS keys.
+// Stores a number for each of 16 rows and KEYS keys.
 template <typename S, int N>
 DEVICE void store_scores(const typename S::Scores& to, const WarpPart& of, const float (&score)[N][4]) {
   const int m = 16 * of.m_tile + of.lane.g, column = of.part * S::KEYS + 2 * of.lane.t;

@@ -13,7 +13,7 @@ namespace xlnet_kernels::cuda {
 using HeadDims = std::integer_sequence<int, 32, 64, 96, 128>;
 
 // Bytes of a tile in shared memory: a gap of 16 bytes between rows, so that chunks of eight rows fall into different
-// banks.
+// banks. The last row needs none.
 constexpr int tile_stride(int row_bytes) { return row_bytes + 16; }
 constexpr int tile_bytes(int rows, int row_bytes) { return rows * tile_stride(row_bytes) - 16; }
 

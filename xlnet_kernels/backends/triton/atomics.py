@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 
 from .operands import columns
-from .shift_ptx import halves
+from .shift_ptx import split
 
 
 @triton.constexpr_function
 def _place(number, count):
-    """Index of the slice, of `count`, at a place after all steps of `halves`."""
+    """Index of the slice, of `count`, at a place after all steps of `split`."""
     bits = count.bit_length() - 1
     return sum((number >> k & 1) << bits - 1 - k for k in range(bits))
 
@@ -30,10 +30,7 @@ def add_atomically(sums, chunk, c, META):
         WARPS: tl.constexpr = META.BLOCK_M // META.BLOCK_N  # side by side; a warp has 16 rows, here and in a tile
         COUNT: tl.constexpr = META.BLOCK_D // (4 * WARPS)
         parts = tl.permute(tl.reshape(chunk, (ROWS // 8, 2, 8, WARPS, COUNT // 2, 8)), (3, 0, 2, 5, 4, 1))
-        parts = (tl.reshape(parts, (WARPS * ROWS, 8, COUNT)),)
-        for k in tl.static_range(5):
-            if (1 << k) < COUNT:
-                parts = halves(parts)
+        parts = split(tl.reshape(parts, (WARPS * ROWS, 8, COUNT)), COUNT)
         row = tl.arange(0, ROWS)[None, :, None]
         column = tl.arange(0, WARPS)[:, None, None] * (META.BLOCK_D // WARPS) + tl.arange(0, 8)[None, None, :]
         column += c * META.BLOCK_D

@@ -162,25 +162,40 @@ FOLDED_OPERANDS = tl.constexpr(",".join(["=&f"] * _REGISTERS + ["f"] * 2 * _REGI
 GIVE_OPERANDS = tl.constexpr(",".join(["=&f"] * 2 * _REGISTERS + ["f"] * 2 * _REGISTERS + ["r"] * 2))
 
 
-@triton.jit
-def halves(parts):
-    """Split of each of `parts` (ROWS, COLUMNS, COUNT) into two of (ROWS, COLUMNS, COUNT / 2)."""
-    found = ()
-    for i in tl.static_range(len(parts)):
-        x = parts[i]
-        even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // 2, 2)))
-        found = found + (even, odd)
-    return found
+@triton.constexpr_function
+def _bits(count):
+    return count.bit_length() - 1
+
+
+@triton.constexpr_function
+def _in_twos(first, second, count):
+    """Shape of (first, second, count), `count` a power of two, with one dimension of two for each of its bits."""
+    return (first, second, *[2] * _bits(count))
 
 
 @triton.jit
-def _wholes(halves):
-    """Inverse of `halves`."""
-    found = ()
-    for i in tl.static_range(len(halves) // 2):
-        x = tl.join(halves[2 * i], halves[2 * i + 1])
-        found = found + (tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] * 2)),)
-    return found
+def split(x, COUNT: tl.constexpr):
+    """Split of x (A, B, COUNT) into COUNT tensors (A, B), by the lowest bit of the index first."""
+    # One reshape for all, because two of Triton's passes take time with the square of the number of operations.
+    parts = (tl.reshape(x, _in_twos(x.shape[0], x.shape[1], COUNT)),)
+    for k in tl.static_range(_bits(COUNT)):
+        found = ()
+        for i in tl.static_range(1 << k):
+            even, odd = tl.split(parts[i])
+            found = found + (even, odd)
+        parts = found
+    return parts
+
+
+@triton.jit
+def _join(parts, COUNT: tl.constexpr):
+    """Inverse of `split`, with one dimension of two for each bit of the index."""
+    for k in tl.static_range(_bits(COUNT)):
+        found = ()
+        for i in tl.static_range(COUNT >> (k + 1)):
+            found = found + (tl.join(parts[2 * i], parts[2 * i + 1]),)
+        parts = found
+    return parts[0]
 
 
 @triton.jit
@@ -192,28 +207,15 @@ def split_fragment(x):
     ROWS: tl.constexpr = x.shape[0] // 2
     GROUPS: tl.constexpr = x.shape[1]
     x = tl.permute(tl.reshape(x, (ROWS // 8, 2, 8, GROUPS, 4, 2)), (0, 2, 4, 3, 1, 5))
-    parts = halves(halves((tl.reshape(x, (ROWS, 4, GROUPS * 4)),)))  # by the two last dimensions
-    for k in tl.static_range(5):
-        if (1 << k) < GROUPS:
-            parts = halves(parts)
-    found = ()
-    for i in tl.static_range(GROUPS * 4):
-        found = found + (tl.reshape(parts[i], (ROWS, 4)),)
-    return found
+    return split(tl.reshape(x, (ROWS, 4, GROUPS * 4)), GROUPS * 4)
 
 
 @triton.jit
 def join_fragment(parts, GROUPS: tl.constexpr):
     """Inverse of `split_fragment`."""
     ROWS: tl.constexpr = parts[0].shape[0]
-    found = ()
-    for i in tl.static_range(GROUPS * 4):
-        found = found + (tl.reshape(parts[i], (ROWS, 4, 1)),)
-    found = _wholes(_wholes(found))
-    for k in tl.static_range(5):
-        if (1 << k) < GROUPS:
-            found = _wholes(found)
-    x = tl.permute(tl.reshape(found[0], (ROWS // 8, 8, 4, GROUPS, 2, 2)), (0, 4, 1, 3, 2, 5))
+    x = tl.reshape(_join(parts, GROUPS * 4), (ROWS // 8, 8, 4, GROUPS, 2, 2))
+    x = tl.permute(x, (0, 4, 1, 3, 2, 5))
     return without_joins(tl.reshape(x, (ROWS * 2, GROUPS, 8)))
 
 

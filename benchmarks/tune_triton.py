@@ -33,7 +33,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}  # 
 # After these errors a process cannot use the GPU, and every later candidate would fail as well.
 LOST = ("illegal memory access", "misaligned address", "illegal instruction", "unspecified launch failure")
 COMPILING = 0.6  # of a budget
-HEADER = "# (GPU family, kind of products, head_dim up to): forward, rows, keys\n"
+HEADER = "# (GPU class, kind of products, head_dim up to): forward, rows, keys\n"
 
 
 def candidates(kind: str, head_dim: int) -> list[Config]:
@@ -48,6 +48,11 @@ def candidates(kind: str, head_dim: int) -> list[Config]:
         for BLOCK_D in (64, 128) if keep else (32, 64):
             BLOCK_D = min(BLOCK_D, max(16, 1 << (head_dim - 1).bit_length()))
             found.append(Config(BLOCK_M, BLOCK_N, BLOCK_D, keep, warps, stages))
+    # Four warps a block. 168 registers a thread: three blocks fit on a multiprocessor, with spills. 255: two blocks,
+    # where ptxas may give a thread 168 and spill.
+    whole = [config for config in found if config.KEEP and config[:2] == (64, 64) and config.num_warps == 4]
+    for most in (168, 255) if kind == "16-bit" else ():
+        found += [config._replace(max_registers=most) for config in whole if config.num_stages <= 2]
     return list(dict.fromkeys(found))
 
 
@@ -107,7 +112,10 @@ def read(text: str) -> dict:
 
 
 class OnGPU:
-    """`measure` for `tune`: results on `checked` against the reference first, then the geometric mean of medians."""
+    """`measure` for `tune`: results on `checked` against the reference first, then the geometric mean of medians.
+
+    The kernel of keys is measured in deterministic calls, because in others it only rounds sums.
+    """
 
     def __init__(self, key: tuple, checked: Problem, problems: list[Problem], bench: Callable | None = None) -> None:
         self.key, self.checked, self.problems = key, checked, problems
@@ -121,12 +129,12 @@ class OnGPU:
 
         tuning.TABLE[self.key] = configs
         launch_cache.plans.clear()  # they hold what was there before
-        self._compare(self._results(self.checked, "triton"), self.exact, self.checked.query.dtype)
+        self._compare(self._results(self.checked, "triton", kernel == "keys"), self.exact, self.checked.query.dtype)
         times = []
         for problem in self.problems:
             inputs = [getattr(problem, name).requires_grad_() for name in Problem.INPUTS]
             with torch.set_grad_enabled(kernel != "forward"):
-                out = attend(problem, "triton")
+                out = attend(problem, "triton", deterministic=kernel == "keys")
 
             def forward(p=problem):
                 with torch.no_grad():
@@ -139,9 +147,9 @@ class OnGPU:
             times.append((self.bench or do_bench)(call, return_mode="median"))
         return statistics.geometric_mean(times)
 
-    def _results(self, p: Problem, backend: str) -> list[torch.Tensor]:
+    def _results(self, p: Problem, backend: str, deterministic: bool = False) -> list[torch.Tensor]:
         inputs = [getattr(p, name).requires_grad_() for name in Problem.INPUTS]
-        out = attend(p, backend)
+        out = attend(p, backend, deterministic)
         return [out.detach(), *torch.autograd.grad(out, inputs, p.grad_out)]
 
     @staticmethod
@@ -174,7 +182,7 @@ def main(arguments: list[str]) -> int:
     if options.entries:
         tuning.TABLE.update(read(options.entries.read_text()))
     capability, dtype, found = torch.cuda.get_device_capability(), getattr(torch, options.dtype), {}
-    family, kind = tuning.family(capability), tuning.kind_of(dtype, launch_cache.precision_of(dtype, 0.0))
+    gpu_class, kind = tuning.gpu_class(capability), tuning.kind_of(dtype, launch_cache.precision_of(dtype, 0.0))
     by = f"measured: {torch.cuda.get_device_name()}, Triton {triton.__version__}"
 
     def log(line: str) -> None:
@@ -182,8 +190,8 @@ def main(arguments: list[str]) -> int:
 
     for head_dim in options.head_dims:
         until = time.monotonic() + options.budget
-        key = (family, kind, head_dim)
-        start = {key: tuple(tuning.choose(kernel, kind, head_dim, (family // 10, 0)) for kernel in KERNELS)}
+        key = (gpu_class, kind, head_dim)
+        start = {key: tuple(tuning.choose(kernel, kind, head_dim, capability) for kernel in KERNELS)}
         case = Case(min(options.lengths), 1, 2, head_dim, 0, dtype, "cuda")
         cases = [
             replace(case, length=length, batch=max(1, options.tokens // length), heads=options.heads)

@@ -68,7 +68,9 @@ class Driver:
         return 0
 
     def get_device_properties(self, device: int) -> dict:
-        return {"max_shared_mem": SHARED_MEMORY.get(self.architecture, SHARED_MEMORY[90])}
+        known = self.architecture in SHARED_MEMORY
+        limit = self.architecture if known else tuning.family(divmod(self.architecture, 10))
+        return {"max_shared_mem": SHARED_MEMORY[limit]}
 
     def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple:
         self.binaries[name] = cubin, shared
@@ -185,6 +187,8 @@ def compile_kernel(architecture: int | str, kernel: str, call: Call) -> Compiled
     configs, texts = [], []
 
     def only_this(self, jit, count, config, **arguments):
+        if architecture in AMD:  # whose compiler knows no limit of registers
+            config = config._replace(max_registers=None)
         if jit.__name__ == f"{kernel}_kernel":
             configs.append(config)
             original(self, jit, count, config, **arguments)

@@ -24,12 +24,12 @@ Candidate = tuple[str, Config]  # kernel, tiles
 _state: dict = {}  # of a process that compiles
 
 
-def attend(p: Problem, backend: str) -> torch.Tensor:
+def attend(p: Problem, backend: str, deterministic: bool = False) -> torch.Tensor:
     """The operator on everything that a problem has."""
     return xk.rel_attention(
         p.query, p.key, p.value, p.rel_key, content_bias=p.content_bias, position_bias=p.position_bias,
         segments=p.segments(p.segment_embed, p.segment_bias), memory=(p.memory_key, p.memory_value), mask=p.mask,
-        query_positions=p.query_positions, backend=backend,
+        query_positions=p.query_positions, deterministic=deterministic, backend=backend,
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def _compile(job: Candidate) -> tuple[Candidate, str | None, int]:
     try:
         for problem in _state["problems"]:
             inputs = [getattr(problem, name).requires_grad_() for name in Problem.INPUTS]
-            out = attend(problem, "triton")
+            out = attend(problem, "triton", deterministic=kernel == "keys")
             if kernel == "forward":
                 with torch.no_grad():
                     attend(problem, "triton")

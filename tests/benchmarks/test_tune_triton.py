@@ -28,6 +28,9 @@ def test_candidates_are_what_the_kernels_can_do(kind, head_dim):
     for config in found:
         assert config.BLOCK_M <= 2 * config.BLOCK_N and config.BLOCK_N >= 32
         assert 16 <= config.BLOCK_D < max(17, 2 * head_dim)
+    # 65536 registers are 168 a thread for three blocks of 128 threads; 255 is the most of a thread
+    limited = kind == "16-bit" and head_dim <= 128
+    assert {config.max_registers for config in found} == ({None, 168, 255} if limited else {None})
 
 
 def test_the_fastest_candidate_of_each_kernel_is_taken():
@@ -159,9 +162,11 @@ def test_each_head_dim_starts_from_the_best_of_those_before(monkeypatch):
 
 
 def test_entries_are_read_as_they_were_written():
-    text = tune_triton.write(tuning.TABLE, "measured: a GPU")
-    assert tune_triton.read(text) == tuning.TABLE
-    assert text.count("    # measured: a GPU\n") == len(tuning.TABLE)
+    entries = {key: tuple(tuning.Config(*config) for config in configs) for key, configs in tuning.TABLE.items()}
+    entries[KEY] = tuple(config._replace(max_registers=168) for config in entries[KEY])
+    text = tune_triton.write(entries, "measured: a GPU")
+    assert tune_triton.read(text) == entries
+    assert text.count("    # measured: a GPU\n") == len(entries)
 
 
 @pytest.mark.skipif("triton" not in INTERPRETED, reason="measures with an injected clock, in Triton's interpreter")

@@ -73,9 +73,8 @@ def test_stays_inside_its_tensors_whatever_the_order(monkeypatch, how, problem, 
 def test_tiles_are_those_of_the_table():
     """Every tile shape and KEEP in it is tested here, or by operator/test_operator.py, which runs the interpreter's."""
     tested = {(BLOCK_M, BLOCK_N, KEEP) for BLOCK_M, BLOCK_N, _, KEEP in TILES.values()} | {(64, 64, True)}
-    assert {
-        (BLOCK_M, BLOCK_N, KEEP) for entry in tuning.TABLE.values() for BLOCK_M, BLOCK_N, _, KEEP, _, _ in entry
-    } <= tested
+    configs = [tuning.Config(*config) for entry in tuning.TABLE.values() for config in entry]
+    assert {(config.BLOCK_M, config.BLOCK_N, config.KEEP) for config in configs} <= tested
 
 
 @pytest.mark.few
@@ -227,10 +226,34 @@ def test_the_table_serves_every_head_dim_and_dtype():
                     assert 16 <= config.BLOCK_D < max(17, 2 * head_dim)
 
 
-def test_a_family_without_an_entry_of_its_own_takes_the_lower_one():
+def test_a_class_without_an_entry_of_its_own_takes_the_lower_one():
     assert (90, "ieee", 64) not in tuning.TABLE
     for kernel in tuning.KERNELS:
         assert tuning.choose(kernel, "ieee", 64, (9, 0)) == tuning.choose(kernel, "ieee", 64, (8, 0))
+
+
+def test_gpus_with_less_shared_memory_than_an_a100_can_have_entries_of_their_own(monkeypatch):
+    """A wide one does not stand for narrow heads, none for other GPUs, and a family comes before a width."""
+    own = ((32, 32, 64, True, 4, 1),) * 3
+    added = dict.fromkeys([(86, "16-bit", 128), (86, "float32", 256), (80, "16-bit", 96)], own)
+    monkeypatch.setattr(tuning, "TABLE", tuning.TABLE | added)
+    assert tuning.choose("rows", "float32", 256, (9, 0)) != tuning.Config(*own[1])
+    assert tuning.choose("rows", "16-bit", 96, (9, 0)) == tuning.Config(*tuning.TABLE[90, "16-bit", 128][1])
+    for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0)):
+        has_own = capability in ((8, 6), (8, 9), (12, 0))
+        assert (tuning.choose("rows", "16-bit", 128, capability) == tuning.Config(*own[1])) == has_own
+        assert tuning.choose("rows", "16-bit", 64, capability) != tuning.Config(*own[1])
+
+
+def test_a_launch_has_the_registers_of_its_configuration(monkeypatch):
+    """Where the compiler chooses, the option is absent, because not every compiler knows it."""
+    launched = []
+    monkeypatch.setattr(launch_cache, "run", lambda *given: launched.append(given[-1]()))
+    monkeypatch.setattr(launch_cache, "plans", {})
+    configs = {"forward": tuning.Config(32, 32, 16, True, 4, 2, 168), "preprocess": tuning.PREPROCESS}
+    monkeypatch.setattr(launch_cache.Plan, "config", lambda self, name: configs[name])
+    make(1, 1, 40).call("triton")
+    assert [options.get("maxnreg", "none") for options in launched] == ["none", 168]
 
 
 @pytest.mark.parametrize("problem", ["order", "rows-in-any-order", "rows-far-apart"])

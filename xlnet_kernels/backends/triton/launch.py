@@ -289,7 +289,8 @@ class Call:
                 config, known.head_dim, *known.bounded, known.precision, quads, shift_ptx, folded, lazy, in_registers,
                 needs_rel, ordered, one_pass,
             )  # fmt: skip
-            return {
+            options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
+            return options | {
                 "META": meta,
                 "num_warps": config.num_warps,
                 "num_stages": config.num_stages,

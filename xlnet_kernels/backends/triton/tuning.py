@@ -1,9 +1,9 @@
 """Table of tile sizes, warps and pipeline stages of the kernels, without a search at run time.
 
-Not measured on a GPU yet. Entries "by counts" have the least load on the busiest resource (`make gpu-counts`,
-docs/notebook/triton.md). Entries "by spills" have the fewest register spills among those with the widest matrix
-instructions of their GPUs. Family 80 stays within 99 KB of shared memory, the limit of a program on sm_86, sm_89 and
-sm_120; the others within 227 KB. benchmarks/results/triton-compiled.json has the compiler's counts.
+Not measured on a GPU yet. Entries "by counts" have the least load on the busiest resource (`make gpu-counts`). Entries
+"by spills" have the fewest register spills among those with the widest matrix instructions of their GPUs.
+docs/notebook/triton.md has what else was tried. Family 80 stays within 99 KB of shared memory, the limit of a program
+on sm_86, sm_89 and sm_120; the others within 227 KB. benchmarks/results/triton-compiled.json has the compiler's counts.
 benchmarks/tune_triton.py measures candidates on a GPU and writes entries of this form.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from .features import family, is_on
+from .features import ANY, family, is_on
 
 
 class Config(NamedTuple):
@@ -28,11 +28,12 @@ class Config(NamedTuple):
     KEEP: bool
     num_warps: int
     num_stages: int
+    max_registers: int | None = None  # of a thread; None: the compiler's choice
 
 
 KERNELS = ("forward", "rows", "keys")
-# Source of the choice; (GPU family, kind of products, head_dim up to) -> a configuration for each of KERNELS. One class
-# of lengths, because no measurement calls for more.
+# Source of the choice; (GPU class, kind of products, head_dim up to) -> a configuration for each of KERNELS. One class
+# of lengths, because no measurement calls for more. See `gpu_class`.
 TABLE = {
     # by counts
     (80, "16-bit", 64): ((64, 64, 64, True, 4, 2), (64, 64, 64, True, 4, 1), (64, 64, 64, True, 4, 2)),
@@ -49,7 +50,7 @@ TABLE = {
     # by counts
     (90, "16-bit", 64): ((128, 64, 64, True, 8, 2), (128, 64, 64, True, 8, 1), (64, 64, 64, True, 4, 1)),
     # by counts
-    (90, "16-bit", 128): ((128, 64, 128, True, 8, 2), (128, 64, 128, True, 8, 1), (64, 64, 64, True, 4, 1)),
+    (90, "16-bit", 128): ((128, 64, 128, True, 8, 2), (128, 64, 128, True, 8, 1), (64, 64, 128, True, 4, 1)),
     # by spills
     (90, "16-bit", 256): ((64, 32, 64, False, 8, 1), (64, 32, 64, False, 8, 1), (64, 32, 64, False, 8, 1)),
     # by spills
@@ -98,15 +99,23 @@ def takes_one_pass(config: Config, kind: str, capability: tuple[int, int] | None
     return config.KEEP and kind == "16-bit" and is_on("one pass", capability)
 
 
+def gpu_class(capability: tuple[int, int]) -> int:
+    """The class of GPUs in TABLE: the family, but 86 for all of family 80 that are not sm_80; most have 99 KB."""
+    return 86 if family(capability) == 80 and capability != (8, 0) else family(capability)
+
+
 def choose(kernel: str, kind: str, head_dim: int, capability: tuple[int, int] | None) -> Config:
     """The configuration of `kernel`, one of KERNELS; `kind`: see kind_of. `capability` None: for Triton's interpreter.
 
-    A family of GPUs without an entry takes that of the next lower family.
+    A family of GPUs without an entry takes that of the next lower family. Of a family's entries that are wide enough
+    the narrowest counts, and of two of one width that of the GPU's own class.
     """
     config = _INTERPRETED
     if capability is not None:
-        keys = [key for key in TABLE if key[0] <= family(capability) and key[1] == kind and key[2] >= head_dim]
-        best = min(keys, key=lambda key: (-key[0], key[2]))
+        own = gpu_class(capability)
+        classes = {own} | {one for one in ANY if one is not None and one <= own}
+        keys = [key for key in TABLE if key[0] in classes and key[1] == kind and key[2] >= head_dim]
+        best = min(keys, key=lambda key: (-(key[0] // 10), key[2], -key[0]))
         config = Config(*TABLE[best][KERNELS.index(kernel)])
     return config._replace(BLOCK_D=min(config.BLOCK_D, max(16, 1 << (head_dim - 1).bit_length())))
 

@@ -59,7 +59,7 @@ def test_warpgroup_kernels_keep_to_their_registers(direction, spills, dtype, tmp
     assert all(int(registers) == 65536 // 384 // 8 * 8 for *_, registers in kernels), kernels
 
 
-@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("architecture", [pytest.param("sm_90", marks=pytest.mark.thorough), "sm_100"])
 def test_compiles_for_gpus_that_are_not_here(architecture, tmp_path):
     command = [
         "nvcc",

@@ -41,14 +41,16 @@ BASE = Features(
 # Together they have every mask, dtype and feature once, on either architecture.
 SAMPLE = {
     "order": BASE,
-    "wgmma": replace(BASE, architecture=90, head_dim=64, layout="projections"),
+    "wgmma": replace(
+        BASE, architecture=90, dtype=torch.float16, head_dim=80, layout="projections", mask=None, segments=False
+    ),
     "uni-padding": replace(BASE, dtype=torch.float16, rel_rows="uni", mask="padding", deterministic=True),
     "memory-positions": replace(BASE, architecture=90, memory=True, positions=True, mask="ranks", grad_lse=True),
     "float32-dense": replace(BASE, dtype=torch.float32, mask="dense", segments=False, memory=True),
     "tf32-causal": replace(BASE, architecture=90, dtype=torch.float32, tf32=True, mask="causal", rel_batch=True),
-    "dropout-window": replace(BASE, mask="window", dropout=True, aligned=True, head_dim=40, biases=False),
-    "window-of-distances": replace(BASE, rel_rows="window", positions=True, memory=True),
-    "no-mask": replace(BASE, architecture=90, dtype=torch.float16, mask=None, segments=False, head_dim=80),
+    "dropout-window": replace(
+        BASE, mask="window", rel_rows="window", dropout=True, aligned=True, head_dim=40, biases=False
+    ),
 }
 
 

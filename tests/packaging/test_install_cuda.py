@@ -1,7 +1,8 @@
 """`pip install .` against a CUDA build of torch, where no GPU is needed: compiles, links, loads, says what it is.
 
-Slow: torch for CUDA takes 5 GB and a minute, all kernels for one architecture about four on two cores. A normal run
-leaves out the kernels' code, of which cuda/test_compile.py compiles a sample.
+Thorough: torch for CUDA takes 5 GB and a minute, the kernels for one architecture about four minutes on two cores. One
+test leaves out the kernels' code. In `make test` cuda/test_compile.py compiles a sample of kernels, machine/ links and
+runs the host's code, test_cuda_architectures.py and test_build_decisions.py have the choices of a build.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests import ROOT
 from tests.packaging.test_install import compiler, run  # noqa: F401
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc: set PATH to where CUDA's compiler is"),
 ]
 ASK = """
@@ -44,7 +45,7 @@ def leave_kernels_out(tree: Path) -> None:
         path.write_text(text)
 
 
-@pytest.mark.parametrize("has_kernels", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("has_kernels", [False, True])
 def test_builds_for_a_gpu_that_is_not_here(tmp_path, has_kernels, compiler):  # noqa: F811
     run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
     python = tmp_path / "env" / "bin" / "python"

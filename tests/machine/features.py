@@ -9,8 +9,9 @@ from unittest import mock
 
 import torch
 
-from tests.cases import MASKS, MODULES, Problem, make
+from tests.cases import MASKS, Problem, make
 from tests.machine import rounding
+from xlnet_kernels.backends import _BACKENDS
 
 CHOICES = {
     "architecture": (80, 90),
@@ -64,9 +65,9 @@ class Features:
 
     def serves(self, backend: str) -> Features:
         """The nearest that the backend serves, in which it has as many pairs."""
-        served = MODULES[backend].DTYPES or (self.dtype,)
-        dtype = self.dtype if self.dtype in served else torch.float16
-        return replace(self, dtype=dtype, head_dim=min(self.head_dim, MODULES[backend].max_head_dim(dtype) or 256))
+        module = _BACKENDS[backend]  # also of one that the machine serves only from call to call
+        dtype = self.dtype if self.dtype in (module.DTYPES or (self.dtype,)) else torch.float16
+        return replace(self, dtype=dtype, head_dim=min(self.head_dim, module.max_head_dim(dtype) or 256))
 
     def problem(self, seed: int, rows: int = 100, most_batch: int = 2) -> Problem:
         """A problem with these features, of random sizes: up to `rows` rows and about as many keys."""

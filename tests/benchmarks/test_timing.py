@@ -19,6 +19,7 @@ import sys  # noqa: E402
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_counts  # noqa: E402
+import gpu_waits  # noqa: E402
 from compiled.control_codes import FIRST_BIT, Control, Step, decode, encode, schedule  # noqa: E402
 from compiled.sass import Instruction  # noqa: E402
 from lib import bounds, kernel_tables  # noqa: E402
@@ -360,3 +361,20 @@ def test_published_speeds_at_these_lengths_are_predicted_within_a_quarter(archit
         simulated = sum(launch["simulated_cycles"] for launch in row["launches"]) * bounds.PAIRS / row["length"] ** 2
         assert simulated >= max(row["bound_cycles"], bounds.limit(bounds.GPUS[architecture], head_dim, 2))
         assert row["launches_at_bound"] == 0
+
+
+def test_waits_are_those_before_instructions():
+    """A load's use waits for it, and all waits of a warp make its time; `steps` are numbers of another order."""
+    load = Operation(results=0, latency=100.0)
+    way = kernel.Way((7, 3, 7, 3), (load, Operation(waits=(0,)), load, Operation(waits=(0,))), warps=1, resident=1)
+    assert kernel.waits(way, 80) == {7: 1.0, 3: 200.0}
+    assert Multiprocessor(way.operations, 1, 1, 0.0).run() == 202.0
+
+
+def test_waits_of_a_kernel_are_shown(capsys):
+    launch = gpu_counts.plain("forward", Config(128, 64, 4, 3), 80, 64, 256)[0]
+    gpu_waits.show(launch, 80, 5)
+    first, _, *rows = capsys.readouterr().out.splitlines()
+    assert "2 blocks of 4 warps" in first and len(rows) == 5
+    shares = [float(row.split()[1].rstrip("%")) for row in rows]
+    assert shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 100

@@ -46,34 +46,81 @@ def resident_blocks(code: MachineCode, threads: int, dynamic_bytes: int, archite
     return min(REGISTERS // registers, SHARED_OF_MULTIPROCESSOR[architecture] // shared, THREADS // threads, BLOCKS)
 
 
+@dataclass(frozen=True)
+class Way:
+    """Instructions of an average warp of a kernel, and the number of warps that issue them on a multiprocessor."""
+
+    steps: tuple[int, ...]  # numbers in the machine code
+    operations: tuple[Operation, ...]
+    warps: int  # of a block, without those that load for others
+    resident: int  # blocks
+
+
 @functools.lru_cache(maxsize=32)  # the plain kernel's launches are asked for twice
 def _simulated(trace: tuple[Operation, ...], warps: int, blocks: int, architecture: int) -> float:
     return Multiprocessor(trace, warps, blocks, LATENCIES[architecture].barrier).run()
 
 
-def predict(
+def way_of(
     code: MachineCode, counts: Counts, grid: int, threads: int, dynamic_bytes: int, architecture: int
-) -> Prediction | None:
-    """How long blocks of a kernel take; None if none fits, or if its warps wait for ever. `counts`: of all the grid."""
-    counted = counts.lines
+) -> Way | None:
+    """The way of a kernel's warps; None if no block fits, or if counts give no way. `counts`: of all the grid."""
     resident = resident_blocks(code, threads, dynamic_bytes, architecture)
     warps = threads // bounds.WARP
+    blocks = code.block_counts(counts.lines)
     try:
-        way = average_way(code.steps, code.block_counts(counted), grid * warps) if code.steps else None
+        way = average_way(code.steps, blocks, grid * warps) if code.steps else None
     except np.linalg.LinAlgError:  # counts that balance in no way, or in many
         return None
     if way is None or resident == 0:
         return None
     if any("SETMAXREG" in step.instruction.name for step in code.steps):  # the first warpgroup loads
         warps -= 4
-    of_code = with_sectors(operations(code.steps, architecture), code.block_counts(counted), counts, architecture)
+    of_code = with_sectors(operations(code.steps, architecture), blocks, counts, architecture)
+    return Way(tuple(way), tuple(of_code[i] for i in way), warps, resident)
+
+
+def predict(
+    code: MachineCode, counts: Counts, grid: int, threads: int, dynamic_bytes: int, architecture: int
+) -> Prediction | None:
+    """How long blocks of a kernel take; None if there is no way, or if its warps wait for ever. Arguments: way_of's."""
+    way = way_of(code, counts, grid, threads, dynamic_bytes, architecture)
+    if way is None:
+        return None
     try:
-        cycles = _simulated(tuple(of_code[i] for i in way), warps, resident, architecture)
+        cycles = _simulated(way.operations, way.warps, way.resident, architecture)
     except Deadlock:
         return None
-    names = Counter(code.steps[i].instruction.name.split(".")[0] for i in way)
-    executed = code.executed(code.weights(counted), counted)
-    return Prediction(resident, cycles * _more(executed, names, grid * warps))
+    names = Counter(code.steps[i].instruction.name.split(".")[0] for i in way.steps)
+    executed = code.executed(code.weights(counts.lines), counts.lines)
+    return Prediction(way.resident, cycles * _more(executed, names, grid * way.warps))
+
+
+class Watched(Multiprocessor):
+    """A multiprocessor that keeps the cycles from a warp's last instruction to the one at each place of its way."""
+
+    def __init__(self, way: Way, architecture: int) -> None:
+        super().__init__(way.operations, way.warps, way.resident, LATENCIES[architecture].barrier)
+        self.waits = [0.0] * len(way.operations)  # of an average warp
+
+    def _issue(self, warp, now: float) -> None:
+        if warp.position:
+            self.waits[warp.position] += (now - warp.issued) / len(self.warps)
+        super()._issue(warp, now)
+
+
+def waits(way: Way, architecture: int) -> dict[int, float]:
+    """Cycles that an average warp waits before each instruction, by its number; all of them make the warp's time.
+
+    Raises:
+        Deadlock: its warps wait for ever.
+    """
+    watched = Watched(way, architecture)
+    watched.run()
+    found: dict[int, float] = {}
+    for step, cycles in zip(way.steps, watched.waits, strict=True):
+        found[step] = found.get(step, 0.0) + cycles
+    return found
 
 
 def with_sectors(

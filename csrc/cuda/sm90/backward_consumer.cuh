@@ -93,7 +93,9 @@ struct BackwardConsumer {
     }
   }
 
-  DEVICE TileRows<S> tile_rows(int tile) const { return {a.call.p, memory.rows(stage.index()), tile, lane}; }
+  DEVICE TileRows<S> tile_rows(int tile) const {
+    return {a.call.p, memory.rows(stage.index()), memory.row_values(stage.index()), tile, lane};
+  }
 
   DEVICE void add_gradients(int row_tile, PairVisibility visibility) {
     Scores score;
@@ -178,7 +180,7 @@ struct BackwardConsumer {
         memory.probability(consumer).at(16 * lane.warp + lane.id % 8, lane.id / 8 * 8));  // this lane's of four
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const uint32_t rank = row_rank(a.call.p, tile, rows, r, visibility);
+      const uint32_t rank = row_rank(tile, rows, r, visibility);
       uint32_t key_ranks[4], probability[4];
       const int row = 16 * lane.warp + lane.g + 8 * r;  // of the tile
       uint32_t to_band[2];
@@ -188,8 +190,8 @@ struct BackwardConsumer {
 #pragma unroll
       for (int n = 0; n < TILES; ++n) {
         if (n % 4 == 0)
-          load_key_ranks(key_ranks, a.call, tile, tile.j0 + 8 * n, rows, r, visibility,
-                         labels().rank + 8 * n, lane.t);
+          load_key_ranks(key_ranks, a.call, tile, tile.j0 + 8 * n, rows, r, visibility, labels().rank + 8 * n,
+                         memory.rank_pairs(consumer) + 4 * n, lane.t);
         float weight[2], gradient[2];
 #pragma unroll
         for (int parity = 0; parity < 2; ++parity) {

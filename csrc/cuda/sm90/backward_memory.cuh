@@ -72,6 +72,12 @@ struct alignas(16) SortedRows {
   int first, last_position;
 };
 
+// Statistics of a stage's rows for the softmax of backward; segments and ranks where there are any.
+struct StageRows {
+  float value[ROW_VALUES][64];
+  int32_t segment[64], rank[64];
+};
+
 template <typename S>
 struct BackwardWarpgroupMemory {
   using T = typename S::T;
@@ -94,8 +100,21 @@ struct BackwardWarpgroupMemory {
   DEVICE Chunks<T> band(int consumer) const { return {scores(consumer) + 2 * S::SCORES}; }
 
   DEVICE KeyLabels labels() const { return key_labels_at(scores(S::CONSUMERS), S::KEYS); }
-  DEVICE float* rel_bias(int slot) const { return labels().bias + S::KEYS + slot * 64; }  // v.r of the slot's rows
-  DEVICE RowTileInfo& info(int stage) const { return reinterpret_cast<RowTileInfo*>(rel_bias(S::SLOTS))[stage]; }
+  DEVICE char* behind_labels() const { return reinterpret_cast<char*>(labels().bias + S::KEYS); }
+  DEVICE uint32_t* rank_pairs(int consumer) const {  // of its keys: mask.cuh
+    return reinterpret_cast<uint32_t*>(behind_labels()) + consumer * (S::BLOCK_N / 2);
+  }
+  DEVICE float* rel_bias(int slot) const {  // v.r of the slot's rows
+    return reinterpret_cast<float*>(behind_labels() + S::RANK_PAIRS) + slot * 64;
+  }
+  DEVICE StageRows& row_values(int stage) const {
+    static_assert(!S::HAS_ROW_VALUES || sizeof(StageRows) == S::STAGE_ROWS);
+    return reinterpret_cast<StageRows*>(rel_bias(S::SLOTS))[stage];
+  }
+  DEVICE RowTileInfo& info(int stage) const {
+    char* const first = reinterpret_cast<char*>(rel_bias(S::SLOTS)) + S::STAGES * S::STAGE_ROWS;
+    return reinterpret_cast<RowTileInfo*>(first)[stage];
+  }
   DEVICE SortedRows& rows(int stage) const {
     static_assert(!S::POSITIONS || sizeof(SortedRows) == S::SORTED_ROWS);
     return reinterpret_cast<SortedRows*>(reinterpret_cast<char*>(&info(0)) + 16)[stage];

@@ -47,6 +47,7 @@ struct BackwardProducer {
       }
       announce(tile, tile != before + 1);
       copy_query_rows(tile * S::BLOCK_M);
+      copy_row_values([&](int i) { return tile * S::BLOCK_M + i < a.call.p.length ? tile * S::BLOCK_M + i : -1; });
       publish();
       copy_window(tile * S::BLOCK_M + S::BLOCK_M - 1, tile == before + 1 ? 1 : 3);
       before = tile;
@@ -71,6 +72,7 @@ struct BackwardProducer {
       const int last_position = row_position(a.call.p, b, run_end - 1);
       announce_run(first_row, run_end, last_position);
       copy_run();
+      copy_row_values([&](int i) { return memory.rows(stage.index()).index[i]; });
       publish();
       copy_window(last_position, 3);
     }
@@ -161,6 +163,9 @@ struct BackwardProducer {
       copy_rows_inside(memory.keys(i), key_rows, j0 + i * S::BLOCK_N, lane,
                        [&](int j) { return j < keys && !unread.has(j); });
       copy_rows_inside(memory.values(i), value_rows, j0 + i * S::BLOCK_N, lane, is_inside);
+      if constexpr (S::HAS_RANK_PAIRS)
+        if (is_inside(j0 + i * S::BLOCK_N))
+          copy_rank_pairs<S::BLOCK_N>(a.call, memory.rank_pairs(i), b, j0 + i * S::BLOCK_N, lane);
     }
     copy_key_labels<WARP, S::KEYS>(a.call, memory.labels(), b, h, j0, lane);
     memory.full_keys().arrive_after_copies();
@@ -193,6 +198,26 @@ struct BackwardProducer {
     const auto is_read = [&](int i) { return index[i] >= 0; };
     copy_rows_inside(memory.queries(stage.index()), [&](int i) { return query_rows(index[i]); }, 0, lane, is_read);
     copy_rows_inside(memory.grad_out(stage.index()), [&](int i) { return grad_out_rows(index[i]); }, 0, lane, is_read);
+  }
+
+  // Statistics, segments and ranks of rows; index(i): place of row i of the stage in the tensors, negative for none.
+  template <typename Index>
+  DEVICE void copy_row_values(Index index) {
+    if constexpr (S::HAS_ROW_VALUES) {
+      const RelAttention& p = a.call.p;
+      StageRows& to = memory.row_values(stage.index());
+      const int64_t all_rows = p.batch * p.heads * p.length, first = (b * p.heads + h) * p.length;
+#pragma unroll 1
+      for (int i = own_lane(); i < S::BLOCK_M; i += WARP) {
+        const int row = index(i);
+        const float* from = a.gradients.row_values + first + row;
+#pragma unroll 1
+        for (int value = 0; value < ROW_VALUES; ++value, from += all_rows)
+          copy_async<4>(&to.value[value][i], from, row >= 0);
+        if (p.segments.query_ids) copy_async<4>(&to.segment[i], p.segments.query_ids + b * p.length + row, row >= 0);
+        if (p.rank_mask.query_rank) copy_async<4>(&to.rank[i], p.rank_mask.query_rank + b * p.length + row, row >= 0);
+      }
+    }
   }
 
   // 1 / row_sum of this head's rows; 0 for those that are fully masked.

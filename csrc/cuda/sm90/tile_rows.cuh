@@ -14,18 +14,34 @@ template <typename S>
 struct TileRows {
   const RelAttention& p;
   const SortedRows& of_run;
+  const StageRows& copied;
   int first_of_tile, first;
 
-  DEVICE TileRows(const RelAttention& p, const SortedRows& of_run, int tile, Lane lane)
+  DEVICE TileRows(const RelAttention& p, const SortedRows& of_run, const StageRows& copied, int tile, Lane lane)
       : p(p),
         of_run(of_run),
+        copied(copied),
         first_of_tile(S::POSITIONS ? of_run.first : tile * S::BLOCK_M),
         first(first_of_tile + 16 * lane.warp + lane.g) {}
   // Where it is in the tensors
   DEVICE int index(int r) const {
-    return S::POSITIONS ? of_run.index[first - first_of_tile + 8 * r] : first + 8 * r;
+    return S::POSITIONS ? of_run.index[in_tile(r)] : first + 8 * r;
   }
   DEVICE bool inside(int r) const { return S::POSITIONS ? index(r) >= 0 : first + 8 * r < int(p.length); }
+  DEVICE int in_tile(int r) const { return first - first_of_tile + 8 * r; }
+  // One of the statistics of row r of this head.
+  DEVICE float value(const KeyTile<S>& tile, int r, RowValue of, float otherwise) const {
+    if (!inside(r)) return otherwise;
+    return S::HAS_ROW_VALUES ? copied.value[of][in_tile(r)] : tile.row_values[of * tile.all_rows + index(r)];
+  }
+  DEVICE int32_t segment(int b, int r) const {
+    if (p.segments.query_ids == nullptr || !inside(r)) return 0;
+    return S::HAS_ROW_VALUES ? copied.segment[in_tile(r)] : p.segments.query_ids[b * p.length + index(r)];
+  }
+  // Where there is a RankMask, of a row inside.
+  DEVICE int32_t rank(int b, int r) const {
+    return S::HAS_ROW_VALUES ? copied.rank[in_tile(r)] : p.rank_mask.query_rank[b * p.length + index(r)];
+  }
   // The run knows where a row is: to look it up again would take registers.
   DEVICE QueryRow load(int b, int r) const {
     const int row = first + 8 * r;
@@ -59,12 +75,8 @@ DEVICE uint32_t draw_dropout(const KeyTile<S>& tile, const TileRows<S>& rows, in
 
 // Their segments; 0 where there are none.
 template <typename S>
-DEVICE void load_segments(const RelAttention& p, const KeyTile<S>& tile, const TileRows<S>& rows,
-                          RowLabels (&labels)[2]) {
-  for (int r = 0; r < 2; ++r) {
-    const bool any = p.segments.query_ids && rows.inside(r);
-    labels[r].segment = any ? p.segments.query_ids[tile.b * p.length + rows.index(r)] : 0;
-  }
+DEVICE void load_segments(const KeyTile<S>& tile, const TileRows<S>& rows, RowLabels (&labels)[2]) {
+  for (int r = 0; r < 2; ++r) labels[r].segment = rows.segment(tile.b, r);
 }
 
 // P = exp2(score - row_max + log_inverse), dS = P (dP - delta). Of rows beyond the last one whatever is finite. Loaded
@@ -76,16 +88,11 @@ struct RowStatistics {
   DEVICE RowStatistics(const KeyTile<S>& tile, const TileRows<S>& rows) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float inverse = row_value(tile, rows, r, INVERSE, 1);
-      row_max[r] = row_value(tile, rows, r, ROW_MAX, 0);
+      const float inverse = rows.value(tile, r, INVERSE, 1);
+      row_max[r] = rows.value(tile, r, ROW_MAX, 0);
       log_inverse[r] = log2_approximately(inverse);
-      delta[r] = divide_approximately(row_value(tile, rows, r, DELTA, 0), inverse);
+      delta[r] = divide_approximately(rows.value(tile, r, DELTA, 0), inverse);
     }
-  }
-
-  template <typename S>
-  DEVICE static float row_value(const KeyTile<S>& tile, const TileRows<S>& rows, int r, RowValue of, float otherwise) {
-    return rows.inside(r) ? tile.row_values[of * tile.all_rows + rows.index(r)] : otherwise;
   }
 };
 
@@ -99,10 +106,10 @@ DEVICE void make_exponents(float (&score)[8][4], const KeyTile<S>& tile, const T
   RowLabels labels[2] = {};
   float different[2] = {};
   if (rows.p.segments.embed) {
-    load_segments(rows.p, tile, rows, labels);
+    load_segments(tile, rows, labels);
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      if (segments.differ(labels[r])) different[r] = RowStatistics::row_value(tile, rows, r, DIFFERENT, 0);
+      if (segments.differ(labels[r])) different[r] = rows.value(tile, r, DIFFERENT, 0);
   }
   float base[2], row_max[2], log_inverse[2];
   bool is_large[2];
@@ -135,7 +142,7 @@ DEVICE void add_segment_gradient(float* sums, const KeyTile<S>& tile, const Tile
                                  const KeySegments& segments, const int32_t* key_segment, const Fragment (&dS)[4],
                                  int t) {
   RowLabels labels[2];
-  load_segments(rows.p, tile, rows, labels);
+  load_segments(tile, rows, labels);
   if (!segments.are_several && !ballot(segments.differ(labels[0]) || segments.differ(labels[1]))) return;
   float sum[4] = {};
 #pragma unroll
@@ -158,19 +165,19 @@ constexpr uint32_t BELOW_ALL = 0xfc00, ABOVE_ALL = 0x7c00;  // ranks as float16:
 
 // The rank of a row, twice in a word.
 template <typename S>
-DEVICE uint32_t row_rank(const RelAttention& p, const KeyTile<S>& tile, const TileRows<S>& rows, int r,
-                         PairVisibility visibility) {
+DEVICE uint32_t row_rank(const KeyTile<S>& tile, const TileRows<S>& rows, int r, PairVisibility visibility) {
   uint32_t rank = rows.inside(r) ? ABOVE_ALL : BELOW_ALL;
-  if (visibility.visibility == Visibility::by_rank && rows.inside(r))
-    rank = rank_as_half(p.rank_mask.query_rank[tile.b * p.length + rows.index(r)]);
+  if (visibility.visibility == Visibility::by_rank && rows.inside(r)) rank = rank_as_half(rows.rank(tile.b, r));
   return rank * 0x10001;
 }
 
 // The ranks of 32 keys from j0 on as a row is to see them, by pairs of columns 8 n + 2 t and its neighbour. Where more
-// than ranks decides, they are such that a comparison with the row's finds it.
+// than ranks decides, they are such that a comparison with the row's finds it. `copied`: those of all rows in shared
+// memory, if it has them.
 template <typename S>
 DEVICE void load_key_ranks(uint32_t (&ranks)[4], const Call& call, const KeyTile<S>& tile, int j0,
-                           const TileRows<S>& rows, int r, PairVisibility visibility, const int32_t* key_rank, int t) {
+                           const TileRows<S>& rows, int r, PairVisibility visibility, const int32_t* key_rank,
+                           const uint32_t* copied, int t) {
   const RelAttention& p = call.p;
   if (visibility.visibility == Visibility::some) {
     const QueryRow row = rows.load(tile.b, r);
@@ -180,10 +187,18 @@ DEVICE void load_key_ranks(uint32_t (&ranks)[4], const Call& call, const KeyTile
       ranks[n] = (bits >> (2 * n) & 1 ? 0 : ABOVE_ALL) | (bits >> (2 * n + 1) & 1 ? 0 : ABOVE_ALL << 16);
     return;
   }
-  const int tiles = tiles_of(int(p.mem_len + p.key_len), BOUNDS_TILE);
-  const int first = kept_in_register(tile.b) * tiles * BOUNDS_TILE + j0;  // not as far as it is the same for all tiles
-  const Bytes16* const from = reinterpret_cast<const Bytes16*>(call.workspace.rank_pairs) + first / 8 + t;
-  const Bytes16 pairs = p.rank_mask.key_rank ? *from : Bytes16{};
+  Bytes16 pairs{};
+  if (p.rank_mask.key_rank) {
+    const Bytes16* from;
+    if constexpr (S::HAS_RANK_PAIRS) {
+      from = reinterpret_cast<const Bytes16*>(copied) + t;
+    } else {
+      const int tiles = tiles_of(int(p.mem_len + p.key_len), BOUNDS_TILE);
+      const int first = kept_in_register(tile.b) * tiles * BOUNDS_TILE + j0;  // not as far as it is the same for all
+      from = reinterpret_cast<const Bytes16*>(call.workspace.rank_pairs) + first / 8 + t;
+    }
+    pairs = *from;
+  }
 #pragma unroll
   for (int n = 0; n < 4; ++n) ranks[n] = pairs.word[n];
   if (!visibility.owns) return;

@@ -127,9 +127,14 @@ struct CopiedRows {
   }
   DEVICE CopiedRows(const RelAttention& p, const KeyTile<S>& tile, int first_row) {
     const float* const inverse = tile.row_values + INVERSE * tile.all_rows;
+    // one kind of load after the other, to wait once for all of them
     for_each([&](int i, int m, int) {
-      const int row = row_index(p, tile.b, smaller(first_row + m, int(p.length) - 1));
-      index[i] = first_row + m < p.length && inverse[row] != 0 ? row : -1;
+      index[i] = row_index(p, tile.b, smaller(first_row + m, int(p.length) - 1));
+    });
+    float of_row[sizeof(index) / sizeof(int)];
+    for_each([&](int i, int, int) { of_row[i] = inverse[index[i]]; });
+    for_each([&](int i, int m, int) {
+      if (first_row + m >= p.length || of_row[i] == 0) index[i] = -1;
     });
   }
   // Starts to copy rows of query, or of the output's gradient.

@@ -127,7 +127,7 @@ struct CopiedRows {
   }
   DEVICE CopiedRows(const RelAttention& p, const KeyTile<S>& tile, int first_row) {
     const float* const inverse = tile.row_values + INVERSE * tile.all_rows;
-    // one kind of load after the other, to wait once for all of them
+    // first all loads of one kind, then all of the next, to wait once for each kind
     for_each([&](int i, int m, int) {
       index[i] = row_index(p, tile.b, smaller(first_row + m, int(p.length) - 1));
     });

@@ -38,7 +38,7 @@ def ptx_of_warpgroups(direction: str, dtype: str) -> Path:
     return cuda_driver.compiled(CUDA / "sm90" / f"warpgroup_{'backward_' * (direction == 'backward')}{dtype}.cu", 90)
 
 
-@pytest.mark.parametrize(("direction", "spills"), [("forward", 0), ("backward", 210)])
+@pytest.mark.parametrize(("direction", "spills"), [("forward", 0), ("backward", 200)])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
 def test_warpgroup_kernels_keep_to_their_registers(direction, spills, dtype, tmp_path):
     """Wide heads spill, in backward or with positions; no wgmma waits for the one before or for what ptxas adds."""

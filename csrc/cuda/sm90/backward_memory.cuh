@@ -101,12 +101,14 @@ struct BackwardWarpgroupMemory {
 
   DEVICE KeyLabels labels() const { return key_labels_at(scores(S::CONSUMERS), S::KEYS); }
   DEVICE char* behind_labels() const { return reinterpret_cast<char*>(labels().bias + S::KEYS); }
-  DEVICE uint32_t* rank_pairs(int consumer) const {  // of its keys: mask.cuh
-    return reinterpret_cast<uint32_t*>(behind_labels()) + consumer * (S::BLOCK_N / 2);
+  // Ranks of a consumer's keys (mask.cuh), if HAS_RANK_PAIRS; else v.r lies there.
+  DEVICE uint32_t* rank_pairs(int consumer) const {
+    return reinterpret_cast<uint32_t*>(behind_labels()) + consumer * S::BLOCK_N;
   }
   DEVICE float* rel_bias(int slot) const {  // v.r of the slot's rows
     return reinterpret_cast<float*>(behind_labels() + S::RANK_PAIRS) + slot * 64;
   }
+  // Statistics of a stage's rows, if HAS_ROW_VALUES; else the messages lie there.
   DEVICE StageRows& row_values(int stage) const {
     static_assert(!S::HAS_ROW_VALUES || sizeof(StageRows) == S::STAGE_ROWS);
     return reinterpret_cast<StageRows*>(rel_bias(S::SLOTS))[stage];

@@ -24,10 +24,9 @@ struct TileRows {
         first_of_tile(S::POSITIONS ? of_run.first : tile * S::BLOCK_M),
         first(first_of_tile + 16 * lane.warp + lane.g) {}
   // Where it is in the tensors
-  DEVICE int index(int r) const {
-    return S::POSITIONS ? of_run.index[in_tile(r)] : first + 8 * r;
-  }
+  DEVICE int index(int r) const { return S::POSITIONS ? of_run.index[in_tile(r)] : first + 8 * r; }
   DEVICE bool inside(int r) const { return S::POSITIONS ? index(r) >= 0 : first + 8 * r < int(p.length); }
+  // Its number in the tile, which is its place in the stage
   DEVICE int in_tile(int r) const { return first - first_of_tile + 8 * r; }
   // One of the statistics of row r of this head.
   DEVICE float value(const KeyTile<S>& tile, int r, RowValue of, float otherwise) const {
@@ -38,7 +37,7 @@ struct TileRows {
     if (p.segments.query_ids == nullptr || !inside(r)) return 0;
     return S::HAS_ROW_VALUES ? copied.segment[in_tile(r)] : p.segments.query_ids[b * p.length + index(r)];
   }
-  // Where there is a RankMask, of a row inside.
+  // Only where there is a RankMask, and of a row that is inside.
   DEVICE int32_t rank(int b, int r) const {
     return S::HAS_ROW_VALUES ? copied.rank[in_tile(r)] : p.rank_mask.query_rank[b * p.length + index(r)];
   }
@@ -172,8 +171,8 @@ DEVICE uint32_t row_rank(const KeyTile<S>& tile, const TileRows<S>& rows, int r,
 }
 
 // The ranks of 32 keys from j0 on as a row is to see them, by pairs of columns 8 n + 2 t and its neighbour. Where more
-// than ranks decides, they are such that a comparison with the row's finds it. `copied`: those of all rows in shared
-// memory, if it has them.
+// than ranks decides, they are such that a comparison with the row's finds it. `copied`: ranks of these keys by pairs
+// in shared memory, not yet changed for a row; without use where there is no room for them (HAS_RANK_PAIRS).
 template <typename S>
 DEVICE void load_key_ranks(uint32_t (&ranks)[4], const Call& call, const KeyTile<S>& tile, int j0,
                            const TileRows<S>& rows, int r, PairVisibility visibility, const int32_t* key_rank,
@@ -194,7 +193,8 @@ DEVICE void load_key_ranks(uint32_t (&ranks)[4], const Call& call, const KeyTile
       from = reinterpret_cast<const Bytes16*>(copied) + t;
     } else {
       const int tiles = tiles_of(int(p.mem_len + p.key_len), BOUNDS_TILE);
-      const int first = kept_in_register(tile.b) * tiles * BOUNDS_TILE + j0;  // not as far as it is the same for all
+      // b anew each time, because the part of the address that all tiles share would take registers
+      const int first = kept_in_register(tile.b) * tiles * BOUNDS_TILE + j0;
       from = reinterpret_cast<const Bytes16*>(call.workspace.rank_pairs) + first / 8 + t;
     }
     pairs = *from;

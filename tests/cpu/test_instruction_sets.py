@@ -40,35 +40,25 @@ xk.rel_attention(x, x, x, torch.randn(1, 4, 8), backend="cpu")
 """
 
 
-@pytest.mark.parametrize("instruction_set", ["avx2", "neon", "generic"])
+# A process of its own for each takes seconds, so that all files share it.
+OPERATOR = "test_operator and cpu and (dtypes or blocks_of_ranks or strided or tile-plus-one)"
+FLOAT32 = f"({OPERATOR}) or (test_unread and cpu and float32)"
+BFLOAT16 = "test_bfloat16 or test_float32_precision or (test_unread and cpu and bfloat16)"
+
+
+@pytest.mark.parametrize(
+    "instruction_set", ["avx2", "neon", "generic", "amx_bf16", "avx512_bf16", "neon_bf16", "emulated_bf16"]
+)
 def test_is_as_right_as_the_best_one(instruction_set):
-    skip_own(instruction_set)
-    if REFUSED in run_with(instruction_set, "-c", SMALL_CALL).stderr:
-        pytest.skip(f"this processor has no {instruction_set}")
-    file = str(ROOT / "tests/operator/test_operator.py")
-    chosen = "cpu and (dtypes or blocks_of_ranks or strided or tile-plus-one)"
-    found = run_with(instruction_set, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", chosen)
-    assert found.returncode == 0, found.stdout[-4000:]
-
-
-@pytest.mark.parametrize("instruction_set", ["amx_bf16", "avx512_bf16", "neon_bf16", "emulated_bf16"])
-def test_16_bit_products_are_right(instruction_set):
+    """Float32, or products of 16 bits; unread rows count as zeros."""
     skip_own(instruction_set)
     if REFUSED in run_with(instruction_set, "-c", SMALL_CALL).stderr:
         pytest.skip(f"this processor, or this build, has no {instruction_set}")
-    files = [str(ROOT / "tests/cpu" / name) for name in ("test_bfloat16.py", "test_float32_precision.py")]
-    found = run_with(instruction_set, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
-    assert found.returncode == 0 and " passed" in found.stdout, found.stdout[-4000:]
-
-
-@pytest.mark.parametrize("instruction_set", ["avx2", "neon", "generic", "amx_bf16", "avx512_bf16", "emulated_bf16"])
-def test_unread_rows_count_as_zeros(instruction_set):
-    skip_own(instruction_set)
-    if REFUSED in run_with(instruction_set, "-c", SMALL_CALL).stderr:
-        pytest.skip(f"this processor, or this build, has no {instruction_set}")
-    file = str(ROOT / "tests/operator/test_unread.py")
-    chosen = "cpu and bfloat16" if "bf16" in instruction_set else "cpu and float32"
-    found = run_with(instruction_set, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", chosen)
+    names, chosen = ["operator/test_operator.py"], FLOAT32
+    if "bf16" in instruction_set:
+        names, chosen = ["cpu/test_bfloat16.py", "cpu/test_float32_precision.py"], BFLOAT16
+    files = [str(ROOT / "tests" / name) for name in (*names, "operator/test_unread.py")]
+    found = run_with(instruction_set, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen)
     assert found.returncode == 0 and " passed" in found.stdout, found.stdout[-4000:]
 
 

@@ -85,7 +85,7 @@ ASSEMBLERS = [
     ("nvidia-cuda-nvcc-cu12==12.4.131", "cuda_nvcc"),
     pytest.param("nvidia-cuda-nvcc-cu12==12.8.93", "cuda_nvcc", marks=pytest.mark.thorough),
     pytest.param("nvidia-cuda-nvcc-cu12==12.9.86", "cuda_nvcc", marks=pytest.mark.thorough),
-    ("nvidia-cuda-nvcc==13.5.37", "cu13"),
+    pytest.param("nvidia-cuda-nvcc==13.5.37", "cu13", marks=pytest.mark.thorough),
 ]
 
 

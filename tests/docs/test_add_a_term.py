@@ -35,7 +35,7 @@ from xlnet_kernels.backends import cpu
 cpu.unavailable = lambda device=None: None
 files = ["csrc/call.cpp", "csrc/stable/tensor.cpp", "csrc/cpu/register.cpp", "csrc/cpu/kernels_generic.cpp"]
 files.append("one_instruction_set.cpp")
-torch.ops.load_library(simt_build.extension([ROOT / name for name in files], "term", ["-std=c++20", "-O1"]))
+torch.ops.load_library(simt_build.extension([ROOT / name for name in files], "term", ["-std=c++20", "-O0"]))
 """,
     "cuda-on-host": """
 from tests import ROOT
@@ -43,6 +43,7 @@ from lib.simt import on_host
 instances = {"forward_float32.cu", "backward_float32.cu"}
 sources = [path for path in on_host.SOURCES if path.parent.name != "instances" or path.name in instances]
 on_host.SOURCES = [*reversed(sources), ROOT / "one_dtype.cu"]
+on_host.FLAGS = tuple(flag.replace("-O1", "-O0") for flag in on_host.FLAGS)
 on_host.unavailable, on_host.max_head_dim = lambda device=None: None, lambda dtype, device=None: 128
 on_host.install()
 """,

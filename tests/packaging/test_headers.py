@@ -78,7 +78,7 @@ def test_headers_of_cuda():
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc: set PATH to where CUDA's compiler is")
 @pytest.mark.parametrize("header", DEVICE_ONLY, ids=lambda path: path.relative_to(CSRC).as_posix())
 def test_headers_of_the_device(header, tmp_path):
-    command = ["nvcc", "-std=c++17", "-arch=sm_90a", f"-I{CSRC}", f"-I{CSRC / 'cuda'}", "-x", "cu", "-cuda", header]
+    command = ["nvcc", "-std=c++17", "-arch=sm_90a", f"-I{CSRC}", f"-I{CSRC / 'cuda'}", "-x", "cu", "-ptx", header]
     done = subprocess.run([*command, "-o", tmp_path / "parsed"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

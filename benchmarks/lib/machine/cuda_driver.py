@@ -83,8 +83,7 @@ def _folder() -> Path:
 
 
 def _sources() -> list[Path]:
-    """Sources of kernels, sm90/ first: they are compiled fast, and have what prepares for them."""
-    return sorted((CSRC / "cuda").rglob("*.cu"), key=lambda path: (path.parent.name != "sm90", path))
+    return sorted((CSRC / "cuda").rglob("*.cu"))
 
 
 Kernel = tuple[str, Module, list[tuple[int, int]]]
@@ -94,9 +93,16 @@ Kernel = tuple[str, Module, list[tuple[int, int]]]
 def kernel(architecture: int, name: str) -> Kernel:
     """The PTX that a kernel is in, that as a module, and (bytes, alignment) of its parameters.
 
-    Sources are compiled one after the other until it is found.
+    Sources are compiled one after the other until it is found, those first whose own names are in the kernel's.
     """
-    return next(found[name] for source in _sources() if name in (found := _kernels(source, architecture)))
+    dtype = "bfloat16" if "BFloat16" in name else "float16" if "Half" in name else "float32"
+    words = {dtype}
+    if "process_kernel" in name or "warpgroup" in name:  # sm90/ has what prepares too, and compiles faster
+        words.add("warpgroup")
+    if "backward" in name or "postprocess" in name:
+        words.add("backward")
+    sources = sorted(_sources(), key=lambda source: len(words ^ set(source.stem.split("_")) - {"forward"}))
+    return next(found[name] for source in sources if name in (found := _kernels(source, architecture)))
 
 
 def compiled(source: Path, architecture: int) -> Path:

@@ -81,9 +81,9 @@ def _keep_numpy_types(interpreter: Any) -> None:
     find = interpreter._get_np_dtype
     found: dict[str, Any] = {}
 
-    def numpy_type(of):
-        if of.name not in found:
-            found[of.name] = find(of)
-        return found[of.name]
+    def numpy_type(type):
+        if type.name not in found:
+            found[type.name] = find(type)
+        return found[type.name]
 
     interpreter._get_np_dtype = numpy_type

@@ -38,20 +38,23 @@ BASE = Features(
     positions=False, segments=True, biases=True, dropout=False, deterministic=False, grad_lse=False, tf32=False,
     aligned=False, layout="contiguous",
 )  # fmt: skip
-# Together they have every mask, dtype and feature once, on either architecture.
+# Together they have every dtype and feature once, on either architecture, and every mask but causal ones and windows:
+# they are ranks, too.
 SAMPLE = {
     "order": BASE,
     "wgmma": replace(
         BASE, architecture=90, dtype=torch.float16, head_dim=80, layout="projections", mask=None, segments=False
     ),
-    "uni-padding": replace(BASE, dtype=torch.float16, rel_rows="uni", mask="padding", deterministic=True),
-    "memory-positions": replace(BASE, architecture=90, memory=True, positions=True, mask="ranks", grad_lse=True),
-    "float32-dense": replace(BASE, dtype=torch.float32, mask="dense", segments=False, memory=True),
-    "tf32-causal": replace(BASE, architecture=90, dtype=torch.float32, tf32=True, mask="causal", rel_batch=True),
-    "dropout-window": replace(
-        BASE, mask="window", rel_rows="window", dropout=True, aligned=True, head_dim=40, biases=False
+    "uni-padding-dropout": replace(
+        BASE, dtype=torch.float16, rel_rows="uni", mask="padding", deterministic=True, dropout=True, aligned=True,
+        head_dim=40, biases=False,
     ),
-}
+    "memory-positions-window": replace(
+        BASE, architecture=90, memory=True, positions=True, mask="ranks", rel_rows="window", grad_lse=True
+    ),
+    "float32-dense": replace(BASE, dtype=torch.float32, mask="dense", segments=False, memory=True),
+    "tf32": replace(BASE, architecture=90, dtype=torch.float32, tf32=True, rel_batch=True),
+}  # fmt: skip
 
 
 KERNELS = {"triton": {"forward_kernel", "rows_kernel", "keys_kernel"}, "cuda": {"forward_kernel", "backward_kernel"}}

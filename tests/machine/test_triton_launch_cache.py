@@ -65,9 +65,15 @@ def test_deterministic_additions_keep_their_order(name):
         assert all(torch.equal(values, found[0][result]) for result, values in other.items())
 
 
-@pytest.mark.few
-@pytest.mark.parametrize("rel_rows", ["bi", "uni", "window"])
-@pytest.mark.parametrize(("width", "length"), [(64, 70), (64, 200), (128, 130)])
+# In a normal run one compilation, which takes half a minute, for either kind of tile.
+FOLDED = [(64, 70, "bi"), (64, 200, "bi")]
+EVERY_FOLDED = [(*size, rel_rows) for size in ((64, 70), (64, 200), (128, 130)) for rel_rows in ("bi", "uni", "window")]
+
+
+@pytest.mark.parametrize(
+    ("width", "length", "rel_rows"),
+    [pytest.param(*case, marks=[] if case in FOLDED else [pytest.mark.thorough]) for case in EVERY_FOLDED],
+)
 def test_folded_rows_of_tiles_that_are_not_whole(width, length, rel_rows):
     """On sm_90 rows n and n + 64 of a tile share registers; neither half, or the first alone, is whole."""
     kind = {"window": (40, 71)} if rel_rows == "window" else {"rel_rows": rel_rows}

@@ -21,7 +21,7 @@ std::string dispatch_dtype(const Call& call, Run run) {
 template <>
 std::string forward<Stream>(const Call& call, Stream stream) {
   if constexpr (HAS_WARPGROUPS)
-    if (choose_forward(call, compute_capability()) == WARPGROUPS)
+    if (choose(FORWARD_CHOICES, call, compute_capability()) == WARPGROUPS)
       return call.p.dtype == DType::float16 ? warpgroup_forward_of<Half>(call, stream)
                                             : warpgroup_forward_of<BFloat16>(call, stream);
   return dispatch_dtype(call, [&](auto element) { return forward_of<decltype(element)>(call, stream); });
@@ -29,11 +29,17 @@ std::string forward<Stream>(const Call& call, Stream stream) {
 
 template <>
 std::string backward<Stream>(const Call& call, const Gradients& gradients, Stream stream) {
+  const Backward a{call, gradients};
   if constexpr (HAS_WARPGROUPS)
-    if (choose_backward(call, gradients.sums.progress.data != nullptr, compute_capability()) == WARPGROUPS)
-      return call.p.dtype == DType::float16 ? warpgroup_backward_of<Half>({call, gradients}, stream)
-                                            : warpgroup_backward_of<BFloat16>({call, gradients}, stream);
-  return dispatch_dtype(call, [&](auto element) { return backward_of<decltype(element)>({call, gradients}, stream); });
+    if (choose(BACKWARD_CHOICES, call, compute_capability()) == WARPGROUPS) {
+      const auto run = [&](auto element) {
+        using T = decltype(element);
+        return gradients.sums.progress.data ? warpgroup_backward_of<T, true>(a, stream)
+                                            : warpgroup_backward_of<T, false>(a, stream);
+      };
+      return call.p.dtype == DType::float16 ? run(Half()) : run(BFloat16());
+    }
+  return dispatch_dtype(call, [&](auto element) { return backward_of<decltype(element)>(a, stream); });
 }
 
 int shared_memory_limit(int device) { return shared_memory_of_block(device); }

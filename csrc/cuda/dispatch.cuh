@@ -28,7 +28,7 @@ template <typename T>
 std::string warpgroup_forward_of(const Call& call, Stream stream);  // those of sm90/
 template <typename T>
 std::string backward_of(const Backward& a, Stream stream);
-template <typename T>
+template <typename T, bool ORDERED>
 std::string warpgroup_backward_of(const Backward& a, Stream stream);  // those of sm90/
 
 // run(integral_constant of that head_dim)

@@ -36,17 +36,13 @@ inline constexpr bool warpgroups_serve(const Call& call, int capability) {
 // (docs/notebook/cuda.md), and what blocks have found has to be merged.
 constexpr int SPLITS_THAT_PAY = 8;
 
-struct ForwardChoice {
+struct Choice {
   const char *kernels, *calls;
   bool (*serves)(const Call& call, int capability);  // of the device: 90 is sm_90
 };
-struct BackwardChoice {
-  const char *kernels, *calls;
-  bool (*serves)(const Call& call, bool deterministic, int capability);
-};
 
 // The first that serves the call.
-inline constexpr ForwardChoice FORWARD_CHOICES[] = {
+inline constexpr Choice FORWARD_CHOICES[] = {
     {"sm_90a",
      "float16 and bfloat16, head_dim 64 and 128, no query_positions or more rows than keys, keys not split by 8, on "
      "sm_90",
@@ -55,25 +51,18 @@ inline constexpr ForwardChoice FORWARD_CHOICES[] = {
      }},
     {"sm_80", "all others", [](const Call&, int) { return true; }},
 };
-inline constexpr BackwardChoice BACKWARD_CHOICES[] = {
-    {"sm_90a",
-     "float16 and bfloat16, head_dim 64 and 128, no query_positions or more rows than keys, not deterministic, on "
-     "sm_90",
-     [](const Call& call, bool deterministic, int capability) {
-       return warpgroups_serve(call, capability) && positions_are_close(call.p) && !deterministic;
+inline constexpr Choice BACKWARD_CHOICES[] = {
+    {"sm_90a", "float16 and bfloat16, head_dim 64 and 128, no query_positions or more rows than keys, on sm_90",
+     [](const Call& call, int capability) {
+       return warpgroups_serve(call, capability) && positions_are_close(call.p);
      }},
-    {"sm_80", "all others", [](const Call&, bool, int) { return true; }},
+    {"sm_80", "all others", [](const Call&, int) { return true; }},
 };
 constexpr int WARPGROUPS = 0;  // the tables' first row
 
-inline int choose_forward(const Call& call, int capability) {
+inline int choose(const Choice* choices, const Call& call, int capability) {
   int choice = 0;
-  while (!FORWARD_CHOICES[choice].serves(call, capability)) ++choice;
-  return choice;
-}
-inline int choose_backward(const Call& call, bool deterministic, int capability) {
-  int choice = 0;
-  while (!BACKWARD_CHOICES[choice].serves(call, deterministic, capability)) ++choice;
+  while (!choices[choice].serves(call, capability)) ++choice;
   return choice;
 }
 

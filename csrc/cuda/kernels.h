@@ -132,11 +132,11 @@ struct Backward {
   Gradients gradients;
 };
 
-// The most tiles of one head's keys that any kernel of backward has.
+// The most tiles of one head's keys that any kernel of backward has; of sm_90a's, two in a block.
 inline int64_t most_backward_tiles(const RelAttention& p) {
   constexpr int ANY = 64;  // head_dim, which the tile does not depend on
   const int tile = p.dtype == DType::float32 ? BackwardSizes<4, ANY>::BLOCK_N : BackwardSizes<2, ANY>::BLOCK_N;
-  return (p.mem_len + p.key_len + tile - 1) / tile;
+  return (p.mem_len + p.key_len + 2 * tile - 1) / (2 * tile) * 2;
 }
 
 constexpr int LEAST_SPLITS = 4, MOST_SPLITS = 32;  // fewer are not worth the launch that merges them

@@ -3,7 +3,8 @@
 // Blocks of a head add in the order of their keys: one adds to anything at a tile of rows when all that have earlier
 // keys are done with that tile and with those before it. What a row of query gets is then in one order. So is what a
 // row of rel_key gets: rows are sorted by position, so that of two pairs at the same distance the one with the earlier
-// key has no later row.
+// key has no later row. On sm_90a consumers take the place of blocks, and first rows that of tiles, because each
+// consumer has keys of its own and a tile may have several runs of rows.
 //
 // A block takes its keys by the number it gets when it begins. Those that it waits for have begun before, whatever
 // order blocks are started in; and of one head as few as possible are under way, which is what they wait for.
@@ -20,16 +21,16 @@ constexpr int SHORTEST_PAUSE = 32, LONGEST_PAUSE = 512;
 
 constexpr int32_t ENDED = INT32_MAX;  // of a block that has added all its terms
 
-// A block's place among those of its head.
+// A block's place among those of its head, or that of one of its `parts`.
 struct OrderedAccumulation {
   int32_t* const& progress;  // null: blocks add in any order
   int head, own;             // the first of this head's blocks among all, and this one among them
   int first = 0;             // all before it have ended
 
-  DEVICE OrderedAccumulation(const Backward& a, const BlockItem& item)
+  DEVICE OrderedAccumulation(const Backward& a, const BlockItem& item, int parts = 1, int part = 0)
       : progress(a.gradients.sums.progress.data),
-        head((item.b * int(a.call.p.heads) + item.h) * a.call.order.tiles),
-        own(item.tile) {}
+        head((item.b * int(a.call.p.heads) + item.h) * a.call.order.tiles * parts),
+        own(item.tile * parts + part) {}
 
   DEVICE bool is_ordered() const { return progress != nullptr; }
   // Where the tiles of rows begin that a block of this head may still add to; its address is made anew each time, since

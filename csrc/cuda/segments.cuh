@@ -73,7 +73,7 @@ DEVICE bool is_different(const int32_t* key_segment, const RowLabels (&row)[2], 
 
 // Scales the scores of 8 N keys, and adds `different` where the key is of another segment. One rounding in all: a score
 // is the same number in both passes, but for roundings of `different`, which backward sums in another order, and, where
-// forward is that of sm_90a and backward not, of products by wgmma, which need not be those of mma to the last bit.
+// one pass alone is that of sm_90a, of products by wgmma, which need not be those of mma to the last bit.
 // Less `base`, if there is one.
 template <int N>
 DEVICE void add_segments(float (&score)[N][4], float scale, const int32_t* key_segment, const RowLabels (&row)[2],

@@ -72,7 +72,7 @@ DEVICE void store_rows(const Panels<T, COLUMNS>& through, int first, Lane lane, 
   sync_warp();  // other lanes may store there now, and to the rows
 }
 
-// The warp has no more to read there.
+// The warp has no more to read, or to add.
 DEVICE void release(const Barrier& barrier, int lane) {
   sync_warp();
   if (kept_in_register(lane) == 0) barrier.arrive();  // whether it is 0 would be kept, where registers are scarce

@@ -64,7 +64,18 @@ struct BackwardConsumer {
           key_bias[n][parity] = float_of(kept_in_register(bits_of(labels().bias[8 * n + 2 * lane.t + parity])));
     while (step()) {
     }
+    wait_for_turn();
     add_kept_rel_key_gradient();
+    tell_that_all_is_added();
+  }
+
+  // Nothing of a tile is added to global memory before.
+  DEVICE void wait_for_turn() const {
+    if constexpr (S::ORDERED) memory.may_add(consumer).wait(stage.passed % 2);
+  }
+  // Of a tile, but kept_dR: later keys add to its rows of rel_key with later rows of query alone.
+  DEVICE void tell_that_all_is_added() const {
+    if constexpr (S::ORDERED) release(memory.has_added(consumer), lane.id);
   }
 
   // One tile of rows; false if there was no more.
@@ -76,7 +87,14 @@ struct BackwardConsumer {
     memory.full_slot(upper.index()).wait(upper.parity());
     memory.full_slot(lower().index()).wait(lower().parity());
     const PairVisibility visibility = info.visibility(consumer);
-    if (visibility.visibility != Visibility::none) add_gradients(info.tile(), visibility);
+    if (visibility.visibility != Visibility::none) {
+      add_gradients(info.tile(), visibility);
+    } else if (S::ORDERED) {
+      wait_for_turn();
+      add_kept_rel_key_gradient();
+      kept_window = NO_WINDOW;
+    }
+    tell_that_all_is_added();
     release(memory.empty_slot(upper.index()), lane.id);
     upper.advance();
     release(memory.empty_stage(stage.index()), lane.id);
@@ -221,6 +239,7 @@ struct BackwardConsumer {
         store_last(S::SCORES, [&](int n) { return rounded[n / 2].word[n % 2 * 2 + r]; });
       }
     }
+    wait_for_turn();
     if (a.call.p.segments.embed)
       add_segment_gradient<T>(a.gradients.sums.different.data, tile, rows, segments, labels().segment, rounded, lane.t);
   }

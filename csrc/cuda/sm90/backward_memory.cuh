@@ -5,10 +5,12 @@
 
 namespace xlnet_kernels::cuda {
 
-template <typename Element, int HEAD_DIM_, bool DROPOUT_, bool POSITIONS_ = false>
+// POSITIONS: rows have some of their own. ORDERED: consumers add in the order of their keys; a kernel of its own,
+// because others have no registers for it.
+template <typename Element, int HEAD_DIM_, bool DROPOUT_, bool POSITIONS_, bool ORDERED_>
 struct WarpgroupBackwardShape : WarpgroupBackwardSizes<HEAD_DIM_, POSITIONS_> {
   using T = Element;
-  static constexpr bool DROPOUT = DROPOUT_, POSITIONS = POSITIONS_;  // POSITIONS: rows have some of their own
+  static constexpr bool DROPOUT = DROPOUT_, POSITIONS = POSITIONS_, ORDERED = ORDERED_;
 };
 
 // 64 rows of 16-bit numbers that threads store from registers and wgmma reads without swizzle: chunks of eight columns,
@@ -117,6 +119,8 @@ struct BackwardWarpgroupMemory {
     char* const first = reinterpret_cast<char*>(rel_bias(S::SLOTS)) + S::STAGES * S::STAGE_ROWS;
     return reinterpret_cast<RowTileInfo*>(first)[stage];
   }
+  // The block's among those that have begun, if ORDERED.
+  DEVICE int32_t& number() const { return reinterpret_cast<int32_t*>(&info(0))[S::STAGES]; }
   DEVICE SortedRows& rows(int stage) const {
     static_assert(!S::POSITIONS || sizeof(SortedRows) == S::SORTED_ROWS);
     return reinterpret_cast<SortedRows*>(reinterpret_cast<char*>(&info(0)) + 16)[stage];
@@ -131,15 +135,20 @@ struct BackwardWarpgroupMemory {
   DEVICE Barrier full_slot(int slot) const { return barrier(2 * S::STAGES + slot); }
   DEVICE Barrier empty_slot(int slot) const { return barrier(2 * S::STAGES + S::SLOTS + slot); }
   DEVICE Barrier full_keys() const { return barrier(2 * (S::STAGES + S::SLOTS)); }
+  // If ORDERED, once for each tile of rows: the consumer may add, and has added.
+  DEVICE Barrier may_add(int consumer) const { return barrier(2 * (S::STAGES + S::SLOTS) + 1 + consumer); }
+  DEVICE Barrier has_added(int consumer) const { return may_add(S::CONSUMERS + consumer); }
 
-  // The whole block calls it.
-  DEVICE void init() const {
+  // The whole block calls it. begun: how many blocks have, if ORDERED.
+  DEVICE void init(int32_t* begun) const {
     constexpr int WARPS = 4 * S::CONSUMERS;
     if (shared_address(data) % 1024) trap();  // the swizzle's pattern would begin elsewhere
     if (thread_index() == 0) {
+      if constexpr (S::ORDERED) number() = count_up(begun);
       for (int i = 0; i < S::STAGES; ++i) full_stage(i).init(WARP + 1), empty_stage(i).init(WARPS);
       for (int i = 0; i < S::SLOTS; ++i) full_slot(i).init(WARP), empty_slot(i).init(WARPS);
       full_keys().init(WARP);
+      for (int i = 0; i < S::CONSUMERS; ++i) may_add(i).init(1), has_added(i).init(WARPS / S::CONSUMERS);
     }
     clear_key_labels<S::THREADS>(labels(), S::KEYS);
     // what no dS is stored to stays zero: each row has its place in every tile, or clears what it leaves

@@ -43,13 +43,14 @@ struct WarpgroupBackwardSizes {
   static constexpr int SLOTS = POSITIONS_ && HEAD_DIM <= 64 ? 8 : 4;
   static constexpr int MATRIX = 64 * HEAD_DIM * 2, MATRICES = 2 * CONSUMERS + 2 * STAGES + SLOTS;
   static constexpr int SCORES = BLOCK_M * BLOCK_N * 2, BAND = 2 * SCORES;
-  static constexpr int LABELS = 3 * KEYS * 4, BIAS = 64 * 4, BARRIERS = (1 + 2 * (STAGES + SLOTS)) * 8;
+  static constexpr int LABELS = 3 * KEYS * 4, BIAS = 64 * 4, BARRIERS = (1 + 2 * (STAGES + SLOTS + CONSUMERS)) * 8;
   // Where there is room: ranks of keys by pairs, with the stride of other labels to be a constant away from them, and
   // of each row of a stage its ROW_VALUES, segment and rank.
   static constexpr bool HAS_RANK_PAIRS = HEAD_DIM <= 64 || !POSITIONS_, HAS_ROW_VALUES = HEAD_DIM <= 64;
   static constexpr int RANK_PAIRS = HAS_RANK_PAIRS ? KEYS * 2 + BLOCK_N * 2 : 0;
   static constexpr int STAGE_ROWS = HAS_ROW_VALUES ? 6 * BLOCK_M * 4 : 0;
-  static constexpr int SORTED_ROWS = BLOCK_M * 5 + 16, INFO = POSITIONS_ ? 16 + STAGES * SORTED_ROWS : 2 * 4;
+  static constexpr int SORTED_ROWS = BLOCK_M * 5 + 16, WORDS = (STAGES + 2) / 2 * 8,
+                       INFO = POSITIONS_ ? 16 + STAGES * SORTED_ROWS : WORDS;
   static constexpr int SHARED =
       MATRICES * MATRIX + CONSUMERS * (2 * SCORES + BAND) + LABELS + RANK_PAIRS + SLOTS * BIAS + STAGES * STAGE_ROWS +
       INFO + BARRIERS;

@@ -2,6 +2,6 @@
 
 namespace xlnet_kernels::cuda {
 
-template std::string warpgroup_backward_of<Half>(const Backward&, Stream);
+template std::string warpgroup_backward_of<Half, false>(const Backward&, Stream);
 
 }  // namespace xlnet_kernels::cuda

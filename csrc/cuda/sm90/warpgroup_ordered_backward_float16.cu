@@ -1,0 +1,7 @@
+#include "backward.cuh"
+
+namespace xlnet_kernels::cuda {
+
+template std::string warpgroup_backward_of<Half, true>(const Backward&, Stream);
+
+}  // namespace xlnet_kernels::cuda

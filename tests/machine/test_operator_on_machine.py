@@ -239,12 +239,20 @@ def test_gradients_of_tiles_that_do_not_follow_each_other(head_dim):
     assert any("warpgroup_backward_kernel" in launch.name for launch in record.launches)
 
 
+def a_tile_that_some_keys_skip() -> Problem:
+    """Five tiles of rows, of which the third sees all keys but 64 to 127: what they keep is added before others'."""
+    query_rank = (2 - (torch.arange(320) // 64 == 2).int())[None]
+    key_rank = (torch.arange(320) // 64 == 1).int()[None]
+    return make(2, 1, 320, width=64, dtype=torch.bfloat16).with_options(mask=xk.RankMask(query_rank, key_rank))
+
+
 ADDED_IN_ORDER = {
     "order": lambda: SERVED_BY_WARPGROUPS["order"].problem(3, rows=230, most_batch=2),
     "wide-memory": lambda: SERVED_BY_WARPGROUPS["wide-memory"].problem(3, rows=230, most_batch=1),
     "window": lambda: SERVED_BY_WARPGROUPS["window"].problem(3, rows=230, most_batch=1),
     "dense-dropout": lambda: SERVED_BY_WARPGROUPS["dense-dropout"].problem(3, rows=230, most_batch=1),
     "gaps": lambda: tiles_in_three_runs(64),
+    "skipped": a_tile_that_some_keys_skip,
     "stacked": lambda: stacked(5, *STACKED["sixth"]),
     "stacked-wide": lambda: stacked(5, *STACKED["third-dense"]),
     "rows-far-apart": lambda: stacked(5, *STACKED["most-causal"]),

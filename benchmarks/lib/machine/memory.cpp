@@ -218,7 +218,8 @@ void store_to(Warp& warp, const Inst& inst, Space space) {
   access.data = bytes;
   addresses(warp, inst, inst.count, access);
   locate(warp, access);
-  if (space != Space::Global || !warp.launch->late_stores) return store_located(warp, access);
+  // Not later where it releases, because others may wait for it while this warp waits, too
+  if (space != Space::Global || !warp.launch->late_stores || inst.releases) return store_located(warp, access);
   auto late = std::make_shared<LateStore>();
   std::memcpy(late->bytes, bytes, sizeof bytes);
   std::copy(access.pointer, access.pointer + LANES, late->pointer);

@@ -12,7 +12,6 @@ namespace {
 
 constexpr uint32_t RESIDENT = 3;                // blocks that run side by side
 constexpr uint64_t MOST_IDLE_TURNS = 20000000;  // without a barrier passed, a copy landed or a warp ended
-constexpr uint64_t PATIENCE = 1000;             // of those, after which a block's stores land
 
 struct Limits {
   uint32_t shared, registers;
@@ -238,9 +237,6 @@ bool turn(Launch& launch, Block& block) {
   launch.blamed = &chosen;
   launch.idle_turns = block.progress == block.seen_progress ? launch.idle_turns + 1 : 0;
   block.seen_progress = block.progress;
-  // Stores land in the end, also those of warps that wait for others.
-  if (launch.idle_turns % PATIENCE == PATIENCE - 1)
-    for (Warp& warp : block.warps) flush(warp);
   if (launch.idle_turns > MOST_IDLE_TURNS) throw Fault{"deadlock", "warps run on without getting anywhere", -1};
   run(launch, chosen, 1 + (launch.random.next() & launch.random.next() & 255));
   return true;

@@ -73,7 +73,7 @@ struct BackwardConsumer {
   DEVICE void wait_for_turn() const {
     if constexpr (S::ORDERED) memory.may_add(consumer).wait(stage.passed % 2);
   }
-  // Of a tile, but kept_dR: later keys add to its rows of rel_key with later rows of query alone.
+  // All that a tile adds, but for kept_dR: later keys add to its rows of rel_key with later rows of query alone.
   DEVICE void tell_that_all_is_added() const {
     if constexpr (S::ORDERED) release(memory.has_added(consumer), lane.id);
   }

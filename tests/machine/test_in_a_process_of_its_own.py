@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 NAMES = (
     "test_proofs.py",
     "test_operator_on_machine.py",
+    "test_ordered_accumulation.py",
     "../benchmarks/test_gpu_counts.py",
     "../benchmarks/test_timing.py",
     "test_triton_launch_cache.py",

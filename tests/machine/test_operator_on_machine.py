@@ -239,44 +239,6 @@ def test_gradients_of_tiles_that_do_not_follow_each_other(head_dim):
     assert any("warpgroup_backward_kernel" in launch.name for launch in record.launches)
 
 
-def a_tile_that_some_keys_skip() -> Problem:
-    """Five tiles of rows, of which the third sees all keys but 64 to 127: what they keep is added before others'."""
-    query_rank = (2 - (torch.arange(320) // 64 == 2).int())[None]
-    key_rank = (torch.arange(320) // 64 == 1).int()[None]
-    return make(2, 1, 320, width=64, dtype=torch.bfloat16).with_options(mask=xk.RankMask(query_rank, key_rank))
-
-
-ADDED_IN_ORDER = {
-    "order": lambda: SERVED_BY_WARPGROUPS["order"].problem(3, rows=230, most_batch=2),
-    "wide-memory": lambda: SERVED_BY_WARPGROUPS["wide-memory"].problem(3, rows=230, most_batch=1),
-    "window": lambda: SERVED_BY_WARPGROUPS["window"].problem(3, rows=230, most_batch=1),
-    "dense-dropout": lambda: SERVED_BY_WARPGROUPS["dense-dropout"].problem(3, rows=230, most_batch=1),
-    "gaps": lambda: tiles_in_three_runs(64),
-    "skipped": a_tile_that_some_keys_skip,
-    "stacked": lambda: stacked(5, *STACKED["sixth"]),
-    "stacked-wide": lambda: stacked(5, *STACKED["third-dense"]),
-    "rows-far-apart": lambda: stacked(5, *STACKED["most-causal"]),
-}
-
-
-@NEEDS_NVCC
-@pytest.mark.parametrize("name", ADDED_IN_ORDER)
-def test_gradients_added_in_order_by_warpgroups(name):
-    """Equal to the bit, whatever the order in which blocks of the same heads run, several side by side."""
-    state = torch.tensor([2**62 + 12345, 2**61 + 2**40 + 77])
-    problem = ADDED_IN_ORDER[name]().with_options(deterministic=True)
-    with mock.patch("xlnet_kernels.dropout.new_state", lambda device: state):
-        found = []
-        for seed in range(3):
-            with serving(90, seed=seed) as record:
-                found.append(problem.results("cuda"))
-            assert any("warpgroup_backward_kernel" in launch.name for launch in record.launches)
-        with serving(90, seed=3):
-            assert_right(problem, "cuda")
-    for other in found[1:]:
-        assert all(torch.equal(values, found[0][result]) for result, values in other.items())
-
-
 def tiles_in_three_runs(head_dim: int) -> Problem:
     """640 rows and keys; of ten tiles of 64 keys no row sees 1, 2, 5 and 9."""
     rank = torch.zeros(1, 640, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Ordered accumulation of the CUDA kernels, those of sm_80: the same bits whichever block is ahead.
+"""Ordered accumulation of the CUDA kernels: the same bits whichever block is ahead.
 
 The machine runs three blocks at a time, in an order and in turns drawn from the seed, and with every second seed lets
 additions to global memory come late, until a fence.
@@ -12,6 +12,8 @@ import re
 import pytest
 import torch
 
+import xlnet_kernels as xk
+
 pytest.importorskip("triton")
 import triton  # noqa: E402
 
@@ -21,6 +23,7 @@ if triton.knobs.runtime.interpret:
 from lib.machine import cuda_driver  # noqa: E402
 from lib.machine.package import serving  # noqa: E402
 from tests.cases import Problem, assert_close, make  # noqa: E402
+from tests.machine.test_operator_on_machine import STACKED, stacked  # noqa: E402
 
 if cuda_driver.unavailable() is not None:
     pytest.skip(cuda_driver.unavailable(), allow_module_level=True)
@@ -37,8 +40,30 @@ PROBLEMS = {
 }
 
 
-def problem_of(deterministic: bool, *, batch: int, length: int, **more) -> Problem:
-    problem = make(batch, 1, length, width=WIDTH, dtype=torch.bfloat16, **more)
+def skipped(width: int) -> Problem:
+    """Five tiles of rows, of which the third sees all keys but 64 to 127: sums kept from the second come before."""
+    query_rank = (2 - (torch.arange(320) // 64 == 2).int())[None]
+    key_rank = (torch.arange(320) // 64 == 1).int()[None]
+    problem = make(2, 1, 320, width=width, dtype=torch.bfloat16)
+    return problem.with_options(mask=xk.RankMask(query_rank, key_rank))
+
+
+# Of sm_90a's kernels; those of sm_80 serve rows that are far apart.
+OF_WARPGROUPS = {name: sizes for name, sizes in PROBLEMS.items() if name != "rows-far-apart"}
+OF_WARPGROUPS |= {"skipped": None, "stacked": STACKED["sixth"], "stacked-wide": STACKED["third-dense"]}
+
+
+def problem_of_warpgroups(name: str, width: int) -> Problem:
+    if name.startswith("stacked"):
+        keys, step, mem, _, mask = OF_WARPGROUPS[name]
+        problem = stacked(5, keys, step, mem, width, mask)
+    else:
+        problem = skipped(width) if name == "skipped" else problem_of(True, width=width, **OF_WARPGROUPS[name])
+    return problem.with_options(deterministic=True)
+
+
+def problem_of(deterministic: bool, *, batch: int, length: int, width: int = WIDTH, **more) -> Problem:
+    problem = make(batch, 1, length, width=width, dtype=torch.bfloat16, **more)
     return problem.with_options(deterministic=deterministic)
 
 
@@ -61,14 +86,19 @@ class Workspace:
         return [self.contents[place] for place in self.arrays if place[0] == size]
 
 
-def results_and_sums(problem: Problem, seed: int, workspace: Workspace) -> dict:
+def results_and_sums(problem: Problem, seed: int, workspace: Workspace, architecture: int = 80) -> dict:
     """The float32 sums behind the gradients of query and rel_key, because 16 bits would hide most of an order."""
-    with serving(80, seed=seed):
+    with serving(architecture, seed=seed) as record:
         found: dict = problem.results("cuda")
+    assert any("warpgroup_backward_kernel" in launch.name for launch in record.launches) == (architecture == 90)
     query, rel_key = problem.leaves["query"], problem.leaves["rel_key"]
-    batches = query.shape[0] if problem.options["deterministic"] else rel_key.numel() // (rel_key.shape[-2] * WIDTH)
+    batches = (
+        query.shape[0]
+        if problem.options["deterministic"]
+        else rel_key.numel() // (rel_key.shape[-2] * rel_key.shape[-1])
+    )
     found["sums for query"] = workspace.of_size(4 * query.numel())
-    found["sums for rel_key"] = workspace.of_size(4 * batches * rel_key.shape[-2] * WIDTH)
+    found["sums for rel_key"] = workspace.of_size(4 * batches * rel_key.shape[-2] * rel_key.shape[-1])
     assert len(found["sums for query"]) == len(found["sums for rel_key"]) == 1, "sizes tell them from other arrays"
     return found
 
@@ -81,10 +111,15 @@ def different(one: dict, other: dict) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_bits_do_not_depend_on_which_block_is_ahead(name, monkeypatch):
-    problem, workspace = problem_of(True, **PROBLEMS[name]), Workspace(monkeypatch)
-    first, *others = (results_and_sums(problem, seed, workspace) for seed in SEEDS)
+CASES = [pytest.param(80, WIDTH, name, marks=pytest.mark.thorough) for name in PROBLEMS]
+CASES += [pytest.param(90, width, name) for name in OF_WARPGROUPS for width in (64, 128)]
+
+
+@pytest.mark.parametrize(("architecture", "width", "name"), CASES)
+def test_bits_do_not_depend_on_which_block_is_ahead(architecture, width, name, monkeypatch):
+    problem = problem_of(True, **PROBLEMS[name]) if architecture == 80 else problem_of_warpgroups(name, width)
+    workspace = Workspace(monkeypatch)
+    first, *others = (results_and_sums(problem, seed, workspace, architecture) for seed in SEEDS)
     for other in others:
         assert not different(first, other)
     found = {name: value for name, value in first.items() if isinstance(value, torch.Tensor)}

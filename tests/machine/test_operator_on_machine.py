@@ -38,8 +38,7 @@ BASE = Features(
     positions=False, segments=True, biases=True, dropout=False, deterministic=False, grad_lse=False, tf32=False,
     aligned=False, layout="contiguous",
 )  # fmt: skip
-# Together they have every dtype and feature once, on either architecture, and every mask but causal ones and windows:
-# they are ranks, too.
+# Together they have every dtype and feature once, and every mask but causal ones and windows, which are ranks, too.
 SAMPLE = {
     "order": BASE,
     "wgmma": replace(
@@ -61,7 +60,7 @@ KERNELS = {"triton": {"forward_kernel", "rows_kernel", "keys_kernel"}, "cuda": {
 NVCC_ARCHITECTURE = 80
 
 
-def for_nvcc(features: Features) -> Features:
+def without_float16(features: Features) -> Features:
     """The features in a normal run, to avoid minutes of nvcc: no float16, which has bfloat16's templates."""
     is_float16 = features.dtype == torch.float16 and not EVERYTHING
     return replace(features, dtype=torch.bfloat16) if is_float16 else features
@@ -77,7 +76,7 @@ def backend(request) -> str:
 @pytest.mark.parametrize("features", SAMPLE.values(), ids=SAMPLE.keys())
 def test_sample(backend, features):
     if backend == "cuda" and not EVERYTHING:
-        features = replace(for_nvcc(features), architecture=NVCC_ARCHITECTURE)
+        features = replace(without_float16(features), architecture=NVCC_ARCHITECTURE)
     with serving(features.architecture) as record:
         features.check(backend, features.problem(1, rows=80, most_batch=1))
     ran = " ".join(launch.name for launch in record.launches)
@@ -106,7 +105,7 @@ def test_forward_by_warpgroups(features, seed):
     """Two tiles of rows, with every barrier, copy and wgmma checked."""
     state = torch.tensor([2**62 + 12345, 2**61 + 2**40 + 77])
     with mock.patch("xlnet_kernels.dropout.new_state", lambda device: state), serving(90, seed=seed) as record:
-        assert_right(for_nvcc(features).problem(seed, rows=230, most_batch=2), "cuda", needs=())
+        assert_right(without_float16(features).problem(seed, rows=230, most_batch=2), "cuda", needs=())
     assert "warpgroup_forward_kernel" in record.launches[-1].name
 
 
@@ -127,12 +126,12 @@ def test_outputs_of_warpgroups_fill_whole_sectors(width, head_dim):
     assert launch.counts.shared_conflicts == 0
 
 
-def stacked(seed: int, keys: int, step: int, mem: int, width: int, mask: str | None) -> Problem:
+def stacked(seed: int, keys: int, step: int, mem: int, width: int, mask: str | None, dtype=torch.bfloat16) -> Problem:
     """Two streams: content rows at all positions and a query row at each `step`-th, in any order."""
     generator = torch.Generator().manual_seed(seed)
     positions = torch.cat([torch.arange(keys), torch.arange(0, keys, step)])
     rows = torch.stack([positions[torch.randperm(len(positions), generator=generator)] for _ in range(2)])
-    problem = make(2, 1, rows.shape[1], keys, mem, width, dtype=torch.bfloat16, seed=seed)
+    problem = make(2, 1, rows.shape[1], keys, mem, width, dtype=dtype if EVERYTHING else torch.bfloat16, seed=seed)
     options = {} if mask is None else {"mask": make_mask(mask, rows, 1, keys, mem, generator)}
     return problem.with_options(query_positions=rows, **options)
 
@@ -145,9 +144,9 @@ def assert_by_warpgroups(record: Record) -> None:
 
 STACKED = {
     "sixth": (200, 6, 0, 64, "order"),
-    "all-memory": (100, 1, 30, 128, "ranks"),
+    "all-memory": (100, 1, 30, 128, "ranks", torch.float16),
     "third-dense": (150, 3, 10, 128, "dense"),
-    "most-causal": (220, 50, 0, 64, "causal"),
+    "most-causal": (220, 50, 0, 64, "causal", torch.float16),
     "half": (90, 2, 0, 64, None),
 }
 
@@ -215,7 +214,7 @@ def test_one_visible_key_of_a_stacked_row_has_probability_one(head_dim):
 @pytest.mark.parametrize("features", SERVED_BY_WARPGROUPS.values(), ids=SERVED_BY_WARPGROUPS.keys())
 def test_gradients_by_warpgroups(features):
     """Up to two blocks of keys and four tiles of rows, with every barrier, copy and wgmma checked."""
-    features = replace(for_nvcc(features), grad_lse=features.memory)
+    features = replace(without_float16(features), grad_lse=features.memory)
     with serving(90, seed=3) as record:
         features.check("cuda", features.problem(3, rows=230, most_batch=1))
     assert any("warpgroup_backward_kernel" in launch.name for launch in record.launches)

@@ -48,18 +48,18 @@ def skipped(width: int) -> Problem:
     return problem.with_options(mask=xk.RankMask(query_rank, key_rank))
 
 
-# Of sm_90a's kernels; those of sm_80 serve rows that are far apart.
+# Served by sm_90a's kernels; those of sm_80 serve rows that are far apart.
 OF_WARPGROUPS = {name: sizes for name, sizes in PROBLEMS.items() if name != "rows-far-apart"}
 OF_WARPGROUPS |= {"skipped": None, "stacked": STACKED["sixth"], "stacked-wide": STACKED["third-dense"]}
 
 
-def problem_of_warpgroups(name: str, width: int) -> Problem:
+def problem_of_warpgroups(name: str, width: int, dtype: torch.dtype) -> Problem:
     if name.startswith("stacked"):
         keys, step, mem, _, mask = OF_WARPGROUPS[name]
         problem = stacked(5, keys, step, mem, width, mask)
     else:
         problem = skipped(width) if name == "skipped" else problem_of(True, width=width, **OF_WARPGROUPS[name])
-    return problem.with_options(deterministic=True)
+    return problem.to(dtype).with_options(deterministic=True)
 
 
 def problem_of(deterministic: bool, *, batch: int, length: int, width: int = WIDTH, **more) -> Problem:
@@ -111,19 +111,33 @@ def different(one: dict, other: dict) -> set[str]:
     }
 
 
-CASES = [pytest.param(80, WIDTH, name, marks=pytest.mark.thorough) for name in PROBLEMS]
-CASES += [pytest.param(90, width, name) for name in OF_WARPGROUPS for width in (64, 128)]
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
+CASES = [pytest.param(80, WIDTH, name, BFLOAT16, marks=pytest.mark.thorough) for name in PROBLEMS]
+CASES += [pytest.param(90, width, name, BFLOAT16) for name in OF_WARPGROUPS for width in (64, 128)]
+CASES += [pytest.param(90, width, "order", FLOAT16, marks=pytest.mark.thorough) for width in (64, 128)]
 
 
-@pytest.mark.parametrize(("architecture", "width", "name"), CASES)
-def test_bits_do_not_depend_on_which_block_is_ahead(architecture, width, name, monkeypatch):
-    problem = problem_of(True, **PROBLEMS[name]) if architecture == 80 else problem_of_warpgroups(name, width)
+@pytest.mark.parametrize(("architecture", "width", "name", "dtype"), CASES)
+def test_bits_do_not_depend_on_which_block_is_ahead(architecture, width, name, dtype, monkeypatch):
+    problem = problem_of(True, **PROBLEMS[name]) if architecture == 80 else problem_of_warpgroups(name, width, dtype)
     workspace = Workspace(monkeypatch)
     first, *others = (results_and_sums(problem, seed, workspace, architecture) for seed in SEEDS)
     for other in others:
         assert not different(first, other)
     found = {name: value for name, value in first.items() if isinstance(value, torch.Tensor)}
     assert_close(found, problem.to(torch.float64).results("reference"), problem)
+
+
+def test_equal_batches_have_equal_sums(monkeypatch):
+    """Blocks of the second one begin at other times, so that a sum that is added too late would have other bits."""
+    problem, workspace = skipped(64).with_options(deterministic=True), Workspace(monkeypatch)
+    for leaf in (problem.leaves[name] for name in ("query", "key", "value")):
+        leaf[1] = leaf[0]
+    for seed in SEEDS:
+        for (sums,) in (
+            results_and_sums(problem, seed, workspace, 90)[f"sums for {name}"] for name in ("query", "rel_key")
+        ):
+            assert sums[: len(sums) // 2] == sums[len(sums) // 2 :]
 
 
 def test_bits_of_sums_in_any_order_depend_on_it(monkeypatch):

@@ -1,8 +1,8 @@
 """Makes Triton's interpreter several times faster on kernels of many small functions.
 
 For every call of a jit function it patches `triton.language` anew, although once in a launch is enough. For every
-tensor it makes a type and a shape, although few of them differ. It looks for overflows and drops what it finds. The
-repetitions alone are left out; where Triton's internals look different nothing is changed.
+tensor it makes and checks a type and a shape, although few of them differ. It looks for overflows and drops what it
+finds. That alone is left out; where Triton's internals look different nothing is changed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def _keep_types(core: Any) -> None:
     shapes: dict[tuple, tuple[Any, Any]] = {}
 
     def block_type(self, element_ty, shape):
-        key = (element_ty.name, *[size.value if isinstance(size, core.constexpr) else size for size in shape])
+        sizes = [size.value if isinstance(size, core.constexpr) else size for size in shape]
+        # The type of each size too, because True and 1.0 equal 1
+        key = (element_ty.name, getattr(element_ty, "address_space", None), *sizes, *map(type, sizes))
         if key not in types:
             make_type(self, element_ty, shape)
             types[key] = vars(self).copy()

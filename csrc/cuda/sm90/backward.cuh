@@ -4,9 +4,9 @@
 #pragma once
 
 #include "../dispatch.cuh"
+#include "../ordered_accumulation.cuh"
 #include "../postprocess.cuh"
 #include "../preprocess.cuh"
-#include "../ordered_accumulation.cuh"
 #include "backward_consumer.cuh"
 #include "backward_producer.cuh"
 
@@ -37,19 +37,19 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) warpgroup_backward_kernel(const __grid_c
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   const BackwardWarpgroupMemory<S> memory{swizzled_memory()};
   memory.init(a.gradients.sums.progress.data);
-  const auto own = [&] {
+  const auto own_block = [&] {
     // By the number that a block gets when it begins: ordered_accumulation.cuh
-    if constexpr (S::ORDERED) return item_of(a.call.order, memory.number());
+    if constexpr (S::ORDERED) return item_of(a.call.order, memory.block_number());
     return own_item(a.call.order);
   };
   if (thread_index() < WARPGROUP) {
     shrink_registers<S::PRODUCER_REGISTERS>();
     const int warp = thread_index() / WARP;
     if (warp == 0) {
-      const BlockItem item = own();
+      const BlockItem item = own_block();
       BackwardProducer<S>{a, memory, item.b, item.h, item.tile * S::KEYS, {}, {}, false}.run();
     } else if (S::ORDERED && warp <= S::CONSUMERS) {
-      keep_order<S>(a, memory, own(), warp - 1, thread_index() % WARP);
+      keep_order<S>(a, memory, own_block(), warp - 1, thread_index() % WARP);
     }
   } else {
     grow_registers<S::CONSUMER_REGISTERS>();
@@ -57,7 +57,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) warpgroup_backward_kernel(const __grid_c
     const int consumer = lane.warp / 4 - 1;
     lane.warp %= 4;
     const auto tile_of_keys = [&] {
-      const BlockItem item = own();
+      const BlockItem item = own_block();
       return KeyTile<S>(a, {S::CONSUMERS * item.tile + consumer, item.b, item.h});
     };
     const KeyTile<S> tile = tile_of_keys();

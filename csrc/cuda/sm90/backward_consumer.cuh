@@ -13,10 +13,6 @@ template <typename S>
 struct BackwardConsumer {
   using T = typename S::T;
   static constexpr int D = S::HEAD_DIM, TILES = S::BLOCK_N / 8;
-  // Where there are registers for it: the lower half of a window is the next one's upper half, whose dR is then added
-  // to global memory once.
-  static constexpr bool QUERY_IN_REGISTERS = D <= 64, KEEPS_REL_KEY = D <= 64 && !S::POSITIONS,
-                        KEEPS_BIAS = D <= 64 && !S::POSITIONS, BAND_IN_REGISTERS = D <= 64 && !S::POSITIONS;
   static constexpr int NO_WINDOW = -2147483647 - 1;
   using Scores = float[TILES][4];
 
@@ -29,7 +25,7 @@ struct BackwardConsumer {
   CyclicPlace<S::STAGES> stage;
   CyclicPlace<S::SLOTS> upper;  // of the window's halves; the lower one comes after it
   KeySegments segments;
-  float key_bias[KEEPS_BIAS ? TILES : 1][2];  // of this lane's columns
+  float key_bias[S::KEEPS_BIAS ? TILES : 1][2];  // of this lane's columns
   float dK[D / 8][4] = {}, dV[D / 8][4] = {}, key_sum[4] = {};
   Scores kept_dR = {};
   int kept_window = NO_WINDOW;
@@ -57,7 +53,7 @@ struct BackwardConsumer {
     sync_warpgroup(1 + consumer);
     memory.full_keys().wait(0);
     segments = KeySegments(labels().segment, lane.id);
-    if constexpr (KEEPS_BIAS)
+    if constexpr (S::KEEPS_BIAS)
 #pragma unroll
       for (int n = 0; n < TILES; ++n)
         for (int parity = 0; parity < 2; ++parity)
@@ -140,14 +136,14 @@ struct BackwardConsumer {
   // In forward's order of additions: u.k, position, content.
   DEVICE void make_scores(Scores& score) {
     const auto queries = memory.queries(stage.index());
-    Fragment query[QUERY_IN_REGISTERS ? D / 16 : 1];
-    if constexpr (QUERY_IN_REGISTERS)
+    Fragment query[S::QUERY_IN_REGISTERS ? D / 16 : 1];
+    if constexpr (S::QUERY_IN_REGISTERS)
 #pragma unroll
       for (int k = 0; k < D / 16; ++k) pin((query[k] = queries.load(16 * lane.warp, 16 * k, lane.id)).word);
     const auto multiply_query = [&](Scores& sum, const Panels<T, D>& right) {
 #pragma unroll
       for (int k = 0; k < D; k += 16) {
-        if constexpr (QUERY_IN_REGISTERS)
+        if constexpr (S::QUERY_IN_REGISTERS)
           wgmma<T, 0>(sum, query[k / 16].word, right.columns_from(k));
         else
           wgmma<T, 0, 0>(sum, queries.columns_from(k), right.columns_from(k));
@@ -164,7 +160,7 @@ struct BackwardConsumer {
       pin(half);
     };
     const auto bias = [&](int n, int i) {
-      if constexpr (KEEPS_BIAS)
+      if constexpr (S::KEEPS_BIAS)
         return key_bias[n][i % 2];
       else
         return labels().bias[8 * n + 2 * lane.t + i % 2];
@@ -274,7 +270,7 @@ struct BackwardConsumer {
     for (int k = 0; k < TILES / 2; ++k) pin(dS[k].word);
     fence_products();
     // of the band's 16 columns k a warp's rows have zeros in three of eight; k = 3 and 4 have none
-    const auto is_shared = [](int k) { return !BAND_IN_REGISTERS || k == 3 || k == 4; };
+    const auto is_shared = [](int k) { return !S::BAND_IN_REGISTERS || k == 3 || k == 4; };
     begin_wgmma<T, 0, 1>(dQ, band.columns_from(48), rel_key(48));
 #pragma unroll
     for (int k = 0; k < 8; ++k)
@@ -283,7 +279,7 @@ struct BackwardConsumer {
     for (int k = 0; k < 64; k += 16) wgmma<T, 1>(dQ, dS[k / 16].word, memory.keys(consumer).rows_from(k, column));
     commit_products();
     if (column == 0) {
-      if (BAND_IN_REGISTERS)
+      if (S::BAND_IN_REGISTERS)
         wait_for_older_products<1>();
       else
         wait_for_products();
@@ -291,7 +287,7 @@ struct BackwardConsumer {
 #pragma unroll
       for (int k = 0; k < 4; ++k) pin(transposed[k].word);  // dK's products have read them until here
     }
-    if constexpr (BAND_IN_REGISTERS) {
+    if constexpr (S::BAND_IN_REGISTERS) {
       Fragment left[8];
       const uint32_t zero = zero_made_here();
 #pragma unroll
@@ -327,7 +323,7 @@ struct BackwardConsumer {
         S::POSITIONS ? memory.rows(stage.index()).last_position : row_tile * S::BLOCK_M + S::BLOCK_M - 1;
     const int window = int(p.rel_key.max_distance - p.mem_len) - last_position + tile.j0;
     Fragment left[4];
-    if constexpr (KEEPS_REL_KEY) {
+    if constexpr (S::KEEPS_REL_KEY) {
       const bool goes_on = kept_window == window + 64;
       if (!goes_on) add_kept_rel_key_gradient();
       load_band(left, window, 64);
@@ -352,7 +348,7 @@ struct BackwardConsumer {
 
   // Adds dR of the lower half of the last window, from which no tile has gone on.
   DEVICE void add_kept_rel_key_gradient() {
-    if constexpr (KEEPS_REL_KEY)
+    if constexpr (S::KEEPS_REL_KEY)
       if (kept_window != NO_WINDOW) add_rel_rows(kept_dR, kept_window, 0);
   }
 

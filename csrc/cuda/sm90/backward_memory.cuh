@@ -120,7 +120,7 @@ struct BackwardWarpgroupMemory {
     return reinterpret_cast<RowTileInfo*>(first)[stage];
   }
   // The block's among those that have begun, if ORDERED.
-  DEVICE int32_t& number() const { return reinterpret_cast<int32_t*>(&info(0))[S::STAGES]; }
+  DEVICE int32_t& block_number() const { return reinterpret_cast<int32_t*>(&info(0))[S::STAGES]; }
   DEVICE SortedRows& rows(int stage) const {
     static_assert(!S::POSITIONS || sizeof(SortedRows) == S::SORTED_ROWS);
     return reinterpret_cast<SortedRows*>(reinterpret_cast<char*>(&info(0)) + 16)[stage];
@@ -144,7 +144,7 @@ struct BackwardWarpgroupMemory {
     constexpr int WARPS = 4 * S::CONSUMERS;
     if (shared_address(data) % 1024) trap();  // the swizzle's pattern would begin elsewhere
     if (thread_index() == 0) {
-      if constexpr (S::ORDERED) number() = count_up(begun);
+      if constexpr (S::ORDERED) block_number() = count_up(begun);
       for (int i = 0; i < S::STAGES; ++i) full_stage(i).init(WARP + 1), empty_stage(i).init(WARPS);
       for (int i = 0; i < S::SLOTS; ++i) full_slot(i).init(WARP), empty_slot(i).init(WARPS);
       full_keys().init(WARP);

@@ -37,6 +37,10 @@ struct WarpgroupBackwardSizes {
   static constexpr int PRODUCER_REGISTERS = POSITIONS_ && HEAD_DIM <= 64 ? 56 : 40;
   static constexpr int CONSUMER_REGISTERS = POSITIONS_ && HEAD_DIM <= 64 ? 224 : 232;
   static_assert(PRODUCER_REGISTERS + CONSUMERS * CONSUMER_REGISTERS <= (1 + CONSUMERS) * START_REGISTERS);
+  // Kept by consumers, where there are registers for it. REL_KEY: the lower half of a window is the next one's upper
+  // half, whose dR is then added to global memory once.
+  static constexpr bool QUERY_IN_REGISTERS = HEAD_DIM <= 64, BAND_IN_REGISTERS = QUERY_IN_REGISTERS && !POSITIONS_,
+                        KEEPS_REL_KEY = BAND_IN_REGISTERS, KEEPS_BIAS = BAND_IN_REGISTERS;
   static constexpr int STAGES = HEAD_DIM > 64 ? 1 : 2;  // of rows
   // Slots of 64 rows of rel_key: three for one tile of rows, and the next one's first; all of the next one's where
   // windows share no slot, if there is room.
@@ -49,8 +53,8 @@ struct WarpgroupBackwardSizes {
   static constexpr bool HAS_RANK_PAIRS = HEAD_DIM <= 64 || !POSITIONS_, HAS_ROW_VALUES = HEAD_DIM <= 64;
   static constexpr int RANK_PAIRS = HAS_RANK_PAIRS ? KEYS * 2 + BLOCK_N * 2 : 0;
   static constexpr int STAGE_ROWS = HAS_ROW_VALUES ? 6 * BLOCK_M * 4 : 0;
-  static constexpr int SORTED_ROWS = BLOCK_M * 5 + 16, WORDS = (STAGES + 2) / 2 * 8,
-                       INFO = POSITIONS_ ? 16 + STAGES * SORTED_ROWS : WORDS;
+  static constexpr int MESSAGES = (STAGES + 2) / 2 * 8;  // a word for each stage, one for the block's number
+  static constexpr int SORTED_ROWS = BLOCK_M * 5 + 16, INFO = POSITIONS_ ? 16 + STAGES * SORTED_ROWS : MESSAGES;
   static constexpr int SHARED =
       MATRICES * MATRIX + CONSUMERS * (2 * SCORES + BAND) + LABELS + RANK_PAIRS + SLOTS * BIAS + STAGES * STAGE_ROWS +
       INFO + BARRIERS;

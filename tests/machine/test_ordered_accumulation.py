@@ -128,18 +128,6 @@ def test_bits_do_not_depend_on_which_block_is_ahead(architecture, width, name, d
     assert_close(found, problem.to(torch.float64).results("reference"), problem)
 
 
-def test_equal_batches_have_equal_sums(monkeypatch):
-    """Blocks of the second one begin at other times, so that a sum that is added too late would have other bits."""
-    problem, workspace = skipped(64).with_options(deterministic=True), Workspace(monkeypatch)
-    for leaf in (problem.leaves[name] for name in ("query", "key", "value")):
-        leaf[1] = leaf[0]
-    for seed in SEEDS:
-        for (sums,) in (
-            results_and_sums(problem, seed, workspace, 90)[f"sums for {name}"] for name in ("query", "rel_key")
-        ):
-            assert sums[: len(sums) // 2] == sums[len(sums) // 2 :]
-
-
 def test_bits_of_sums_in_any_order_depend_on_it(monkeypatch):
     """Else the test above would show nothing."""
     problem, workspace = problem_of(False, **PROBLEMS["order"]), Workspace(monkeypatch)

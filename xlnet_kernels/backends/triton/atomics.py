@@ -6,14 +6,6 @@ import triton
 import triton.language as tl
 
 from .operands import columns
-from .shift_ptx import split
-
-
-@triton.constexpr_function
-def _place(number, count):
-    """Index of the slice, of `count`, at a place after all steps of `split`."""
-    bits = count.bit_length() - 1
-    return sum((number >> k & 1) << bits - 1 - k for k in range(bits))
 
 
 @triton.jit
@@ -28,20 +20,21 @@ def add_atomically(sums, chunk, c, META):
     if META.SHIFT_PTX:
         ROWS: tl.constexpr = META.BLOCK_N // 2
         WARPS: tl.constexpr = META.BLOCK_M // META.BLOCK_N  # side by side; a warp has 16 rows, here and in a tile
-        COUNT: tl.constexpr = META.BLOCK_D // (4 * WARPS)
-        parts = tl.permute(tl.reshape(chunk, (ROWS // 8, 2, 8, WARPS, COUNT // 2, 8)), (3, 0, 2, 5, 4, 1))
-        parts = split(tl.reshape(parts, (WARPS * ROWS, 8, COUNT)), COUNT)
-        row = tl.arange(0, ROWS)[None, :, None]
-        column = tl.arange(0, WARPS)[:, None, None] * (META.BLOCK_D // WARPS) + tl.arange(0, 8)[None, None, :]
-        column += c * META.BLOCK_D
-        sums += (row // 8 * 16 + row % 8) * D + column
-        for i in tl.static_range(COUNT):
-            place = _place(i, COUNT)
-            mask = None
-            if D % META.BLOCK_D != 0:
-                mask = column + place // 2 * 8 < D
-            at = sums + (place % 2 * 8 * D + place // 2 * 8)
-            tl.atomic_add(at, tl.reshape(parts[i], (WARPS, ROWS, 8)), mask=mask, sem="relaxed")
+        GROUPS: tl.constexpr = META.BLOCK_D // (8 * WARPS)  # of eight columns, of a warp
+        parts = tl.permute(tl.reshape(chunk, (ROWS // 8, 2, 8, WARPS, GROUPS, 8)), (4, 1, 3, 0, 2, 5))
+        parts = tl.reshape(parts, (GROUPS * 2, WARPS, ROWS, 8))
+        warp = tl.arange(0, WARPS)[None, :, None, None]
+        row = tl.arange(0, ROWS)[None, None, :, None]
+        column = c * META.BLOCK_D + warp * (META.BLOCK_D // WARPS) + tl.arange(0, 8)[None, None, None, :]
+        at = sums + ((row // 8 * 16 + row % 8) * D + column)
+        # Registers of a thread differ by constants, which the instructions have room for because they are added last.
+        part = tl.arange(0, GROUPS * 2)[:, None, None, None]
+        at += part % 2 * 8 * D + part // 2 * 8
+        mask = None
+        if D % META.BLOCK_D != 0:
+            mask = column + part // 2 * 8 < D
+        # Two, because with more at once the columns of a group would go to threads that do not have them.
+        tl.atomic_add(tl.max_contiguous(at, (1, 1, 1, 2)), parts, mask=mask, sem="relaxed")
     else:
         d = columns(c, META)
         mask = None

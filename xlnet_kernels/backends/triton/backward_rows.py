@@ -126,15 +126,19 @@ def _add_open_blocks(
     # Bounded, because without any tile the open blocks are zero, at arbitrary rows.
     if META.BOUNDED_BEHIND or META.BOUNDED_AHEAD:
         start = tl.where(span.begin < span.end, start, 0)
+    end = size.rel_len
     if META.FOLDED:
         nothing = tl.zeros((META.BLOCK_M, META.BLOCK_N), tl.float32)
-        first, first_dS, _ = shift_out(nothing, first_dS, middle_dS, tile.shift, META)
-        middle_dS, _, _ = shift_out(nothing, first_dS, nothing, tile.shift, META)
-        first_dS = first
-    acc = _add_band(grad_rel, acc, rel_key, start, size.rel_len, first_dS, position_query, 0, size, META, MASKED)
-    if META.BLOCK_M > META.BLOCK_N:
-        start += META.BLOCK_N
-        acc = _add_band(grad_rel, acc, rel_key, start, size.rel_len, middle_dS, position_query, 0, size, META, MASKED)
+        # A loop, to compile the shift and the products once
+        for step in tl.range(2, num_stages=1):
+            band, first_dS, middle_dS = shift_out(nothing, first_dS, middle_dS, tile.shift, META)
+            at = start + step * META.BLOCK_N
+            acc = _add_band(grad_rel, acc, rel_key, at, end, band, position_query, step, size, META, MASKED)
+    else:
+        acc = _add_band(grad_rel, acc, rel_key, start, end, first_dS, position_query, 0, size, META, MASKED)
+        if META.BLOCK_M > META.BLOCK_N:
+            start += META.BLOCK_N
+            acc = _add_band(grad_rel, acc, rel_key, start, end, middle_dS, position_query, 0, size, META, MASKED)
     return acc
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -76,6 +77,15 @@ def one_thread():
 def backend(request) -> str:
     """Each backend that can be used on this machine."""
     return request.param
+
+
+def pytest_collection_finish():
+    """Objects of collected tests and imported modules live to the end: the garbage collector leaves them out."""
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # to avoid warnings about objects that live on at exit
 
 
 def pytest_collection_modifyitems(config, items):

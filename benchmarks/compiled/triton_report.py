@@ -1,7 +1,7 @@
 """Compiles the Triton kernels without a GPU and tells what came out.
 
-    python benchmarks/compiled/triton_report.py 80 90 100 --output benchmarks/results/triton-compiled.json
-    python benchmarks/compiled/triton_report.py gfx942 gfx950 --output benchmarks/results/triton-compiled-amd.json
+    python -m benchmarks.compiled.triton_report 80 90 100 --output benchmarks/results/triton-compiled.json
+    python -m benchmarks.compiled.triton_report gfx942 gfx950 --output benchmarks/results/triton-compiled-amd.json
 
 compiles every configuration of the table for these architectures; without --output it prints one JSON object a line.
 AMD's, of which nothing is promised but that they compile, get the tiles of sm_80, and float32 those without tensor
@@ -28,11 +28,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 
-from compiled.sass import PRODUCTS, loop_over_tiles, parse
-from compiled.wgmma_hazards import hazards
 from xlnet_kernels.backends import triton as backend
 from xlnet_kernels.backends.triton import launch, launch_cache, tuning
 from xlnet_kernels.call import Call
+
+from .sass import PRODUCTS, loop_over_tiles, parse
+from .wgmma_hazards import hazards
 
 OPERATOR = "xlnet_kernels::rel_attention_triton"
 in_quads = tuning.in_quads

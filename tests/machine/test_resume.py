@@ -36,6 +36,7 @@ def test_what_has_passed_is_not_run_again(tmp_path, workers):
 
     assert "1 failed, 2 passed" in run(1)
     assert "1 passed" in run(-1) and passed.read_text().count("test_three") == 3
-    assert "1 passed" not in run(-1)
-    passed.write_text("other sources\n" + passed.read_text().split("\n", 1)[1])
-    assert "3 passed" in run(-1)
+    if workers == "0":  # the file is the same with workers, which take seconds to start
+        assert "1 passed" not in run(-1)
+        passed.write_text("other sources\n" + passed.read_text().split("\n", 1)[1])
+        assert "3 passed" in run(-1)

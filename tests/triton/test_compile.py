@@ -19,7 +19,6 @@ from benchmarks.compiled.triton_report import SHARED_MEMORY  # noqa: E402
 from tests import ROOT  # noqa: E402
 from xlnet_kernels.backends.triton import tuning  # noqa: E402
 
-SCRIPT = ROOT / "benchmarks/compiled/triton_report.py"
 COMMITTED = ROOT / "benchmarks/results/triton-compiled.json"
 ARCHITECTURES = (80, 90, 100)
 # Spilled loads and stores in all of a kernel's code, at most. A plain forward in 16 bits has none, but for heads of
@@ -56,7 +55,7 @@ def check(row: dict) -> None:
 
 def in_a_process(cache: Path, *arguments: str, first: Path | None = None, **environment: str) -> str:
     """Output of Python, with Triton as a compiler; `first`: folder of another Triton."""
-    folders = [*([first] if first else []), ROOT, ROOT / "benchmarks", SCRIPT.parent]
+    folders = [*([first] if first else []), ROOT]
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
@@ -73,9 +72,10 @@ def in_a_process(cache: Path, *arguments: str, first: Path | None = None, **envi
 def test_nothing_counts_as_an_overflow_when_debugging(tmp_path):
     """The shift and Philox count modulo 2^32."""
     code = """if True:
-        import triton_report
+        import torch
+        from benchmarks.compiled import triton_report
         from xlnet_kernels.backends.triton.forward import forward_kernel
-        call = triton_report.inputs(16, triton_report.torch.float16, "order")
+        call = triton_report.inputs(16, torch.float16, "order")
         triton_report.compile_kernel(80, "forward", call)
         (compiled,) = forward_kernel.device_caches[80][0].values()
         print(compiled.asm["ttir"])"""
@@ -87,7 +87,8 @@ def test_amd_code_objects_are_read(tmp_path):
     """One kernel for each architecture of AMD's; spills, whose number takes one byte here, more in heads of 256."""
     pytest.importorskip("triton.backends.amd", reason="this Triton has no compiler for AMD")
     code = """if True:
-        import json, triton_report
+        import json
+        from benchmarks.compiled import triton_report
         for case in (("gfx942", "16-bit", 64, "forward", "order"), ("gfx950", "16-bit", 256, "keys", "order")):
             print(json.dumps(triton_report.report(*case)))"""
     none, many = map(json.loads, in_a_process(tmp_path, "-c", code).splitlines())
@@ -113,7 +114,7 @@ def test_no_kernel_function_returns_none_in_a_tuple():
 
 @pytest.mark.slow
 def test_compiles_for_gpus_that_are_not_here(tmp_path):
-    output = in_a_process(tmp_path, str(SCRIPT), "--sample", *map(str, ARCHITECTURES))
+    output = in_a_process(tmp_path, "-m", "benchmarks.compiled.triton_report", "--sample", *map(str, ARCHITECTURES))
     report = [json.loads(line) for line in output.splitlines()]
     classes = {(kind, head_dim) for _, kind, head_dim in tuning.TABLE}
     assert {(row["kind"], row["head_dim"]) for row in report} == classes

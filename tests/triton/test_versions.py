@@ -23,7 +23,7 @@ SERIALISED = {("forward", "dense"): None, ("forward", "plain"): (3, 7)} | {("key
 SPILLS = {"forward": 140, "rows": 850, "keys": 150}
 CODE = """if True:
     import json, sys
-    from compiled import triton_report
+    from benchmarks.compiled import triton_report
     for case in json.loads(sys.argv[1]):
         print(json.dumps(triton_report.report(*case)))"""
 

@@ -85,7 +85,8 @@ def pytest_collection_finish():
 
 
 def pytest_sessionfinish():
-    gc.unfreeze()  # to avoid warnings about objects that live on at exit
+    # To avoid warnings about objects that live on at exit
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(config, items):

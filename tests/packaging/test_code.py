@@ -1,9 +1,8 @@
 """Rules of the Python code that no linter has: names that say something, functions that fit a screen or two."""
 
 import ast
+import symtable
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
 from tests import ROOT
 
@@ -12,32 +11,26 @@ LONGEST = 99  # lines of a function, without its signature and docstring
 DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-@cache
-def nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text())))
-
-
-def everywhere() -> Iterator[tuple[str, ast.AST]]:
-    """Every node of the syntax trees, with its file."""
+def sources() -> Iterator[tuple[str, str]]:
+    """Every file's name and text."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            yield from ((str(path.relative_to(ROOT)), node) for node in nodes(path))
+            yield str(path.relative_to(ROOT)), path.read_text()
 
 
-def is_class_method(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef) and [ast.unparse(x) for x in node.decorator_list] == ["classmethod"]
+def scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    """A scope and all within it."""
+    yield table
+    for child in table.get_children():
+        yield from scopes(child)
 
 
-def names(node: ast.AST) -> Iterator[str | None]:
-    """Variables, parameters and functions that this node mentions or makes, class methods aside."""
-    if isinstance(node, ast.Name):
-        yield node.id
-    elif isinstance(node, ast.arg):
-        yield node.arg
-    elif isinstance(node, ast.alias):
-        yield from (node.name, node.asname)
-    elif isinstance(node, DEFINED) and not is_class_method(node):
-        yield node.name
+def is_class_method(scope: symtable.SymbolTable, text: str) -> bool:
+    """The name "of" of this scope is a class method."""
+    if scope.get_type() != "class":
+        return False
+    found = [child.get_lineno() for child in scope.get_children() if child.get_name() == "of"]
+    return len(found) == 1 and "@classmethod" in "".join(text.splitlines()[found[0] - 2 : found[0]])
 
 
 def body_length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -49,13 +42,19 @@ def body_length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def test_no_variable_is_called_of():
     """A name says what it holds; a class method may be read with its class, as in `XLNetConfig.of(config)`."""
-    assert not [f"{file}:{node.lineno}" for file, node in everywhere() if "of" in names(node)]
+    assert not [
+        f"{file}:{scope.get_lineno()} {scope.get_name()}"
+        for file, text in sources()
+        for scope in scopes(symtable.symtable(text, file, "exec"))
+        if "of" in scope.get_identifiers() and not is_class_method(scope, text)
+    ]
 
 
 def test_functions_are_short():
     long = [
         f"{file}:{node.lineno} {node.name} has {body_length(node)} lines"
-        for file, node in everywhere()
+        for file, text in sources()
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, DEFINED) and body_length(node) > LONGEST
     ]
     assert not long

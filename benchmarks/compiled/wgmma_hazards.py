@@ -55,6 +55,9 @@ def _widths(name: str, operands: int) -> tuple[int, ...]:
     # One register has the parity, although the barrier has 64 bits
     if name.startswith("SYNCS.PHASECHK"):
         return (1,) * operands
+    # A shift of 64 bits has half of them in each register
+    if name.startswith("SHF."):
+        return (1,) * operands
     # Factors of IMAD.WIDE have one register, its sum has two
     if ".WIDE" in name:
         return (2, *(1,) * (operands - 2), 2)

@@ -90,6 +90,8 @@ FENCE = "WARPGROUP.ARRIVE"
         ("DADD R40, R40, R23", "touches the accumulator"),
         ("F2F.F64.F32 R6, R40", "writes the factor"),
         ("LEPC R6", "writes the factor"),
+        ("SHF.L.U64.HI R7, R40, 0x8, R41", "writes the factor"),
+        ("SHF.L.U64.HI R3, R40, 0x8, R41", None),
         ("SYNCS.ARRIVE.TRANS64.A1T0 R7, [R40], R41", "writes the factor"),
         ("SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R40], R7", None),
         ("SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R40], R23", None),

@@ -81,6 +81,7 @@ def backend(request) -> str:
 
 def pytest_collection_finish():
     """Objects of collected tests and imported modules live to the end: the garbage collector leaves them out."""
+    gc.collect()
     gc.freeze()
 
 

@@ -12,8 +12,8 @@ from .operands import columns
 def add_atomically(sums, chunk, c, META):
     """Add chunk c (BLOCK_N, BLOCK_D) of a product to a matrix (rows, D).
 
-    In the register layout of wgmma, an addition covers the eight columns of a group, in every second eight rows. It
-    covers as many groups at once as there are warps side by side. A thread has two neighbouring elements, four threads
+    In the register layout of wgmma, an instruction adds the eight columns of a group, in every second eight rows. It
+    adds as many groups at once as there are warps side by side. A thread has two neighbouring elements, four threads
     fill a sector, and no data passes through shared memory.
     """
     D: tl.constexpr = META.HEAD_DIM

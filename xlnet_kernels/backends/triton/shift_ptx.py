@@ -174,7 +174,7 @@ def _in_twos(first, second, count):
 
 
 @triton.jit
-def split(x, COUNT: tl.constexpr):
+def _split(x, COUNT: tl.constexpr):
     """Split of x (A, B, COUNT) into COUNT tensors (A, B), by the lowest bit of the index first."""
     # One reshape for all, because two of Triton's passes take time with the square of the number of operations.
     parts = (tl.reshape(x, _in_twos(x.shape[0], x.shape[1], COUNT)),)
@@ -189,7 +189,7 @@ def split(x, COUNT: tl.constexpr):
 
 @triton.jit
 def _join(parts, COUNT: tl.constexpr):
-    """Inverse of `split`, with one dimension of two for each bit of the index."""
+    """Inverse of `_split`, with one dimension of two for each bit of the index."""
     for k in tl.static_range(_bits(COUNT)):
         found = ()
         for i in tl.static_range(COUNT >> (k + 1)):
@@ -207,7 +207,7 @@ def split_fragment(x):
     ROWS: tl.constexpr = x.shape[0] // 2
     GROUPS: tl.constexpr = x.shape[1]
     x = tl.permute(tl.reshape(x, (ROWS // 8, 2, 8, GROUPS, 4, 2)), (0, 2, 4, 3, 1, 5))
-    return split(tl.reshape(x, (ROWS, 4, GROUPS * 4)), GROUPS * 4)
+    return _split(tl.reshape(x, (ROWS, 4, GROUPS * 4)), GROUPS * 4)
 
 
 @triton.jit

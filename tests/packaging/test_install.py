@@ -24,6 +24,7 @@ import torch
 
 import xlnet_kernels as xk
 from tests import ROOT
+from tests.packaging.test_stable_library import assert_is_stable
 
 pytestmark = pytest.mark.slow
 
@@ -295,3 +296,37 @@ def test_missing_torch_without_isolation_is_an_error(tmp_path, compiler, tools, 
     (environment.packages / "tools.pth").write_text(f"{tools}\n")
     code, log = environment.pip("install", *NOT_ISOLATED, tree, check=False)
     assert code != 0 and "torch is not installed, and compiling needs torch>=2.10" in log
+
+
+@pytest.fixture(scope="module")
+def wheel_of_kernels(tmp_path_factory, compiler, with_torch, tools):
+    """As .github/workflows/wheels.yml makes it, but for auditwheel."""
+    folder = tmp_path_factory.mktemp("wheel")
+    environment = Environment(folder / "env", compiler, borrow=[with_torch.packages, tools])
+    source = shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(".*", "build", "*.so", "__pycache__"))
+    options = {"XLNET_KERNELS_FAST_PATH": "0", "FORCE_CUDA": "0"}
+    environment.pip("wheel", *NOT_ISOLATED, "-w", folder / "wheels", source, **options)
+    (made,) = (folder / "wheels").iterdir()
+    return made
+
+
+def test_wheel_is_for_every_python(wheel_of_kernels, tmp_path):
+    assert re.fullmatch(r"xlnet_kernels-[\d.]+-py3-none-(linux|macosx)_\w+\.whl", wheel_of_kernels.name)
+    with zipfile.ZipFile(wheel_of_kernels) as opened:
+        libraries = [name for name in opened.namelist() if name.endswith(".so")]
+        opened.extractall(tmp_path)
+    assert libraries == ["xlnet_kernels/_kernels.so"]
+    assert_is_stable(tmp_path / libraries[0])
+
+
+def test_operator_of_the_wheel(wheel_of_kernels, tmp_path, compiler, with_torch):
+    """The operator's tests of its kernels pass in an environment of its own, with the torch that runs these tests."""
+    ours = [Path(entry) for entry in sys.path if entry.endswith("-packages")]  # pytest and its plugins
+    environment = Environment(tmp_path / "env", compiler, borrow=[with_torch.packages, *ours])
+    environment.pip("install", "--no-deps", wheel_of_kernels)
+    for name in ("tests", "csrc", "build_backend", "benchmarks/lib"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    facts = environment.facts()
+    assert facts["backends"]["cpu"] == "ready" and "it was not built" in facts["no_fast_path_because"]
+    environment.run("-m", "pytest", "-q", "-x", "tests/operator/test_operator.py", "-k", "[cpu-", cwd=tmp_path)

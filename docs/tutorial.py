@@ -6,9 +6,9 @@ python docs/tutorial.py NOTEBOOK.ipynb   another file
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -48,4 +48,6 @@ def main(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE.parent.parent / "tutorial.ipynb")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("notebook", type=Path, nargs="?", default=PAGE.parent.parent / "tutorial.ipynb")
+    main(parser.parse_args().notebook)

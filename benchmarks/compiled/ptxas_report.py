@@ -6,10 +6,10 @@ python benchmarks/compiled/ptxas_report.py build.log benchmarks/results/cuda-com
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import re
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,4 +82,7 @@ def main(log: str, output: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("log", help="output of the build")
+    parser.add_argument("output", help="file of results")
+    main(**vars(parser.parse_args()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from drawing import Drawing, write
@@ -118,4 +117,4 @@ DRAWINGS = {"architecture": draw_architecture, "call": draw_call}
 
 
 if __name__ == "__main__":
-    write(DRAWINGS, Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
+    write(DRAWINGS, Path(__file__).parent)

@@ -58,3 +58,8 @@ def test_functions_are_short():
         if isinstance(node, DEFINED) and body_length(node) > LONGEST
     ]
     assert not long
+
+
+def test_scripts_read_arguments_by_a_parser():
+    """To avoid "--help" as the name of a file."""
+    assert not [file for file, text in sources() if not file.startswith("tests/") and "sys.argv[1]" in text]

@@ -21,6 +21,7 @@ CALLS = ("order", "stacked", "plain", "dense", "dropout")
 SERIALISED = {("forward", "dense"): None, ("forward", "plain"): (3, 7)} | {("keys", call): None for call in CALLS}
 # Spilled loads and stores of kernels for heads of 64 in 16 bits, at most: a tenth above the most of VERSIONS
 SPILLS = {"forward": 140, "rows": 850, "keys": 150}
+SPILLS_OF_STACKED = {**SPILLS, "rows": 1210}  # 1100 with 3.8.0 on sm_90
 CODE = """if True:
     import json, sys
     from benchmarks.compiled import triton_report
@@ -34,7 +35,8 @@ def check(version: str, cases: list[tuple], cache) -> None:
     assert len(rows) == len(cases)
     for row in rows:
         assert row["hazards"] == [], row
-        assert row["spills"] <= SPILLS[row["kernel"]] or row["head_dim"] != 64, row
+        most = (SPILLS_OF_STACKED if row["call"] == "stacked" else SPILLS)[row["kernel"]]
+        assert row["spills"] <= most or row["head_dim"] != 64, row
         until = SERIALISED.get((row["kernel"], row["call"]), (0, 0))
         found = tuple(map(int, version.split(".")[:2]))
         assert not row["serialised"] or until is None or found <= until, row

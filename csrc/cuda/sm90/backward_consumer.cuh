@@ -12,8 +12,7 @@ namespace xlnet_kernels::cuda {
 template <typename S>
 struct BackwardConsumer {
   using T = typename S::T;
-  static constexpr int D = S::HEAD_DIM, TILES = S::BLOCK_N / 8;
-  static constexpr int NO_WINDOW = -2147483647 - 1;
+  static constexpr int D = S::HEAD_DIM, TILES = S::BLOCK_N / 8, NO_WINDOW = -2147483647 - 1;
   using Scores = float[TILES][4];
 
   const Backward& a;
@@ -58,8 +57,7 @@ struct BackwardConsumer {
       for (int n = 0; n < TILES; ++n)
         for (int parity = 0; parity < 2; ++parity)
           key_bias[n][parity] = float_of(kept_in_register(bits_of(labels().bias[8 * n + 2 * lane.t + parity])));
-    while (step()) {
-    }
+    while (step()) continue;
     wait_for_turn();
     add_kept_rel_key_gradient();
     tell_that_all_is_added();
@@ -195,9 +193,8 @@ struct BackwardConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const uint32_t rank = row_rank(tile, rows, r, visibility);
-      uint32_t key_ranks[4], probability[4];
+      uint32_t key_ranks[4], probability[4], to_band[2];
       const int row = 16 * lane.warp + lane.g + 8 * r;  // of the tile
-      uint32_t to_band[2];
 #pragma unroll
       for (int parity = 0; parity < 2; ++parity)
         to_band[parity] = shared_address(memory.band(consumer).at(row, 2 * lane.t + parity + shift.column(r, row)));
@@ -315,8 +312,7 @@ struct BackwardConsumer {
       }
   }
 
-  // dR = band' Q and colsum(band), 64 rows of the window at a time, added to global memory. band' is read once for
-  // both.
+  // dR = band' Q and colsum(band), 64 rows of the window at a time, added to global memory: both from one read.
   DEVICE void add_rel_key_gradient(int row_tile) {
     const RelAttention& p = a.call.p;
     const int last_position =

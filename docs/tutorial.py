@@ -49,5 +49,7 @@ def main(target: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("notebook", type=Path, nargs="?", default=PAGE.parent.parent / "tutorial.ipynb")
+    parser.add_argument(
+        "notebook", type=Path, nargs="?", default=PAGE.parent.parent / "tutorial.ipynb", help="file to write"
+    )
     main(parser.parse_args().notebook)

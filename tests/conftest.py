@@ -86,7 +86,7 @@ def pytest_collection_finish():
 
 
 def pytest_sessionfinish():
-    # To avoid warnings about objects that live on at exit
+    # To avoid nanobind's warnings, at exit, about objects of Triton that live on
     gc.unfreeze()
 
 

@@ -54,12 +54,10 @@ def test_is_as_right_as_the_best_one(instruction_set):
     skip_own(instruction_set)
     if REFUSED in run_with(instruction_set, "-c", SMALL_CALL).stderr:
         pytest.skip(f"this processor, or this build, has no {instruction_set}")
-    names, chosen = ["operator/test_operator.py", "operator/test_unread.py"], FLOAT32
+    names, chosen = ["operator/test_operator.py"], FLOAT32
     if "bf16" in instruction_set:
-        names, chosen = ["cpu/test_float32_precision.py", "cpu/test_bfloat16.py", "operator/test_unread.py"], BFLOAT16
-    if instruction_set == "emulated_bf16" and REFUSED not in run_with("avx512_bf16", "-c", SMALL_CALL).stderr:
-        names = names[:1]  # products of parts; test_the_emulation_is_the_instruction compares all others
-    files = [str(ROOT / "tests" / name) for name in names]
+        names, chosen = ["cpu/test_bfloat16.py", "cpu/test_float32_precision.py"], BFLOAT16
+    files = [str(ROOT / "tests" / name) for name in (*names, "operator/test_unread.py")]
     found = run_with(instruction_set, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", chosen)
     assert found.returncode == 0 and " passed" in found.stdout, found.stdout[-4000:]
 

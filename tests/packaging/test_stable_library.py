@@ -1,4 +1,4 @@
-"""The library of kernels is for every Python and every torch from MIN_TORCH on; `pip wheel` makes one wheel of it."""
+"""The library of kernels is for every Python and every torch from MIN_TORCH on; test_install.py has its wheel."""
 
 from __future__ import annotations
 

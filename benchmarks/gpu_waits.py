@@ -3,7 +3,7 @@
     python benchmarks/gpu_waits.py cuda 90 64 backward warpgroup_backward
 
 The multiprocessor is that of `make gpu-counts` (lib/timing), the call one with an order and segments. An instruction
-under a condition counts as executed, so that a load that no lane executes may seem to be waited for.
+under a condition counts as executed where its line of PTX ever ran.
 """
 
 from __future__ import annotations

@@ -109,6 +109,10 @@ class MachineCode:
     def _times(self, line: int, counted: Mapping[int, int]) -> float:
         return counted.get(line, 0) / self.lines[line].statements if line in self.lines else 0.0
 
+    def is_one_for_one(self, step: Step) -> bool:
+        """Whether its line of PTX is one instruction of this kind."""
+        return self._is_one(step.line, step.instruction.name.split(".")[0])
+
     def _is_one(self, line: int, name: str) -> bool:
         one = self.lines[line].one if line in self.lines else ""
         return bool(one) and name.startswith(one)

@@ -76,8 +76,19 @@ def way_of(
         return None
     if any("SETMAXREG" in step.instruction.name for step in code.steps):  # the first warpgroup loads
         warps -= 4
-    of_code = with_sectors(operations(code.steps, architecture), blocks, counts, architecture)
+    of_code = with_sectors(operations_of(code, counts, architecture), blocks, counts, architecture)
     return Way(tuple(way), tuple(of_code[i] for i in way), warps, resident)
+
+
+def operations_of(code: MachineCode, counts: Counts, architecture: int) -> list[Operation]:
+    """All operations of a kernel. One under a condition whose line of PTX never ran has no effect but its issue."""
+    found = operations(code.steps, architecture)
+    for i, step in enumerate(code.steps):
+        if step.instruction.predicate and code.is_one_for_one(step) and not counts.lines.get(step.line):
+            found[i] = dataclasses.replace(
+                found[i], results=None, operands=None, pipe="", units=(), latency=0.0, group="", closes="", barrier=None
+            )
+    return found
 
 
 def predict(

@@ -27,7 +27,7 @@ DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const Back
   const RelAttention& p = call.p;
   const Lane& lane = of.lane;
   const Step& step = steps.step;
-  const int part_keys = of.part * S::KEYS;
+  const int part_keys = of.part * S::KEYS, window = step.window + part_keys;
   const RowFragments<S> query(memory.queries(), 16 * of.m_tile, lane.id);
   const auto load_query = [&](int k) { return query(k); };
 
@@ -40,8 +40,9 @@ DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const Back
   float band[2][4];
   slices.for_each([&](int r) { return rows.shift[r]; }, true, lane.id,
                   [&](const BandSlice& slice) {
-                    add_position<T, S::HEAD_DIM>(score, band, false, memory.ring, step.window + part_keys,
-                                                 tile.rel_bias, int(p.rel_len), slice, call.tf32, lane.id, load_query);
+                    add_position<T, S::HEAD_DIM>(score, band, false, memory.ring, window,
+                                                 tile.rel_bias + inside_margins(window, int(p.rel_len)), slice,
+                                                 call.tf32, lane.id, load_query);
                   });
 
   // content, last as in forward: scores are to be the same

@@ -157,7 +157,7 @@ template <typename S>
 struct BackwardSteps {
   const Call& call;
   const KeyTile<S>& tile;
-  TileScheduler scheduler;
+  TileScheduler<> scheduler;
   const bool has_unread_rel_rows;
   Step step;
 
@@ -173,8 +173,8 @@ struct BackwardSteps {
 
   DEVICE void find_tile(int lane) {
     const RelAttention& p = call.p;
-    Visibility visibility;
-    step.row_tile = scheduler.next(visibility, lane, [&](int i) {
+    TileLook found = Visibility::none;
+    step.row_tile = scheduler.next(found, lane, [&](int i) {
       const RowTile rows = load_row_tile(call, tile.b, i * S::BLOCK_M, S::BLOCK_M);
       return rows.visibility(call, tile.b, tile.j0, S::BLOCK_N);
     });

@@ -71,16 +71,16 @@ DEVICE void load_rows(const RelAttention& p, const ForwardTile<S>& tile, float s
 // Adds the position term of one window of rel_key to the scores of all the warp's rows; carried: see shift.cuh.
 template <typename S, int N>
 DEVICE void add_position_of_rows(const Call& call, const ForwardTile<S>& tile, const ForwardRows<S>& rows,
-                                 const QueryFragments<S>& query, const typename S::Ring& ring, const float* rel_bias,
+                                 const QueryFragments<S>& query, const typename S::Ring& ring, const float* bias,
                                  int j0, int window_shift, bool is_carried, float (&score)[S::M_TILES][N][4],
                                  float (&carried)[S::M_TILES][2][4]) {
   using T = typename S::T;
   const RelAttention& p = call.p;
   const int window = tile.origin + j0 + window_shift, lane = tile.lane.id;
   if (rows.consecutive) {
-    const int row = window + rows.slices[S::M_TILES - 1].first.begin;
-    add_known_position<T, S::HEAD_DIM>(score, carried, is_carried, ring, row, rel_bias + row, rows.shift, call.tf32,
-                                       lane, [&](int k, int m) { return query(k, m); });
+    const int column = rows.slices[S::M_TILES - 1].first.begin;
+    add_known_position<T, S::HEAD_DIM>(score, carried, is_carried, ring, window + column, bias + column, rows.shift,
+                                       call.tf32, lane, [&](int k, int m) { return query(k, m); });
     return;
   }
 #pragma unroll
@@ -88,8 +88,8 @@ DEVICE void add_position_of_rows(const Call& call, const ForwardTile<S>& tile, c
     rows.slices[m].for_each(
         [&](int r) { return tile.shift(p, tile.sorted_row(m) + 8 * r) - window_shift; }, window_shift == 0, lane,
         [&](const BandSlice& slice) {
-          add_position<T, S::HEAD_DIM>(score[m], carried[m], is_carried && !rows.slices[m].more, ring, window, rel_bias,
-                                       int(p.rel_len), slice, call.tf32, lane, [&](int k) { return query(k, m); });
+          add_position<T, S::HEAD_DIM>(score[m], carried[m], is_carried && !rows.slices[m].more, ring, window, bias,
+                                       slice, call.tf32, lane, [&](int k) { return query(k, m); });
         });
 }
 
@@ -109,25 +109,56 @@ DEVICE void draw_dropout(const RelAttention& p, const ForwardTile<S>& tile, int 
 
 // Rows that this window of rel_key does not serve see nothing in it.
 template <typename S, int N>
-DEVICE void hide_other_windows(const RelAttention& p, const ForwardTile<S>& tile, int m, int window_shift,
-                               float (&score)[N][4]) {
+DEVICE void hide_other_windows(const RelAttention& p, const ForwardTile<S>& tile, int window_shift,
+                               float (&score)[S::M_TILES][N][4]) {
   if (tile.span < S::BLOCK_M) return;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int shift = tile.shift(p, tile.sorted_row(m) + 8 * r) - window_shift;
-    if (shift >= 0 && shift < S::BLOCK_M) continue;
+  for (int m = 0; m < S::M_TILES; ++m)
 #pragma unroll
-    for (int n = 0; n < N; ++n) score[n][2 * r] = score[n][2 * r + 1] = -INFINITY;
-  }
+    for (int r = 0; r < 2; ++r) {
+      const int shift = tile.shift(p, kept_in_register(tile.sorted_row(m) + 8 * r)) - window_shift;
+      if (shift >= 0 && shift < S::BLOCK_M) continue;
+#pragma unroll
+      for (int n = 0; n < N; ++n) score[m][n][2 * r] = score[m][n][2 * r + 1] = -INFINITY;
+    }
 }
 
-// Whatever else decides about pairs. Labels are loaded again: floors would take registers from the ordinary tile.
+// Whatever else decides about pairs. Labels are loaded again, because floors would take registers from the ordinary
+// tile. So would addresses, if the compiler knew the rows' numbers outside of this way.
 template <typename S, int N>
 DEVICE void hide_pair_by_pair(const RelAttention& p, const ForwardTile<S>& tile, int m, Visibility visibility, int j0,
                               const int32_t* key_rank, float (&score)[N][4]) {
-  const int sorted_row = tile.sorted_row(m);
+  const int sorted_row = kept_in_register(tile.sorted_row(m));
   const RowLabels labels[2] = {load_query_row(p, tile.b, sorted_row), load_query_row(p, tile.b, sorted_row + 8)};
   apply_mask(score, visibility, p, labels, tile.b, tile.h, sorted_row, j0, key_rank, tile.lane.t);
+}
+
+// Segments and mask. All tiles of 16 rows share each branch.
+template <typename S, int N>
+DEVICE void scale_and_hide(const ForwardPipeline<S>& pipeline, const ForwardTile<S>& tile, const ForwardRows<S>& rows,
+                           float scale, int j0, int window_shift, float (&score)[S::M_TILES][N][4]) {
+  const RelAttention& p = pipeline.call.p;
+  const KeyLabels keys = pipeline.memory.labels(pipeline.stage);
+  const Visibility visibility = pipeline.look.visibility;
+  if (pipeline.is_one_segment())
+#pragma unroll
+    for (int m = 0; m < S::M_TILES; ++m)
+      add_segment(score[m], scale, keys.segment[0], rows.labels[m], rows.different[m]);
+  else
+#pragma unroll
+    for (int m = 0; m < S::M_TILES; ++m)
+      add_segments(score[m], scale, keys.segment, rows.labels[m], rows.different[m], tile.lane.t);
+  hide_other_windows(p, tile, window_shift, score);
+  if (visibility == Visibility::by_rank && p.rank_mask.query_floor == nullptr)
+#pragma unroll
+    for (int m = 0; m < S::M_TILES; ++m)
+      if constexpr (S::RANK_PAIRS)
+        hide_by_rank(score[m], rows.ranks[m], pipeline.memory.rank_pairs(pipeline.stage), tile.lane.t);
+      else
+        hide_by_rank(score[m], rows.labels[m], keys.rank, tile.lane.t);
+  else if (visibility != Visibility::all)
+#pragma unroll
+    for (int m = 0; m < S::M_TILES; ++m) hide_pair_by_pair(p, tile, m, visibility, j0, keys.rank, score[m]);
 }
 
 // Whether a row, of which a quad's exponentials sum to `sum`, sees keys and gives none of them any weight. All lanes of
@@ -237,7 +268,6 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::BLOCKS) forward_kernel(Call call) {
   for (int stage = 0; stage < 2; ++stage) clear_key_labels<S::THREADS>(memory.labels(stage), BLOCK_N);
   const float scale = float(p.scale) * LOG2_E;
   float* const lse = same_segment_of(call, tile);
-  const float* const rel_bias = kept_in_register(rel_bias_of(call, tile.b, tile.h));
   const Lane lane = tile.lane;
 
   QueryFragments<S> query(memory, tile);
@@ -257,14 +287,12 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::BLOCKS) forward_kernel(Call call) {
       float score[M_TILES][BLOCK_N / 8][4];
       Fragment weights[M_TILES][WEIGHTS<T, BLOCK_N / 8>];
 
-      const bool one_segment = is_one_segment<BLOCK_N>(keys.segment, lane.id);
-
       start_scores(score, keys.bias, lane.t);
 
       // position
       pipeline.wait_for_window(j0, window_shift);
-      add_position_of_rows(call, tile, rows, query, memory.ring(), rel_bias, j0, window_shift, pipeline.has_window,
-                           score, carried);
+      add_position_of_rows(call, tile, rows, query, memory.ring(), memory.rel_bias(stage), j0, window_shift,
+                           pipeline.has_window, score, carried);
 
       // content, last: products add to a sum of two where it is
       add_product<T, D>(
@@ -272,33 +300,14 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, S::BLOCKS) forward_kernel(Call call) {
           [&](int k, int n) { return load_b(memory.keys(stage), n, k, lane.id); });
 
       if (p.dropout.threshold && (j0 % 64 == 0 || !pipeline.has_window)) draw_dropout(p, tile, j0, memory.kept());
-#pragma unroll
-      for (int m = 0; m < M_TILES; ++m) {
-        // segments, mask; less `base` of each row
-        const auto scale_scores = [&](float (&of)[BLOCK_N / 8][4], const float (&base)[2]) {
-          if (one_segment)
-            add_segment(of, scale, keys.segment[0], rows.labels[m], rows.different[m], base);
-          else
-            add_segments(of, scale, keys.segment, rows.labels[m], rows.different[m], lane.t, base);
-          hide_other_windows(p, tile, m, window_shift, of);
-          if (pipeline.visibility == Visibility::by_rank && p.rank_mask.query_floor == nullptr) {
-            if constexpr (S::RANK_PAIRS)
-              hide_by_rank(of, rows.ranks[m], memory.rank_pairs(stage), lane.t);
-            else
-              hide_by_rank(of, rows.labels[m], keys.rank, lane.t);
-          } else if (pipeline.visibility != Visibility::all)
-            hide_pair_by_pair(p, tile, m, pipeline.visibility, j0, keys.rank, of);
-        };
+      scale_and_hide(pipeline, tile, rows, scale, j0, window_shift, score);
 
-        // softmax, dropout
-        if constexpr (S::KEEPS_SCORES) {
-          softmax.template step<T>(m, score[m], out[m], weights[m], scale_scores);
-        } else {
-          scale_scores(score[m], {});
-          softmax.template step<T>(m, score[m], out[m], weights[m]);
-        }
-        if (p.dropout.threshold) drop<T>(weights[m], memory.kept()[m * S::THREADS] >> uint32_t(j0) % 64 / 4);
-      }
+      // softmax, dropout
+      softmax.template step<T>(score, out, weights);
+      if (p.dropout.threshold)
+#pragma unroll
+        for (int m = 0; m < M_TILES; ++m)
+          drop<T>(weights[m], memory.kept()[m * S::THREADS] >> uint32_t(j0) % 64 / 4);
 
       // values
       add_product<T, BLOCK_N>(

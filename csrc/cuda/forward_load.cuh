@@ -23,13 +23,11 @@ struct ForwardShape : ForwardSizes<sizeof(Element), HEAD_DIM_> {
   using Ring = Tile<T, HEAD_DIM_, Sizes::RING>;
   // Ranks by pairs take fewer comparisons and fewer passes through shared memory.
   static constexpr bool RANK_PAIRS = Sizes::BLOCK_N % 32 == 0;
-  // Until their exponentials fit, so that scale, segments and row_max are one multiply-add; others have no registers
-  // for it, or are bound by shared memory.
-  static constexpr bool KEEPS_SCORES = sizeof(T) == 2 && HEAD_DIM_ == 64;
   static_assert(Sizes::WINDOW <= REL_MARGIN && Sizes::THREADS == Sizes::WARPS * WARP);
 };
 
-// Shared memory: two stages of keys, values and labels; the ring of rel_key; float32: the rows of query; dropout.
+// Shared memory: two stages of keys, values, labels and v.r of the window; the ring of rel_key; float32: the rows of
+// query; dropout.
 template <typename S>
 struct ForwardMemory {
   using T = typename S::T;
@@ -44,6 +42,9 @@ struct ForwardMemory {
   }
   DEVICE uint32_t* rank_pairs(int stage) const {
     return reinterpret_cast<uint32_t*>(data + stage * S::STAGE + 2 * S::KEY_BYTES + S::LABELS);
+  }
+  DEVICE float* rel_bias(int stage) const {  // v.r of the window's rows
+    return reinterpret_cast<float*>(data + (stage + 1) * S::STAGE - S::BIAS_BYTES);
   }
   DEVICE typename S::Ring ring() const { return {reinterpret_cast<T*>(data + 2 * S::STAGE)}; }
   DEVICE typename S::Rows queries() const { return {reinterpret_cast<T*>(data + 2 * S::STAGE + S::RING_BYTES)}; }
@@ -136,8 +137,9 @@ struct ForwardPipeline {
   const int keys, head_dim;
   const KeyRows<const T> key_rows, value_rows;
   const HeadRows<const T> rel_rows;
-  TileScheduler scheduler;
-  Visibility visibility, next_visibility;  // of the tile, of the one after it
+  enum Question { HAS_UNREAD, IS_ONE_SEGMENT, QUESTIONS };
+  TileScheduler<QUESTIONS> scheduler;
+  TileLook look = Visibility::none, next_look = Visibility::none;  // at the tile, at the one after it
   int tile, next, stage = 0;
   bool has_window = false;  // the ring holds the tile's window
   bool keeps_window;        // and will hold that of the next
@@ -153,7 +155,7 @@ struct ForwardPipeline {
         rel_rows(rows_of<const T>(call.p.rel_key.rows, rows.b, rows.h).kept()),
         scheduler(all_tiles()) {}
 
-  DEVICE TileScheduler all_tiles() const {
+  DEVICE TileScheduler<QUESTIONS> all_tiles() const {
     const int first = rows.first_own(call.p);
     const Range reach = keys_within_reach(call.p, first, first + rows.span);
     return {S::SPLITS ? part_of(reach, S::BLOCK_N, rows.split, call.splits) : reach, S::BLOCK_N};
@@ -161,32 +163,37 @@ struct ForwardPipeline {
 
   DEVICE bool has_tile() const { return tile < scheduler.tiles; }
 
-  DEVICE int next_tile(Visibility& of) {
-    return scheduler.next(of, rows.lane.id, [&](int i) {
+  DEVICE int next_tile(TileLook& found) {
+    return scheduler.next(found, rows.lane.id, [&](int i) {
       const RowTile row_tile = load_row_tile(call, rows.b, rows.first_row, S::BLOCK_M);
       const int j0 = i * S::BLOCK_N;
-      return S::RANK_PAIRS ? row_tile.visibility_by_pairs(call, rows.b, j0, S::BLOCK_N)
-                           : row_tile.visibility(call, rows.b, j0, S::BLOCK_N);
+      const Visibility visibility = S::RANK_PAIRS ? row_tile.visibility_by_pairs(call, rows.b, j0, S::BLOCK_N)
+                                                  : row_tile.visibility(call, rows.b, j0, S::BLOCK_N);
+      const bool has_unread = visibility != Visibility::all && unread_in(j0, unread_keys(call, rows.b, rows.h)) != 0;
+      const bool is_one = load_key_segment<S::BLOCK_N>(call, rows.b, keys, j0).is_only;
+      return TileLook(visibility, uint32_t(has_unread) << HAS_UNREAD | uint32_t(is_one) << IS_ONE_SEGMENT);
     });
   }
+  DEVICE auto unread_in(int j0, UnreadRows all) const { return unread_bits<S::BLOCK_N>(all, j0); }
+  DEVICE bool is_one_segment() const { return look.answers >> IS_ONE_SEGMENT & 1; }
 
   // Whether there was any tile: some row may see some key.
   DEVICE bool starts_again() {
     scheduler = all_tiles();
-    return next_tile(visibility) < scheduler.tiles;
+    return next_tile(look) < scheduler.tiles;
   }
 
   DEVICE void start() {
-    tile = next_tile(visibility);
+    tile = next_tile(look);
     sync_block();  // labels are cleared
-    if (has_tile()) copy_keys(tile * S::BLOCK_N, 0, visibility);
+    if (has_tile()) copy_keys(tile * S::BLOCK_N, 0, look);
     commit_copies();
   }
 
   // Waits for the tile, starts to copy the next; returns the tile's first key.
   DEVICE int load() {
     const int j0 = tile * S::BLOCK_N;
-    next = next_tile(next_visibility);
+    next = next_tile(next_look);
     wait_for_copies<0>();
     sync_block();  // this tile is loaded, and all warps have read the last one
     if (!has_window) {
@@ -195,7 +202,7 @@ struct ForwardPipeline {
     }
     keeps_window = next == tile + 1 && next < scheduler.tiles && rows.span < S::BLOCK_M;
     if (keeps_window) copy_rel_key(rows.origin + j0 + S::WINDOW);
-    if (next < scheduler.tiles) copy_keys(next * S::BLOCK_N, 1 - stage, next_visibility);
+    if (next < scheduler.tiles) copy_keys(next * S::BLOCK_N, 1 - stage, next_look);
     commit_copies();
     return j0;
   }
@@ -205,6 +212,7 @@ struct ForwardPipeline {
     if (window_shift > 0) {
       sync_block();
       copy_window(rows.origin + j0 + window_shift);
+      copy_rel_bias(rows.origin + j0 + window_shift, stage);
       commit_copies();
       wait_for_copies<0>();
       sync_block();
@@ -217,14 +225,15 @@ struct ForwardPipeline {
   DEVICE void advance() {
     has_window = keeps_window;
     tile = next;
-    visibility = next_visibility;
+    look = next_look;
     stage = 1 - stage;
   }
 
   // Scores of unread keys are hidden, whatever they are: their values alone have to be zeros.
-  DEVICE void copy_keys(int j0, int to, Visibility of) {
-    const auto unread = unread_bits<S::BLOCK_N>(
-        of == Visibility::all ? UnreadRows{nullptr} : unread_keys(call, rows.b, rows.h), j0);
+  DEVICE void copy_keys(int j0, int to, const TileLook& of) {
+    const bool has_unread = of.answers >> HAS_UNREAD & 1;
+    const auto unread = unread_in(j0, has_unread ? unread_keys(call, rows.b, rows.h) : UnreadRows{nullptr});
+    copy_rel_bias(rows.origin + j0, to);
     const auto copy = [&](auto key_rows, auto value_rows) {
       copy_rows<S::THREADS, S::BLOCK_N>(memory.keys(to), 0, key_rows, j0, keys, head_dim);
       copy_rows_inside<S::THREADS, S::BLOCK_N>(memory.values(to), 0, value_rows, j0, head_dim, thread_index(),
@@ -237,6 +246,14 @@ struct ForwardPipeline {
     if (rows.lane.warp * WARP >= S::BLOCK_N) return;
     copy_key_labels<S::THREADS, S::BLOCK_N>(call, memory.labels(to), rows.b, rows.h, j0);
     if constexpr (S::RANK_PAIRS) copy_rank_pairs<S::BLOCK_N>(call, memory.rank_pairs(to), rows.b, j0, thread_index());
+  }
+  DEVICE void copy_rel_bias(int begin, int to) {
+    const float* const from = rel_bias_of(call, rows.b, rows.h) + inside_margins(begin, int(call.p.rel_len));
+#pragma unroll
+    for (int first = 0; first < S::WINDOW; first += S::THREADS) {
+      const int i = first + thread_index();
+      if (first + S::THREADS <= S::WINDOW || i < S::WINDOW) copy_async<4>(memory.rel_bias(to) + i, from + i, true);
+    }
   }
   DEVICE void copy_rel_key(int begin) {
     copy_rows<S::THREADS, S::BLOCK_N>(memory.ring(), begin, rel_rows, begin, int(call.p.rel_len), head_dim);

@@ -98,9 +98,9 @@ DEVICE bool is_one_segment(const int32_t* key_segment, int lane) {
 // Scale and segments for keys that are all of this segment: one multiply-add.
 template <int N>
 DEVICE void add_segment(float (&score)[N][4], float scale, int32_t segment, const RowLabels (&row)[2],
-                        const float (&different)[2], const float (&base)[2] = {}) {
+                        const float (&different)[2]) {
   float added[2];
-  for (int r = 0; r < 2; ++r) added[r] = (row[r].segment != segment ? different[r] : 0.f) - base[r];
+  for (int r = 0; r < 2; ++r) added[r] = row[r].segment != segment ? different[r] : 0.f;
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll

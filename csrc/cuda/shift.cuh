@@ -189,6 +189,9 @@ DEVICE const float* rel_bias_of(const Call& call, int b, int h) {
   return call.workspace.rel_bias + head * call.rel_bias_rows;
 }
 
+// A window's first row, moved to where v.r have memory: no visible pair reads a window further out.
+DEVICE int inside_margins(int window, int rel_len) { return larger(-REL_MARGIN, smaller(window, rel_len)); }
+
 // The band's columns of 16 rows of rel_key, from `row` on, whose v.r begin at bias: of the warp's tiles of 16 rows from
 // `first` to `last`. load_query(k, m) gives the fragment of tile m at depth k.
 template <typename T, int HEAD_DIM, int M_TILES, typename Ring, typename Query>
@@ -222,18 +225,16 @@ DEVICE void carry(Sixteen& to, const Sixteen& band) {
     for (int i = 0; i < 4; ++i) to[half][i] = band[half][i];
 }
 
-// Adds the position term of a slice to the warp's scores (16 x 8 N). `window` is the window's first row of rel_key;
-// load_query(k) gives the fragment at depth k. `carried` has the first 16 columns of the band already, if is_carried,
-// and afterwards those of the next tile of keys.
+// Adds the position term of a slice to the warp's scores (16 x 8 N). `window` is the window's first row of rel_key,
+// whose v.r are at `bias`; load_query(k) gives the fragment at depth k. `carried` has the first 16 columns of the band
+// already, if is_carried, and afterwards those of the next tile of keys.
 template <typename T, int HEAD_DIM, int N, typename Ring, typename Query>
 DEVICE void add_position(float (&score)[N][4], Sixteen& carried, bool is_carried, const Ring& ring, int window,
-                         const float* bias, int rel_len, const BandSlice& slice, bool tf32, int lane,
-                         Query load_query) {
-  bias += larger(-REL_MARGIN, smaller(window, rel_len)) - window;  // no pair reads a window beyond its margins
+                         const float* bias, const BandSlice& slice, bool tf32, int lane, Query load_query) {
   const auto multiply_columns = [&](Sixteen& band, int n) {
-    const int row = window + slice.begin + 8 * n;
-    multiply_band<T, HEAD_DIM>(reinterpret_cast<Sixteen(&)[1]>(band), 0, 0, ring, row, bias + row, tf32, lane,
-                               [&](int k, int) { return load_query(k); });
+    const int column = slice.begin + 8 * n;
+    multiply_band<T, HEAD_DIM>(reinterpret_cast<Sixteen(&)[1]>(band), 0, 0, ring, window + column, bias + column, tf32,
+                               lane, [&](int k, int) { return load_query(k); });
   };
   if (!is_carried) multiply_columns(carried, 0);
 #pragma unroll

@@ -47,31 +47,32 @@ struct OnlineSoftmax {
     add_sums<T>(m, weights, sum);
   }
 
-  // A step on scores as products have them: scale(score, base) scales and hides them, less `base`, in one
-  // multiply-add. Where row_max is raised, and for rows of large scores, base is subtracted afterwards: backward does,
-  // and a row that sees one key has P = 1. Elsewhere both agree as far as scores are rounded.
-  template <typename T, int N, int COLUMNS, typename Scale>
-  DEVICE void step(int m, float (&score)[N][4], float (&out)[COLUMNS][4], Fragment (&weights)[WEIGHTS<T, N>],
-                   Scale scale) {
-    float sum[2], less_base[N][4], bases[2];
-    for (int r = 0; r < 2; ++r) bases[r] = fabsf(row_max[m][r]) <= LARGEST_BASE ? row_max[m][r] : NAN;
+  // A step of all tiles. They share each branch, so that instructions of one hide the latency of another's.
+  template <typename T, int N, int COLUMNS>
+  DEVICE void step(const float (&score)[M_TILES][N][4], float (&out)[M_TILES][COLUMNS][4],
+                   Fragment (&weights)[M_TILES][WEIGHTS<T, N>]) {
+    float sum[M_TILES][2];
+    bool all_fit = true;
 #pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) less_base[n][i] = score[n][i];
-    scale(less_base, bases);
-    exponentials<T>(less_base, {}, weights, sum);
-    if (!fits(sum)) {
-      scale(score, {});
-      raise<T>(m, score, out, weights, sum);
+    for (int m = 0; m < M_TILES; ++m) {
+      exponentials<T>(score[m], row_max[m], weights[m], sum[m]);
+      all_fit &= own_fit(sum[m]);
     }
-    add_sums<T>(m, weights, sum);
+    if (ballot(!all_fit)) {
+#pragma unroll
+      for (int m = 0; m < M_TILES; ++m)
+        if (!fits(sum[m])) raise<T>(m, score[m], out[m], weights[m], sum[m]);
+    }
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) add_sums<T>(m, weights[m], sum[m]);
   }
 
-  // Whether all lanes' sums are such that row_max need not be raised.
-  DEVICE static bool fits(const float (&sum)[2]) {
-    return !ballot(!((sum[0] <= LARGEST_SUM) & (sum[1] <= LARGEST_SUM)));  // NaN does not
+  // Whether this lane's sums are such that row_max need not be raised.
+  DEVICE static bool own_fit(const float (&sum)[2]) {
+    return (sum[0] <= LARGEST_SUM) & (sum[1] <= LARGEST_SUM);  // NaN does not
   }
+  // Whether all lanes' sums are.
+  DEVICE static bool fits(const float (&sum)[2]) { return !ballot(!own_fit(sum)); }
 
   template <typename T, int N, int COLUMNS>
   DEVICE void raise(int m, const float (&score)[N][4], float (&out)[COLUMNS][4], Fragment (&weights)[WEIGHTS<T, N>],

@@ -38,7 +38,8 @@ struct ForwardSizes {
   static constexpr int RING = WARPS == 8 ? KEPT_ROWS : POWER_OF_TWO<KEPT_ROWS>;
   static constexpr bool QUERY_IN_REGISTERS = SIZE == 2;
   static constexpr int KEY_BYTES = tile_bytes(BLOCK_N, ROW_BYTES), RING_BYTES = tile_bytes(RING, ROW_BYTES);
-  static constexpr int LABELS = 3 * BLOCK_N * 4, RANKS = BLOCK_N * 2, STAGE = 2 * KEY_BYTES + LABELS + RANKS;
+  static constexpr int LABELS = 3 * BLOCK_N * 4, RANKS = BLOCK_N * 2, BIAS_BYTES = WINDOW * 4,
+                       STAGE = 2 * KEY_BYTES + LABELS + RANKS + BIAS_BYTES;
   static constexpr int QUERY_BYTES = QUERY_IN_REGISTERS ? 0 : tile_bytes(BLOCK_M, ROW_BYTES);
   static constexpr int KEPT_BYTES = M_TILES * THREADS * 4;
   static constexpr int SHARED = 2 * STAGE + RING_BYTES + QUERY_BYTES + KEPT_BYTES;

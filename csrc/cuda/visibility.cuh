@@ -171,6 +171,15 @@ DEVICE RowBounds merged(const RowBounds& a, const RowBounds& b) {
 // Ranks of rows that may be compared by pairs, as float16 numbers, are of less than this magnitude.
 constexpr int32_t LARGEST_RANK = LARGEST<Half>;
 
+// The segments of the BOUNDS_TILE keys that COUNT keys from j0 on are part of, as `preprocess` has found them; `keys`:
+// of the sequence, with memory.
+template <int COUNT>
+DEVICE KeySegment load_key_segment(const Call& call, int b, int keys, int j0) {
+  static_assert(BOUNDS_TILE % COUNT == 0);
+  const KeySegment* const of = call.workspace.key_segments;
+  return of ? of[b * tiles_of(keys, BOUNDS_TILE) + j0 / BOUNDS_TILE] : KeySegment{0, true};
+}
+
 // Bounds of a tile of rows, which say how much they see of keys j0 .. j0 + count - 1.
 struct RowTile {
   int first_position, last_position;

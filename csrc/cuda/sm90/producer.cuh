@@ -89,13 +89,13 @@ struct Producer {
                             S::BLOCK_N);
     int before = -2;  // the tile before
     for (;;) {
-      Visibility visibility = Visibility::none;
+      TileLook found = Visibility::none;
       const int tile = scheduler.next(
-          visibility, lane, [&](int i) { return rows.visibility_by_pairs(call, b, i * S::BLOCK_N, S::BLOCK_N); });
+          found, lane, [&](int i) { return rows.visibility_by_pairs(call, b, i * S::BLOCK_N, S::BLOCK_N); });
       if (tile >= scheduler.tiles) break;
       const uint32_t hides =
-          TileInfo::hidden_by(rows.with_own_keys(p, visibility, tile * S::BLOCK_N, S::BLOCK_N));
-      const KeySegment segment = key_segment(tile);
+          TileInfo::hidden_by(rows.with_own_keys(p, found.visibility, tile * S::BLOCK_N, S::BLOCK_N));
+      const KeySegment segment = load_key_segment<S::BLOCK_N>(call, b, keys, tile * S::BLOCK_N);
       const int window = first_rel_row(p, position) + tile * S::BLOCK_N;
       if (tile != before + 1) {
         announce({TileInfo::BEGINS, 0, served.first, served.end});
@@ -105,7 +105,7 @@ struct Producer {
       }
       announce({hides | (segment.is_only ? TileInfo::ONE_SEGMENT : 0) | some_rows, segment.first, tile * S::BLOCK_N});
       const bool asks_segment = !S::HAS_ONE_SEGMENT_WAY || !segment.is_only;
-      copy_keys(tile * S::BLOCK_N, visibility, hides & TileInfo::PAIR_BY_PAIR, asks_segment);
+      copy_keys(tile * S::BLOCK_N, found.visibility, hides & TileInfo::PAIR_BY_PAIR, asks_segment);
       copy_rel_key(stage().rel_key(), window + 2 * S::BLOCK_N);
       publish();
       before = tile;
@@ -113,12 +113,6 @@ struct Producer {
   }
 
   DEVICE WarpgroupStage<S> stage() const { return memory.stage(place.offset); }
-
-  DEVICE KeySegment key_segment(int tile) const {
-    static_assert(S::BLOCK_N == BOUNDS_TILE);
-    const KeySegment* const of = call.workspace.key_segments;
-    return of ? of[b * tiles_of(keys, BOUNDS_TILE) + tile] : KeySegment{0, true};
-  }
 
   DEVICE void announce(TileInfo info) {
     stage().empty().wait(place.parity ^ 1);

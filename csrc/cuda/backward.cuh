@@ -169,7 +169,12 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
   BackwardSteps<S> steps(call, tile, lane.id);
   const Step& step = steps.step;
   steps.find_tile(lane.id);
-  if (!steps.is_at_end()) steps.copy(memory, CopiedRows<S>(p, tile, steps.first_row()), true, LOWEST);
+  uint32_t zero_rows = 0;  // of those that this thread copies in a step
+  if (!steps.is_at_end()) {
+    const CopiedRows<S> sorted(p, tile, steps.first_row());
+    zero_rows = sorted.zeros();
+    steps.copy(memory, sorted, true, LOWEST);
+  }
   commit_copies();
   make_key_biases<typename S::T, BLOCK_N, S::WARPS>(p, tile.key_rows, tile.h, tile.j0, lane.warp, memory.labels.bias);
 
@@ -186,7 +191,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
     was_consecutive = consecutive;
     const bool may_add = !ordered.is_ordered() || ordered.has_come(row_tile, of.lane.id);
     // Known by the time that they are copied; without use where QUERY_AHEAD and not DS_AFTER_DV
-    const CopiedRows<S> own_rows(p, tile, first_row);
+    const CopiedRows<S> own_rows(p, tile, first_row, zero_rows);
     if (!S::QUERY_AHEAD || !same_shifts) sync_block();  // all warps have read the last step's query and band
     if (!S::QUERY_AHEAD) {
       own_rows.copy(memory.queries(), tile.query_rows, head_dim);
@@ -219,14 +224,18 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
     add_content_gradient(memory, of, call.tf32, score, dQ);
     add_position_gradient(memory, of, window, bounds, call.tf32, dQ);
     if (!may_add) ordered.wait(row_tile, of.lane.id);
-    for (int r = 0; r < 2; ++r)
-      if (rows.row[r].inside)
-        add_row(tile.grad_query(rows.row[r].index), dQ, r, of.part * COLUMNS + 2 * of.lane.t, head_dim);
+    const HeadRows<float> grad_query = tile.grad_query.kept();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = rows.row[r].inside ? rows.row[r].index : -1;
+      add_rows(grad_query, dQ, r, row, of.part * COLUMNS, head_dim, of.lane);
+    }
     if (S::GROUPS == 1) sync_block();
 
     add_segment_gradient(a, tile, memory, first_row);
     steps.advance(of.lane.id);
     const CopiedRows<S> sorted(p, tile, steps.first_row());  // known by the time that they are copied
+    zero_rows = sorted.zeros();
     add_value_gradient(memory, of, call.tf32, dV);
     sync_block();  // all warps have read P, dO and the window: others may take their places
     const typename S::Rows queries = memory.queries();

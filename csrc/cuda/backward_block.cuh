@@ -125,12 +125,27 @@ struct CopiedRows {
     for_each_chunk<S::THREADS, S::BLOCK_M, T, S::HEAD_DIM>(thread_of_step(),
                                                            [&](int m, int column) { use(i++, m, column); });
   }
-  DEVICE CopiedRows(const RelAttention& p, const KeyTile<S>& tile, int first_row) {
-    const float* const inverse = tile.row_values + INVERSE * tile.all_rows;
-    // first all loads of one kind, then all of the next, to wait once for each kind
+  // For a tile whose zeros are known already
+  DEVICE CopiedRows(const RelAttention& p, const KeyTile<S>& tile, int first_row, uint32_t zeros) {
+    find_all(p, tile, first_row);
+    for_each([&](int i, int, int) {
+      if (zeros >> i & 1) index[i] = -1;
+    });
+  }
+  DEVICE uint32_t zeros() const {
+    uint32_t found = 0;
+    for_each([&](int i, int, int) { found |= uint32_t(index[i] < 0) << i; });
+    return found;
+  }
+  DEVICE void find_all(const RelAttention& p, const KeyTile<S>& tile, int first_row) {
     for_each([&](int i, int m, int) {
       index[i] = row_index(p, tile.b, smaller(first_row + m, int(p.length) - 1));
     });
+  }
+  DEVICE CopiedRows(const RelAttention& p, const KeyTile<S>& tile, int first_row) {
+    const float* const inverse = tile.row_values + INVERSE * tile.all_rows;
+    // first all loads of one kind, then all of the next, to wait once for each kind
+    find_all(p, tile, first_row);
     float of_row[sizeof(index) / sizeof(int)];
     for_each([&](int i, int, int) { of_row[i] = inverse[index[i]]; });
     for_each([&](int i, int m, int) {
@@ -223,14 +238,44 @@ DEVICE void clear_band(const BackwardMemory<S>& memory) {
     reinterpret_cast<Bytes16*>(memory.band.data)[i] = {};
 }
 
-// Adds row r of a product's two, 8 N columns wide, of which this lane has two in eight, from `column` on.
+// Adds 8 rows of a product, 8 N columns wide from the tensor's column `first` on: row r of this lane's two, which goes
+// to `row` of the tensor, or nowhere if that is -1. Lane t of a quad has columns 2 t and 2 t + 1 of each eight. All
+// lanes of a warp call it.
+//
+// Each instruction adds eight neighbouring columns of a row, a sector of 32 bytes where rows are aligned to it. Where
+// an instruction adds one number of a lane, neighbouring quads exchange their odd columns: the first instruction has
+// the even rows then, the second the odd ones.
 template <int N>
-DEVICE void add_row(float* to, const float (&product)[N][4], int r, int column, int head_dim) {
-  to += column;
-  const int columns = head_dim - column;  // compared with constants: sums with `column` would each take a register
+DEVICE void add_rows(const HeadRows<float>& to, const float (&product)[N][4], int r, int row, int first, int head_dim,
+                     const Lane& lane) {
+  const int columns = head_dim - first;
+  const auto add = [&](int to_row, int column, auto add_to) {
+    if (to_row < 0) return;
+    float* const at = to(to_row) + first + column;
+    // Whole rows have no tests, and so one address for all additions, whose offsets are part of the instructions.
+    const auto add_all = [&](bool is_whole) {
 #pragma unroll
-  for (int n = 0; n < N; ++n)
-    if (8 * n < columns) add_atomically(to + 8 * n, product[n][2 * r], product[n][2 * r + 1]);
+      for (int n = 0; n < N; ++n)
+        if (is_whole || 8 * n + column < columns) add_to(at + 8 * n, n);
+    };
+    columns >= 8 * N ? add_all(true) : add_all(false);
+  };
+  if constexpr (ADDS_PAIRS) {
+    add(row, 2 * lane.t, [&](float* at, int n) { add_atomically(at, product[n][2 * r], product[n][2 * r + 1]); });
+  } else {
+    const bool is_second = lane.g % 2;
+    const int other = shuffle_xor(row, 4);
+    float of_first[N], of_second[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const float own = product[n][2 * r], given = shuffle_xor(product[n][2 * r + 1], 4);
+      of_first[n] = is_second ? given : own;
+      of_second[n] = is_second ? own : given;
+    }
+    add(is_second ? other : row, 2 * lane.t + is_second, [&](float* at, int n) { add_atomically(at, of_first[n]); });
+    add(is_second ? row : other, 2 * lane.t + 1 - is_second,
+        [&](float* at, int n) { add_atomically(at, of_second[n]); });
+  }
 }
 
 }  // namespace xlnet_kernels::cuda

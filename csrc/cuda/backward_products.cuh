@@ -146,14 +146,16 @@ DEVICE void add_key_gradients(const Backward& a, const KeyTile<S>& tile, const B
           add(load_a_transposed(memory.band, k, first_key + half * S::BLOCK_M, lane), dR[half], column_sum[half]);
     }
   }
+  const HeadRows<float> grad_rel = tile.grad_rel.kept();
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (!any[half]) continue;
+#pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = window + first_key + half * S::BLOCK_M + of.lane.g + 8 * r;
-      if (row < 0 || row >= a.call.p.rel_len) continue;
-      add_row(tile.grad_rel(row), dR[half], r, column + 2 * of.lane.t, int(a.call.p.head_dim));
-      if (sums.rel.data && of.lane.t == 0 && of.part == 0)
+      const bool is_inside = row >= 0 && row < a.call.p.rel_len;
+      add_rows(grad_rel, dR[half], r, is_inside ? row : -1, column, int(a.call.p.head_dim), of.lane);
+      if (is_inside && sums.rel.data && of.lane.t == 0 && of.part == 0)
         add_atomically(sums.rel.data + tile.first_rel + row, column_sum[half][2 * r]);
     }
   }

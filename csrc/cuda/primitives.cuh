@@ -170,14 +170,14 @@ DEVICE void wait_for_copies() {
 DEVICE void add_atomically(float* to, float value) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
 }
-// Two neighbours, 8-byte aligned.
-DEVICE void add_atomically(float* to, float first, float second) {
+// Two neighbours, 8-byte aligned; where ADDS_PAIRS.
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(first), "f"(second) : "memory");
+constexpr bool ADDS_PAIRS = true;
 #else
-  add_atomically(to, first);
-  add_atomically(to + 1, second);
+constexpr bool ADDS_PAIRS = false;
 #endif
+DEVICE void add_atomically(float* to, float first, float second) {
+  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(first), "f"(second) : "memory");
 }
 
 // One to a counter in global memory; returns what it was. Who counts knows all that was done before others had counted,

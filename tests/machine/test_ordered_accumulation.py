@@ -128,6 +128,19 @@ def test_bits_do_not_depend_on_which_block_is_ahead(architecture, width, name, d
     assert_close(found, problem.to(torch.float64).results("reference"), problem)
 
 
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_block_may_have_no_rows(width):
+    """Its warps that keep the order read nothing of a run of rows, because none has come."""
+    problem = stacked(5, 200, 6, 0, width, None)
+    key_rank = (torch.arange(200) >= 100).int().expand(2, -1)  # no row sees the second block's keys, 128 to 199
+    mask = xk.RankMask(torch.ones(problem.leaves["query"].shape[::2], dtype=torch.int32), key_rank)
+    problem = problem.with_options(mask=mask, deterministic=True)
+    with serving(90) as record:
+        found = problem.results("cuda")
+    assert any("warpgroup_backward_kernel" in launch.name for launch in record.launches)
+    assert_close(found, problem.to(torch.float64).results("reference"), problem)
+
+
 def test_bits_of_sums_in_any_order_depend_on_it(monkeypatch):
     """Else the test above would show nothing."""
     problem, workspace = problem_of(False, **PROBLEMS["order"]), Workspace(monkeypatch)

@@ -22,8 +22,11 @@ DEVICE void keep_order(const Backward& a, const BackwardWarpgroupMemory<S>& memo
     memory.full_stage(stage.index()).wait(stage.parity());
     const uint32_t tile = memory.info(stage.index()).tile();
     const bool ends = tile == RowTileInfo::NO_TILE;
-    const int first_row = S::POSITIONS ? memory.rows(stage.index()).first : int(tile) * S::BLOCK_M;
-    if (!ends) ordered.wait(first_row, lane);
+    int first_row = 0;
+    if (!ends) {
+      first_row = S::POSITIONS ? memory.rows(stage.index()).first : int(tile) * S::BLOCK_M;
+      ordered.wait(first_row, lane);
+    }
     sync_warp();  // no lane still waits for the last phase of has_added, which the consumer may end from here on
     if (lane == 0) memory.may_add(consumer).arrive();
     memory.has_added(consumer).wait(stage.passed % 2);

@@ -31,6 +31,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return ((found.double() - exact.double()).abs().max() / exact.double().abs().max()).item()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize(
     "dtype, precision, allowed",
@@ -53,6 +54,7 @@ def test_matmul(machine, dtype, precision, allowed, stages):
         assert PRODUCTS[machine.architecture] in machine.launches[0].ptx
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("warps, block_n, block_k", [(4, 128, 64), (8, 64, 128), (8, 256, 16)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_pipelined_matmul(machine, dtype, warps, block_n, block_k):
@@ -183,6 +185,7 @@ def _product(word: torch.Tensor, by: int) -> tuple[torch.Tensor, torch.Tensor]:
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "width, config", [(64, Config(128, 64, 4, 3)), (64, Config(128, 128, 8, 2)), (128, Config(128, 64, 8, 2))]
 )

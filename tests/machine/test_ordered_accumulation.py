@@ -22,13 +22,14 @@ if triton.knobs.runtime.interpret:
 
 from lib.machine import cuda_driver  # noqa: E402
 from lib.machine.package import serving  # noqa: E402
+from lib.machine.triton_driver import LAST_BLOCK_FIRST  # noqa: E402
 from tests.cases import Problem, assert_close, make  # noqa: E402
 from tests.machine.test_operator_on_machine import STACKED, stacked  # noqa: E402
 
 if cuda_driver.unavailable() is not None:
     pytest.skip(cuda_driver.unavailable(), allow_module_level=True)
 
-SEEDS = range(4)
+SEEDS = (0, 1, 2, LAST_BLOCK_FIRST)
 WIDTH = 64
 # Several tiles of keys; some hide tiles of rows from blocks: at their beginning, at their end, or between others.
 PROBLEMS = {

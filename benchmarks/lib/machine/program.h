@@ -232,7 +232,7 @@ struct Launch {
   Random random;
   uint64_t shared_bytes = 0;
   bool check, round_to_nearest;
-  bool late_stores = false, late_copies = false;  // by seed
+  bool late_stores = false, late_copies = false, last_block_first = false;  // by seed
   int architecture;
   std::vector<std::unique_ptr<Block>> resident;
   uint64_t idle_turns = 0;

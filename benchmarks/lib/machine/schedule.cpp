@@ -247,7 +247,8 @@ void run_all(Launch& launch) {
   const uint64_t total = static_cast<uint64_t>(grid[0]) * grid[1] * grid[2];
   auto& resident = launch.resident;
   for (uint64_t next = 0; next < total || !resident.empty();) {
-    while (resident.size() < RESIDENT && next < total) resident.push_back(begin(launch, next++));
+    for (; resident.size() < RESIDENT && next < total; ++next)
+      resident.push_back(begin(launch, launch.last_block_first ? total - 1 - next : next));
     const uint32_t chosen = launch.random.below(resident.size());
     for (int turns = 0; turns < 32; ++turns) {
       if (turn(launch, *resident[chosen])) continue;
@@ -290,6 +291,7 @@ void launch(Launch& launch) {
   launch.check = launch.request->check;
   launch.late_stores = launch.request->seed & 1;
   launch.late_copies = launch.request->seed & 2;
+  launch.last_block_first = launch.request->seed >> 20 & 1;  // LAST_BLOCK_FIRST of triton_driver.py
   launch.round_to_nearest = launch.request->round_to_nearest;
   launch.regions.assign(launch.request->regions, launch.request->regions + launch.request->region_count);
   for (auto& [name, variable] : launch.module->variables)

@@ -20,6 +20,7 @@ from lib.machine.machine import Counts, Module, tensor_map
 
 WARP = 32
 # Limits of a block (CUDA programming guide, technical specifications by compute capability).
+LAST_BLOCK_FIRST = 1 << 20
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 # How Triton's names of types are packed: struct's letter; two bytes of a 16-bit float come from the upper half of a
 # float32 or from struct's own half.
@@ -245,6 +246,8 @@ def on_machine(
     architecture: int, *, seed: int = 0, round_to_nearest: bool = False, check: bool = True
 ) -> Iterator[Record]:
     """Within it Triton compiles for `architecture` and the machine executes; `seed` chooses schedules.
+
+    With LAST_BLOCK_FIRST added to `seed` blocks begin from the last one on.
 
     Raises:
         machine.Fault: in the launch that breaks a rule.

@@ -169,8 +169,8 @@ class RowGradients(NamedTuple):
     """Results of the rows kernel."""
 
     query: Pointer  # (B, L, H, D)
-    rel_key: Pointer  # (copies, H or B * H, room for blocks that reach beyond, rel_len, room, D) float32, and an
-    # int32 for each tile of rows; zeros
+    rel_key: Pointer  # (copies, H or B * H, room for blocks that reach beyond, rel_len, room, D) float32. Behind it
+    # int32, with deterministic: the number of programs that have begun, the progress of each tile of rows. All zeros
     sums: Pointer  # (B, H, tiles, 4, D) float32: over rows, of dQ less its segment term, with TF32 of its position
     # term alone; dS of the same segment times (q + segment bias); dS of others times it; and dQ's segment term
 

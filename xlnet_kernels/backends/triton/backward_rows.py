@@ -35,7 +35,7 @@ from .operands import (
     row_operand,
     zeros,
 )
-from .ordered_accumulation import END, OrderedAccumulation, pass_on, rel_sums, wait
+from .ordered_accumulation import END, OrderedAccumulation, pass_on, rel_sums, take_number, wait
 from .segments import add_dS_different, add_segments, id_range, load_embedding, load_row_segments
 from .shift import (
     block_of,
@@ -292,14 +292,17 @@ def rows_kernel(
     mask = Mask(rank_mask, dense_mask)
     dropout = Dropout(dropout.state, dropout.kept_scale, threshold)
     tiles = tl.cdiv(length, META.BLOCK_M)
-    first, index = program(tiles)
-    if not META.ORDERED:
+    order = OrderedAccumulation(groups, run, copies)
+    if META.ORDERED and META.NEEDS_REL:
+        begun = take_number(result.rel_key, order, rel_len, META)
+        first, index = begun % tiles, begun // tiles
+    else:
+        first, index = program(tiles)
         # Last tiles first, because with a causal mask they are the longest.
         first = tiles - 1 - first
     head = head_at(index, size)
     # A loop of one step (see compiler.py), because without it ptxas spills thousands of words.
     for number in range(first, first + 1):
-        order = OrderedAccumulation(groups, run, copies)
         grad_rel = rel_sums(result.rel_key, order, index, number, tiles, rel_len, META)
 
         # load

@@ -76,7 +76,7 @@ def backward(
     room = args.ROOM.value * max(rows_config.BLOCK_M, rows_config.BLOCK_N)
     new_sums = functools.partial(query.new_empty, dtype=torch.float32)
     numbers = copies * groups * (known.rel_len + 2 * room) * known.head_dim
-    grad_rel = query.new_zeros(numbers + (programs if deterministic else 0), dtype=torch.float32)
+    grad_rel = query.new_zeros(numbers + (1 + programs if deterministic else 0), dtype=torch.float32)
     sums = new_sums(known.batch, known.heads, row_tiles, 4, known.head_dim)
     key_sums = new_sums(known.batch, known.heads, key_tiles, known.head_dim)
     for name, needed in zip(INPUT_NAMES[:DIFFERENTIABLE], needs, strict=True):

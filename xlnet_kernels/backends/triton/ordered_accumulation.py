@@ -3,8 +3,8 @@
 A queue is the tiles of rows that share a copy of it. In its loop over keys, each tile adds its blocks from the first
 row of rel_key on. It adds a block only after the previous tile of the queue has finished that block. So a queue keeps
 as many tiles busy as a tile visits blocks. More copies are made only where processors would be idle (launch_cache.py's
-`queues`). A program waits for programs with lower numbers only, which start first: NVIDIA's GPUs do so, CUDA does not
-promise it.
+`queues`). A program takes its tile by the number that it gets when it begins, because CUDA does not promise to start
+programs in any order. So it waits only for programs that have begun.
 
 Each tile has a number in memory, its *progress*: the row of rel_key up to which it and all earlier tiles are done.
 """
@@ -39,16 +39,33 @@ class RelSums(NamedTuple):
 
 
 @triton.jit
+def _rows_of_copy(rel_len, META):
+    return (rel_len + 2 * ROOM * tl.maximum(META.BLOCK_M, META.BLOCK_N)).to(tl.int64)
+
+
+@triton.jit
+def _counters(grad_rel, order, rel_len, META):
+    """int32 after the copies: the number of programs that have begun, and each tile's progress."""
+    counters = grad_rel + order.copies * order.groups * _rows_of_copy(rel_len, META) * META.HEAD_DIM
+    return counters.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def take_number(grad_rel, order, rel_len, META):
+    """Number of this program among those that have begun, from 0."""
+    return tl.atomic_add(_counters(grad_rel, order, rel_len, META), 1, sem="relaxed")
+
+
+@triton.jit
 def rel_sums(grad_rel, order, index, number, tiles, rel_len, META):
-    """RelSums of tile `number` of the `tiles` of b * heads + h = `index`; progress is stored after the copies."""
+    """RelSums of tile `number` of the `tiles` of b * heads + h = `index`."""
     room = ROOM * tl.maximum(META.BLOCK_M, META.BLOCK_N)
-    rows = (rel_len + 2 * room).to(tl.int64)
+    rows = _rows_of_copy(rel_len, META)
     group = index % order.groups
     item = index // order.groups * tiles + number
     copy = item // order.run % order.copies
     data = grad_rel + ((copy * order.groups + group) * rows + room) * META.HEAD_DIM
-    progress = grad_rel + order.copies * order.groups * rows * META.HEAD_DIM
-    progress = progress.to(tl.pointer_type(tl.int32), bitcast=True)
+    progress = _counters(grad_rel, order, rel_len, META) + 1
     own = progress + index * tiles + number
     # the previous tile in the same run, or the last of the copy's previous run
     before = item - 1 - tl.where(item % order.run == 0, (order.copies - 1) * order.run, 0)

@@ -54,7 +54,7 @@ QUEUES = {  # run and copies of two processors
 
 @pytest.mark.parametrize("name", QUEUES)
 def test_deterministic_additions_keep_their_order(name):
-    """Whatever the order in which blocks of the same heads run, several side by side."""
+    """Whatever the order in which blocks of the same heads begin and run, several side by side."""
     sizes, queues = QUEUES[name]
     problem = make(3, width=16, mask="order", dtype=torch.bfloat16, **sizes).with_options(deterministic=True)
     found = []

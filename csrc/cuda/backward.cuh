@@ -146,6 +146,17 @@ DEVICE void sum_different(const BackwardMemory<S>& memory, const WarpPart& of, c
   }
 }
 
+// Starts to copy the block's keys, values and labels of keys. Keys that no row reads are zeros.
+template <typename S>
+DEVICE void copy_tile_of_keys(const Call& call, const KeyTile<S>& tile, const BackwardMemory<S>& memory, int b,
+                              int keys, int head_dim) {
+  const UnreadRows unread = unread_keys(call, b, tile.h);
+  copy_rows_inside<S::THREADS, S::BLOCK_N>(memory.keys, 0, tile.key_rows, tile.j0, head_dim, thread_index(),
+                                           [&](int j) { return j < keys && !unread.has(j); });
+  copy_rows<S::THREADS, S::BLOCK_N>(memory.values, 0, tile.value_rows, tile.j0, keys, head_dim);
+  copy_key_labels<S::THREADS, S::BLOCK_N>(call, memory.labels, b, tile.h, tile.j0);
+}
+
 template <typename S>
 KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
   constexpr int BLOCK_M = S::BLOCK_M, BLOCK_N = S::BLOCK_N, N = S::KEYS / 8, COLUMNS = S::COLUMNS;
@@ -161,11 +172,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
   const KeyTile<S> tile(a, item);
   OrderedAccumulation ordered(a, item);
   sync_block();  // all labels are cleared
-  const UnreadRows unread = unread_keys(call, b, tile.h);
-  copy_rows_inside<S::THREADS, BLOCK_N>(memory.keys, 0, tile.key_rows, tile.j0, head_dim, thread_index(),
-                                        [&](int j) { return j < keys && !unread.has(j); });
-  copy_rows<S::THREADS, BLOCK_N>(memory.values, 0, tile.value_rows, tile.j0, keys, head_dim);
-  copy_key_labels<S::THREADS, BLOCK_N>(call, memory.labels, b, tile.h, tile.j0);
+  copy_tile_of_keys(call, tile, memory, b, keys, head_dim);
   BackwardSteps<S> steps(call, tile, lane.id);
   const Step& step = steps.step;
   steps.find_tile(lane.id);

@@ -300,13 +300,13 @@ def test_a_launch_takes_the_level_2_cache_for_the_sectors_that_it_counted():
 
 @pytest.mark.parametrize(("times", "waits"), [(0, False), (4, True)])
 def test_what_no_lane_does_is_not_waited_for(times, waits):
-    """A load under a condition, and an instruction that waits for it."""
+    """A load under a condition, and two instructions that wait for it: alone they take a cycle each."""
     code = made([("@P0", "LDG.E", " R4, [R2.64]"), ("", "MOV", " R5, R4"), ("", "EXIT", "")])
     loads, follows = Control(1, False, 0, None, frozenset(), 0), Control(1, False, None, None, frozenset({0}), 0)
     steps = [code.steps[0]._replace(control=loads), *(step._replace(control=follows) for step in code.steps[1:])]
     counts = Counts(global_sectors_read=4 * times, lines={0: times, 1: 4, 2: 4})
     cycles = kernel.predict(dataclasses.replace(code, steps=steps), counts, 1, 128, 0, 80).cycles
-    assert (cycles > LATENCIES[80].level2) == waits
+    assert cycles > LATENCIES[80].level2 if waits else cycles < 32  # eight blocks, two instructions each
 
 
 def test_blocks_that_fit_are_limited_by_registers_and_shared_memory():

@@ -81,7 +81,7 @@ def way_of(
 
 
 def operations_of(code: MachineCode, counts: Counts, architecture: int) -> list[Operation]:
-    """All operations of a kernel. One under a condition whose line of PTX never ran has no effect but its issue."""
+    """All operations of a kernel. One under a condition, whose line of PTX never ran, is issued without effect."""
     found = operations(code.steps, architecture)
     for i, step in enumerate(code.steps):
         if step.instruction.predicate and code.is_one_for_one(step) and not counts.lines.get(step.line):

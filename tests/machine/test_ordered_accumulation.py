@@ -29,7 +29,7 @@ from tests.machine.test_operator_on_machine import STACKED, stacked  # noqa: E40
 if cuda_driver.unavailable() is not None:
     pytest.skip(cuda_driver.unavailable(), allow_module_level=True)
 
-SEEDS = (0, 1, 2, LAST_BLOCK_FIRST)
+SEEDS = (0, 1, 2, LAST_BLOCK_FIRST + 3)
 WIDTH = 64
 # Several tiles of keys; some hide tiles of rows from blocks: at their beginning, at their end, or between others.
 PROBLEMS = {

@@ -19,8 +19,8 @@ from triton.backends.compiler import GPUTarget
 from lib.machine.machine import Counts, Module, tensor_map
 
 WARP = 32
+LAST_BLOCK_FIRST = 1 << 20  # added to a seed: blocks begin from the last one on (schedule.cpp)
 # Limits of a block (CUDA programming guide, technical specifications by compute capability).
-LAST_BLOCK_FIRST = 1 << 20
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 # How Triton's names of types are packed: struct's letter; two bytes of a 16-bit float come from the upper half of a
 # float32 or from struct's own half.

@@ -41,7 +41,7 @@ DEVICE void backward_scores(const Call& call, const KeyTile<S>& tile, const Back
   slices.for_each([&](int r) { return rows.shift[r]; }, true, lane.id,
                   [&](const BandSlice& slice) {
                     add_position<T, S::HEAD_DIM>(score, band, false, memory.ring, window,
-                                                 tile.rel_bias + inside_margins(window, int(p.rel_len)), slice,
+                                                 tile.rel_bias + clamped_window(window, int(p.rel_len)), slice,
                                                  call.tf32, lane.id, load_query);
                   });
 
@@ -176,10 +176,10 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
   BackwardSteps<S> steps(call, tile, lane.id);
   const Step& step = steps.step;
   steps.find_tile(lane.id);
-  uint32_t zero_rows = 0;  // of those that this thread copies in a step
+  uint32_t masked_rows = 0;  // of those that this thread copies in a step
   if (!steps.is_at_end()) {
     const CopiedRows<S> sorted(p, tile, steps.first_row());
-    zero_rows = sorted.zeros();
+    masked_rows = sorted.masked();
     steps.copy(memory, sorted, true, LOWEST);
   }
   commit_copies();
@@ -198,7 +198,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
     was_consecutive = consecutive;
     const bool may_add = !ordered.is_ordered() || ordered.has_come(row_tile, of.lane.id);
     // Known by the time that they are copied; without use where QUERY_AHEAD and not DS_AFTER_DV
-    const CopiedRows<S> own_rows(p, tile, first_row, zero_rows);
+    const CopiedRows<S> own_rows(p, tile, first_row, masked_rows);
     if (!S::QUERY_AHEAD || !same_shifts) sync_block();  // all warps have read the last step's query and band
     if (!S::QUERY_AHEAD) {
       own_rows.copy(memory.queries(), tile.query_rows, head_dim);
@@ -242,7 +242,7 @@ KERNEL THREADS_PER_BLOCK(S::THREADS, 1) backward_kernel(Backward a) {
     add_segment_gradient(a, tile, memory, first_row);
     steps.advance(of.lane.id);
     const CopiedRows<S> sorted(p, tile, steps.first_row());  // known by the time that they are copied
-    zero_rows = sorted.zeros();
+    masked_rows = sorted.masked();
     add_value_gradient(memory, of, call.tf32, dV);
     sync_block();  // all warps have read P, dO and the window: others may take their places
     const typename S::Rows queries = memory.queries();

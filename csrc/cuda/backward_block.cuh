@@ -125,19 +125,20 @@ struct CopiedRows {
     for_each_chunk<S::THREADS, S::BLOCK_M, T, S::HEAD_DIM>(thread_of_step(),
                                                            [&](int m, int column) { use(i++, m, column); });
   }
-  // For a tile whose zeros are known already
-  DEVICE CopiedRows(const RelAttention& p, const KeyTile<S>& tile, int first_row, uint32_t zeros) {
-    find_all(p, tile, first_row);
+  // With masked() of an earlier one for this tile, to avoid loads
+  DEVICE CopiedRows(const RelAttention& p, const KeyTile<S>& tile, int first_row, uint32_t masked) {
+    find_indices(p, tile, first_row);
     for_each([&](int i, int, int) {
-      if (zeros >> i & 1) index[i] = -1;
+      if (masked >> i & 1) index[i] = -1;
     });
   }
-  DEVICE uint32_t zeros() const {
+  // Bit i: row i is fully masked, or beyond the last one
+  DEVICE uint32_t masked() const {
     uint32_t found = 0;
     for_each([&](int i, int, int) { found |= uint32_t(index[i] < 0) << i; });
     return found;
   }
-  DEVICE void find_all(const RelAttention& p, const KeyTile<S>& tile, int first_row) {
+  DEVICE void find_indices(const RelAttention& p, const KeyTile<S>& tile, int first_row) {
     for_each([&](int i, int m, int) {
       index[i] = row_index(p, tile.b, smaller(first_row + m, int(p.length) - 1));
     });
@@ -145,7 +146,7 @@ struct CopiedRows {
   DEVICE CopiedRows(const RelAttention& p, const KeyTile<S>& tile, int first_row) {
     const float* const inverse = tile.row_values + INVERSE * tile.all_rows;
     // first all loads of one kind, then all of the next, to wait once for each kind
-    find_all(p, tile, first_row);
+    find_indices(p, tile, first_row);
     float of_row[sizeof(index) / sizeof(int)];
     for_each([&](int i, int, int) { of_row[i] = inverse[index[i]]; });
     for_each([&](int i, int m, int) {
@@ -188,7 +189,7 @@ struct BackwardSteps {
 
   DEVICE void find_tile(int lane) {
     const RelAttention& p = call.p;
-    TileLook found = Visibility::none;
+    TileState found = Visibility::none;
     step.row_tile = scheduler.next(found, lane, [&](int i) {
       const RowTile rows = load_row_tile(call, tile.b, i * S::BLOCK_M, S::BLOCK_M);
       return rows.visibility(call, tile.b, tile.j0, S::BLOCK_N);
@@ -260,21 +261,21 @@ DEVICE void add_rows(const HeadRows<float>& to, const float (&product)[N][4], in
     };
     columns >= 8 * N ? add_all(true) : add_all(false);
   };
-  if constexpr (ADDS_PAIRS) {
+  if constexpr (HAS_VECTOR_RED) {
     add(row, 2 * lane.t, [&](float* at, int n) { add_atomically(at, product[n][2 * r], product[n][2 * r + 1]); });
   } else {
-    const bool is_second = lane.g % 2;
-    const int other = shuffle_xor(row, 4);
-    float of_first[N], of_second[N];
+    const bool is_odd = lane.g % 2;
+    const int other_row = shuffle_xor(row, 4);
+    float even_row[N], odd_row[N];
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       const float own = product[n][2 * r], given = shuffle_xor(product[n][2 * r + 1], 4);
-      of_first[n] = is_second ? given : own;
-      of_second[n] = is_second ? own : given;
+      even_row[n] = is_odd ? given : own;
+      odd_row[n] = is_odd ? own : given;
     }
-    add(is_second ? other : row, 2 * lane.t + is_second, [&](float* at, int n) { add_atomically(at, of_first[n]); });
-    add(is_second ? row : other, 2 * lane.t + 1 - is_second,
-        [&](float* at, int n) { add_atomically(at, of_second[n]); });
+    add(is_odd ? other_row : row, 2 * lane.t + is_odd, [&](float* at, int n) { add_atomically(at, even_row[n]); });
+    add(is_odd ? row : other_row, 2 * lane.t + 1 - is_odd,
+        [&](float* at, int n) { add_atomically(at, odd_row[n]); });
   }
 }
 

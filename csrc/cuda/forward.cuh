@@ -107,7 +107,7 @@ DEVICE void draw_dropout(const RelAttention& p, const ForwardTile<S>& tile, int 
   }
 }
 
-// Rows that this window of rel_key does not serve see nothing in it.
+// Rows that this window of rel_key does not serve see nothing in it. Rows' numbers are hidden as in hide_pair_by_pair.
 template <typename S, int N>
 DEVICE void hide_other_windows(const RelAttention& p, const ForwardTile<S>& tile, int window_shift,
                                float (&score)[S::M_TILES][N][4]) {
@@ -124,7 +124,7 @@ DEVICE void hide_other_windows(const RelAttention& p, const ForwardTile<S>& tile
 }
 
 // Whatever else decides about pairs. Labels are loaded again, because floors would take registers from the ordinary
-// tile. So would addresses, if the compiler knew the rows' numbers outside of this way.
+// tile. kept_in_register hides rows' numbers from the compiler, to avoid addresses that it would make for every tile.
 template <typename S, int N>
 DEVICE void hide_pair_by_pair(const RelAttention& p, const ForwardTile<S>& tile, int m, Visibility visibility, int j0,
                               const int32_t* key_rank, float (&score)[N][4]) {
@@ -139,7 +139,7 @@ DEVICE void scale_and_hide(const ForwardPipeline<S>& pipeline, const ForwardTile
                            float scale, int j0, int window_shift, float (&score)[S::M_TILES][N][4]) {
   const RelAttention& p = pipeline.call.p;
   const KeyLabels keys = pipeline.memory.labels(pipeline.stage);
-  const Visibility visibility = pipeline.look.visibility;
+  const Visibility visibility = pipeline.state.visibility;
   if (pipeline.is_one_segment())
 #pragma unroll
     for (int m = 0; m < S::M_TILES; ++m)

@@ -137,9 +137,9 @@ struct ForwardPipeline {
   const int keys, head_dim;
   const KeyRows<const T> key_rows, value_rows;
   const HeadRows<const T> rel_rows;
-  enum Question { HAS_UNREAD, IS_ONE_SEGMENT, QUESTIONS };
-  TileScheduler<QUESTIONS> scheduler;
-  TileLook look = Visibility::none, next_look = Visibility::none;  // at the tile, at the one after it
+  enum TileFlag { HAS_UNREAD, IS_ONE_SEGMENT, TILE_FLAGS };
+  TileScheduler<TILE_FLAGS> scheduler;
+  TileState state = Visibility::none, next_state = Visibility::none;  // of the tile, of the one after it
   int tile, next, stage = 0;
   bool has_window = false;  // the ring holds the tile's window
   bool keeps_window;        // and will hold that of the next
@@ -155,7 +155,7 @@ struct ForwardPipeline {
         rel_rows(rows_of<const T>(call.p.rel_key.rows, rows.b, rows.h).kept()),
         scheduler(all_tiles()) {}
 
-  DEVICE TileScheduler<QUESTIONS> all_tiles() const {
+  DEVICE TileScheduler<TILE_FLAGS> all_tiles() const {
     const int first = rows.first_own(call.p);
     const Range reach = keys_within_reach(call.p, first, first + rows.span);
     return {S::SPLITS ? part_of(reach, S::BLOCK_N, rows.split, call.splits) : reach, S::BLOCK_N};
@@ -163,7 +163,7 @@ struct ForwardPipeline {
 
   DEVICE bool has_tile() const { return tile < scheduler.tiles; }
 
-  DEVICE int next_tile(TileLook& found) {
+  DEVICE int next_tile(TileState& found) {
     return scheduler.next(found, rows.lane.id, [&](int i) {
       const RowTile row_tile = load_row_tile(call, rows.b, rows.first_row, S::BLOCK_M);
       const int j0 = i * S::BLOCK_N;
@@ -171,29 +171,29 @@ struct ForwardPipeline {
                                                   : row_tile.visibility(call, rows.b, j0, S::BLOCK_N);
       const bool has_unread = visibility != Visibility::all && unread_in(j0, unread_keys(call, rows.b, rows.h)) != 0;
       const bool is_one = load_key_segment<S::BLOCK_N>(call, rows.b, keys, j0).is_only;
-      return TileLook(visibility, uint32_t(has_unread) << HAS_UNREAD | uint32_t(is_one) << IS_ONE_SEGMENT);
+      return TileState(visibility, uint32_t(has_unread) << HAS_UNREAD | uint32_t(is_one) << IS_ONE_SEGMENT);
     });
   }
   DEVICE auto unread_in(int j0, UnreadRows all) const { return unread_bits<S::BLOCK_N>(all, j0); }
-  DEVICE bool is_one_segment() const { return look.answers >> IS_ONE_SEGMENT & 1; }
+  DEVICE bool is_one_segment() const { return state.flags >> IS_ONE_SEGMENT & 1; }
 
   // Whether there was any tile: some row may see some key.
   DEVICE bool starts_again() {
     scheduler = all_tiles();
-    return next_tile(look) < scheduler.tiles;
+    return next_tile(state) < scheduler.tiles;
   }
 
   DEVICE void start() {
-    tile = next_tile(look);
+    tile = next_tile(state);
     sync_block();  // labels are cleared
-    if (has_tile()) copy_keys(tile * S::BLOCK_N, 0, look);
+    if (has_tile()) copy_keys(tile * S::BLOCK_N, 0, state);
     commit_copies();
   }
 
   // Waits for the tile, starts to copy the next; returns the tile's first key.
   DEVICE int load() {
     const int j0 = tile * S::BLOCK_N;
-    next = next_tile(next_look);
+    next = next_tile(next_state);
     wait_for_copies<0>();
     sync_block();  // this tile is loaded, and all warps have read the last one
     if (!has_window) {
@@ -202,7 +202,7 @@ struct ForwardPipeline {
     }
     keeps_window = next == tile + 1 && next < scheduler.tiles && rows.span < S::BLOCK_M;
     if (keeps_window) copy_rel_key(rows.origin + j0 + S::WINDOW);
-    if (next < scheduler.tiles) copy_keys(next * S::BLOCK_N, 1 - stage, next_look);
+    if (next < scheduler.tiles) copy_keys(next * S::BLOCK_N, 1 - stage, next_state);
     commit_copies();
     return j0;
   }
@@ -225,13 +225,13 @@ struct ForwardPipeline {
   DEVICE void advance() {
     has_window = keeps_window;
     tile = next;
-    look = next_look;
+    state = next_state;
     stage = 1 - stage;
   }
 
   // Scores of unread keys are hidden, whatever they are: their values alone have to be zeros.
-  DEVICE void copy_keys(int j0, int to, const TileLook& of) {
-    const bool has_unread = of.answers >> HAS_UNREAD & 1;
+  DEVICE void copy_keys(int j0, int to, const TileState& of) {
+    const bool has_unread = of.flags >> HAS_UNREAD & 1;
     const auto unread = unread_in(j0, has_unread ? unread_keys(call, rows.b, rows.h) : UnreadRows{nullptr});
     copy_rel_bias(rows.origin + j0, to);
     const auto copy = [&](auto key_rows, auto value_rows) {
@@ -248,7 +248,7 @@ struct ForwardPipeline {
     if constexpr (S::RANK_PAIRS) copy_rank_pairs<S::BLOCK_N>(call, memory.rank_pairs(to), rows.b, j0, thread_index());
   }
   DEVICE void copy_rel_bias(int begin, int to) {
-    const float* const from = rel_bias_of(call, rows.b, rows.h) + inside_margins(begin, int(call.p.rel_len));
+    const float* const from = rel_bias_of(call, rows.b, rows.h) + clamped_window(begin, int(call.p.rel_len));
 #pragma unroll
     for (int first = 0; first < S::WINDOW; first += S::THREADS) {
       const int i = first + thread_index();

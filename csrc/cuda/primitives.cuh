@@ -170,12 +170,13 @@ DEVICE void wait_for_copies() {
 DEVICE void add_atomically(float* to, float value) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
 }
-// Two neighbours, 8-byte aligned; where ADDS_PAIRS.
+// Whether one instruction adds two neighbouring numbers of a lane: from sm_90 on.
 #if __CUDA_ARCH__ >= 900
-constexpr bool ADDS_PAIRS = true;
+constexpr bool HAS_VECTOR_RED = true;
 #else
-constexpr bool ADDS_PAIRS = false;
+constexpr bool HAS_VECTOR_RED = false;
 #endif
+// Two neighbours, 8-byte aligned; only where HAS_VECTOR_RED.
 DEVICE void add_atomically(float* to, float first, float second) {
   asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(first), "f"(second) : "memory");
 }

@@ -12,41 +12,42 @@ DEVICE Range part_of(Range all, int size, int part, int parts) {
   return {(first + begin) * size, (first + end) * size};
 }
 
-// A tile's visibility, and a bit for each other question that the kernel asks of tiles.
-struct TileLook {
+// A tile's visibility, and flags that the kernel defines.
+struct TileState {
   Visibility visibility;
-  uint32_t answers = 0;
+  uint32_t flags = 0;
 
-  DEVICE TileLook(Visibility visibility, uint32_t answers = 0) : visibility(visibility), answers(answers) {}
+  DEVICE TileState(Visibility visibility, uint32_t flags = 0) : visibility(visibility), flags(flags) {}
 };
 
 // Finds the tiles of which something is visible, looking at 32 of them at a time, one for each lane, so that a tile
 // waits for no load of its own.
-template <int QUESTIONS = 0>
+template <int FLAGS = 0>
 struct TileScheduler {
   int tiles, first;                            // where they end; the first of those looked at
   uint32_t waiting = 0, by_rank = 0, all = 0;  // of those: not yet gone to, and what is known of them
-  uint32_t yes[QUESTIONS + 1] = {};            // for each question
+  // A bit for each tile, for each flag; one more, because an array has no size 0
+  uint32_t flag_bits[FLAGS + 1] = {};
 
   // Tiles of `size` keys, or rows, outside of which there is nothing to see
   DEVICE TileScheduler(Range range, int size) : tiles(tiles_of(range.end, size)), first(range.begin / size - WARP) {}
 
-  // The next tile, or `tiles`; look(tile) gives its TileLook, which `found` becomes.
+  // The next tile, or `tiles`; look(tile) gives a tile's state, and `found` becomes that of the next one.
   template <typename Look>
-  DEVICE int next(TileLook& found, int lane, Look look) {
+  DEVICE int next(TileState& found, int lane, Look look) {
     while (waiting == 0) {
       first += WARP;
       if (first >= tiles) return tiles;
-      const TileLook mine = first + lane < tiles ? look(first + lane) : TileLook(Visibility::none);
+      const TileState mine = first + lane < tiles ? look(first + lane) : TileState(Visibility::none);
       waiting = ballot(mine.visibility != Visibility::none);
       by_rank = ballot(mine.visibility == Visibility::by_rank);
       all = ballot(mine.visibility == Visibility::all);
-      for (int i = 0; i < QUESTIONS; ++i) yes[i] = ballot(mine.answers >> i & 1);
+      for (int i = 0; i < FLAGS; ++i) flag_bits[i] = ballot(mine.flags >> i & 1);
     }
     const uint32_t bit = waiting & -waiting;
     waiting ^= bit;
     found = visibility_of(bit);
-    for (int i = 0; i < QUESTIONS; ++i) found.answers |= uint32_t((yes[i] & bit) != 0) << i;
+    for (int i = 0; i < FLAGS; ++i) found.flags |= uint32_t((flag_bits[i] & bit) != 0) << i;
     return first + first_bit(bit);
   }
   DEVICE Visibility visibility_of(uint32_t bit) const {

@@ -74,7 +74,7 @@ DEVICE bool is_different(const int32_t* key_segment, const RowLabels (&row)[2], 
 // Scales the scores of 8 N keys, and adds `different` where the key is of another segment. One rounding in all: a score
 // is the same number in both passes, but for roundings of `different`, which backward sums in another order, and, where
 // one pass alone is that of sm_90a, of products by wgmma, which need not be those of mma to the last bit.
-// Less `base`, if there is one.
+// Less `base`, which backward on sm_90a alone gives: there the difference is rounded, not the score.
 template <int N>
 DEVICE void add_segments(float (&score)[N][4], float scale, const int32_t* key_segment, const RowLabels (&row)[2],
                          const float (&different)[2], int t, const float (&base)[2] = {}) {

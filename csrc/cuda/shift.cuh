@@ -189,8 +189,8 @@ DEVICE const float* rel_bias_of(const Call& call, int b, int h) {
   return call.workspace.rel_bias + head * call.rel_bias_rows;
 }
 
-// A window's first row, moved to where v.r have memory: no visible pair reads a window further out.
-DEVICE int inside_margins(int window, int rel_len) { return larger(-REL_MARGIN, smaller(window, rel_len)); }
+// A window's first row, clamped to the margins around rel_key, in which v.r have memory. No visible pair reads beyond.
+DEVICE int clamped_window(int window, int rel_len) { return larger(-REL_MARGIN, smaller(window, rel_len)); }
 
 // The band's columns of 16 rows of rel_key, from `row` on, whose v.r begin at bias: of the warp's tiles of 16 rows from
 // `first` to `last`. load_query(k, m) gives the fragment of tile m at depth k.

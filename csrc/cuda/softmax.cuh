@@ -12,10 +12,6 @@ constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 // and the output have the same factor, which falls out of their quotient; float16 has room for it.
 constexpr float LARGEST_SUM = 256;
 
-// The largest row_max, in magnitude, that may be subtracted before a score is rounded: exp2 is then within
-// 2^-13 of what it is otherwise, less than 16 bits tell.
-constexpr float LARGEST_BASE = 1024;
-
 // Fragments that the exponentials of 8 N keys make.
 template <typename T, int N>
 constexpr int WEIGHTS = 8 * N / DEPTH<T>;
@@ -56,7 +52,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m) {
       exponentials<T>(score[m], row_max[m], weights[m], sum[m]);
-      all_fit &= own_fit(sum[m]);
+      all_fit &= lane_fits(sum[m]);
     }
     if (ballot(!all_fit)) {
 #pragma unroll
@@ -67,12 +63,12 @@ struct OnlineSoftmax {
     for (int m = 0; m < M_TILES; ++m) add_sums<T>(m, weights[m], sum[m]);
   }
 
-  // Whether this lane's sums are such that row_max need not be raised.
-  DEVICE static bool own_fit(const float (&sum)[2]) {
+  // Whether this lane's sums let row_max stay as it is.
+  DEVICE static bool lane_fits(const float (&sum)[2]) {
     return (sum[0] <= LARGEST_SUM) & (sum[1] <= LARGEST_SUM);  // NaN does not
   }
-  // Whether all lanes' sums are.
-  DEVICE static bool fits(const float (&sum)[2]) { return !ballot(!own_fit(sum)); }
+  // Whether all lanes' sums do.
+  DEVICE static bool fits(const float (&sum)[2]) { return !ballot(!lane_fits(sum)); }
 
   template <typename T, int N, int COLUMNS>
   DEVICE void raise(int m, const float (&score)[N][4], float (&out)[COLUMNS][4], Fragment (&weights)[WEIGHTS<T, N>],

@@ -171,8 +171,8 @@ DEVICE RowBounds merged(const RowBounds& a, const RowBounds& b) {
 // Ranks of rows that may be compared by pairs, as float16 numbers, are of less than this magnitude.
 constexpr int32_t LARGEST_RANK = LARGEST<Half>;
 
-// The segments of the BOUNDS_TILE keys that COUNT keys from j0 on are part of, as `preprocess` has found them; `keys`:
-// of the sequence, with memory.
+// The segments, by `preprocess`, of the BOUNDS_TILE keys that keys j0 .. j0 + COUNT - 1 lie in. `keys`: number of keys
+// of the sequence, memory included.
 template <int COUNT>
 DEVICE KeySegment load_key_segment(const Call& call, int b, int keys, int j0) {
   static_assert(BOUNDS_TILE % COUNT == 0);

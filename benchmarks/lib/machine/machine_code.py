@@ -110,7 +110,7 @@ class MachineCode:
         return counted.get(line, 0) / self.lines[line].statements if line in self.lines else 0.0
 
     def is_one_for_one(self, step: Step) -> bool:
-        """Whether its line of PTX is one instruction of this kind."""
+        """Whether the step's line of PTX is exactly one such instruction."""
         return self._is_one(step.line, step.instruction.name.split(".")[0])
 
     def _is_one(self, line: int, name: str) -> bool:

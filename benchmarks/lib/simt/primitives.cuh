@@ -160,7 +160,7 @@ DEVICE void wait_for_copies(Place place = Place::here()) {
   simt::wait_for_copies(PENDING, place);
 }
 
-constexpr bool ADDS_PAIRS = false;  // as on sm_80, so that lanes exchange what they add
+constexpr bool HAS_VECTOR_RED = false;  // as on sm_80, so that lanes exchange what they add
 // Fibers change places only where a primitive is called: plain additions are atomic.
 DEVICE void add_atomically(float* to, float first, float second, Place place = Place::here()) {
   simt::check_global(to, 8, "add_atomically", place);

@@ -33,7 +33,7 @@ struct BackwardProducer {
     TileScheduler scheduler(rows_within_reach(p, j0, S::KEYS), S::BLOCK_M);
     int before = -2;  // the tile before
     for (;;) {
-      TileLook found = Visibility::none;
+      TileState found = Visibility::none;
       const int tile = scheduler.next(found, own_lane(), [&](int i) {
         const RowTile rows = load_row_tile(call, b, i * S::BLOCK_M, S::BLOCK_M);
         const bool first = rows.visibility(call, b, j0, S::BLOCK_N) != Visibility::none;

@@ -89,7 +89,7 @@ struct Producer {
                             S::BLOCK_N);
     int before = -2;  // the tile before
     for (;;) {
-      TileLook found = Visibility::none;
+      TileState found = Visibility::none;
       const int tile = scheduler.next(
           found, lane, [&](int i) { return rows.visibility_by_pairs(call, b, i * S::BLOCK_N, S::BLOCK_N); });
       if (tile >= scheduler.tiles) break;

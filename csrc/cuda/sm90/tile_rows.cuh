@@ -95,6 +95,10 @@ struct RowStatistics {
   }
 };
 
+// The largest row_max, in magnitude, that may be subtracted, with log_inverse, before a score is rounded: P is then
+// within about 2^-13 of what it is otherwise, less than 16 bits tell.
+constexpr float LARGEST_BASE = 1024;
+
 // Scores become exponents of P: scale, segments and what is subtracted from a row in one multiply-add, or, where
 // row_max is large, one after the other, so that P of a single visible key is 1.
 template <typename S>

@@ -35,7 +35,7 @@ from .operands import (
     row_operand,
     zeros,
 )
-from .ordered_accumulation import END, OrderedAccumulation, pass_on, rel_sums, take_number, wait
+from .ordered_accumulation import END, OrderedAccumulation, pass_on, rel_sums, take_ticket, wait
 from .segments import add_dS_different, add_segments, id_range, load_embedding, load_row_segments
 from .shift import (
     block_of,
@@ -294,8 +294,8 @@ def rows_kernel(
     tiles = tl.cdiv(length, META.BLOCK_M)
     order = OrderedAccumulation(groups, run, copies)
     if META.ORDERED and META.NEEDS_REL:
-        begun = take_number(result.rel_key, order, rel_len, META)
-        first, index = begun % tiles, begun // tiles
+        ticket = take_ticket(result.rel_key, order, rel_len, META)
+        first, index = ticket % tiles, ticket // tiles
     else:
         first, index = program(tiles)
         # Last tiles first, because with a causal mask they are the longest.

@@ -3,7 +3,7 @@
 A queue is the tiles of rows that share a copy of it. In its loop over keys, each tile adds its blocks from the first
 row of rel_key on. It adds a block only after the previous tile of the queue has finished that block. So a queue keeps
 as many tiles busy as a tile visits blocks. More copies are made only where processors would be idle (launch_cache.py's
-`queues`). A program takes its tile by the number that it gets when it begins, because CUDA does not promise to start
+`queues`). A program takes a ticket when it begins, and its tile by the ticket, because CUDA does not promise to start
 programs in any order. So it waits only for programs that have begun.
 
 Each tile has a number in memory, its *progress*: the row of rel_key up to which it and all earlier tiles are done.
@@ -51,8 +51,8 @@ def _counters(grad_rel, order, rel_len, META):
 
 
 @triton.jit
-def take_number(grad_rel, order, rel_len, META):
-    """Number of this program among those that have begun, from 0."""
+def take_ticket(grad_rel, order, rel_len, META):
+    """Ticket of this program, from 0: how many programs have begun before it."""
     return tl.atomic_add(_counters(grad_rel, order, rel_len, META), 1, sem="relaxed")
 
 

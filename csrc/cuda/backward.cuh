@@ -100,22 +100,26 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
     add_product<T, S::HEAD_DIM>(
         dP, call.tf32, [&](int k) { return grad_out(k); },
         [&](int k, int n) { return load_b(memory.values, part_keys + 8 * first + n, k, lane.id); });
+    const auto take_softmax = [&](bool has_dropout) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+      for (int r = 0; r < 2; ++r) {
 #pragma unroll
-      for (int n = first; n < first + SOME; ++n) {
-        float probability[2];
-        for (int parity = 0; parity < 2; ++parity) {
-          const int i = 2 * r + parity;
-          const float factor = kept[r] >> (2 * n + parity) & 1 ? kept_factor[r] : 0.f;
-          score[n][i] -= row_max[r];
-          probability[parity] = softmax_backward(score[n][i], dP[n - first][i], factor, delta[r]);
+        for (int n = first; n < first + SOME; ++n) {
+          float probability[2];
+          for (int parity = 0; parity < 2; ++parity) {
+            const int i = 2 * r + parity;
+            const bool is_kept = !has_dropout || kept[r] >> (2 * n + parity) & 1;
+            score[n][i] -= row_max[r];
+            probability[parity] =
+                softmax_backward(score[n][i], dP[n - first][i], is_kept ? kept_factor[r] : 0.f, delta[r]);
+          }
+          const int m = first_row + lane.g + 8 * r, column = part_keys + 8 * n + 2 * lane.t;
+          store_pair(memory.probability().at(m, column), probability[0], probability[1]);
+          if (!S::DS_AFTER_DV) store_pair(memory.dS.at(m, column), score[n][2 * r], score[n][2 * r + 1]);
         }
-        const int m = first_row + lane.g + 8 * r, column = part_keys + 8 * n + 2 * lane.t;
-        store_pair(memory.probability().at(m, column), probability[0], probability[1]);
-        if (!S::DS_AFTER_DV) store_pair(memory.dS.at(m, column), score[n][2 * r], score[n][2 * r + 1]);
       }
-    }
+    };
+    philox.threshold ? take_softmax(true) : take_softmax(false);
   }
 }
 

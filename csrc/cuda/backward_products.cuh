@@ -108,8 +108,17 @@ DEVICE void add_position_gradient(const BackwardMemory<S>& memory, const WarpPar
   }
 }
 
+// Bit 2 rows + half: whether 16 rows of query have something in 16 columns of that half of the band.
+template <typename S>
+DEVICE uint32_t halves_of_band(const BackwardMemory<S>& memory, int first_column, int lane) {
+  const int rows = lane / 2 % S::M_TILES, m = first_column + lane % 2 * S::BLOCK_M;
+  const int first = memory.shift_bounds[2 * rows], last = memory.shift_bounds[2 * rows + 1];
+  return ballot(last >= 0 && first < m + 16 && last + S::BLOCK_N > m);
+}
+
 // dK of 16 keys with key_sum, of dS over rows; and dR = band' Q with colsum(band), of 16 rows in each half of the
-// window, added to global memory. They share what they read of Q.
+// window, added to global memory. One half after the other, to have sums of one in registers, and to multiply while the
+// other's are added. The lower half shares what it reads of Q with dK.
 template <typename S, int N>
 DEVICE void add_key_gradients(const Backward& a, const KeyTile<S>& tile, const BackwardMemory<S>& memory,
                               const typename S::Rows& queries, const WarpPart& of, int window, float (&dK)[N][4],
@@ -118,45 +127,37 @@ DEVICE void add_key_gradients(const Backward& a, const KeyTile<S>& tile, const B
   const Sums& sums = a.gradients.sums;
   const bool tf32 = a.call.tf32;
   const int lane = of.lane.id, first_key = 16 * of.m_tile, column = of.part * S::COLUMNS;
-  float dR[2][N][4] = {}, column_sum[2][4] = {};
-  bool any[2] = {};
-  for (int rows = 0; rows < S::M_TILES; ++rows) {  // 16 rows of query
-    const int first = memory.shift_bounds[2 * rows], last = memory.shift_bounds[2 * rows + 1];
-    bool serves[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int m = first_key + half * S::BLOCK_M;
-      serves[half] = uniform(int(sums.rel_key.data && last >= 0 && first < m + 16 && last + S::BLOCK_N > m)) != 0;
-      any[half] |= serves[half];
-    }
-#pragma unroll 1  // two at once take more registers than float32 has at 128
-    for (int k = 16 * rows; k < 16 * rows + 16; k += DEPTH<T>) {
-      Fragment q[N / 2];
-#pragma unroll
-      for (int n = 0; n < N; n += 2) q[n / 2] = load_b_transposed(queries, k, column + 8 * n, lane);
-      const auto add = [&](const Fragment& left, float (&product)[N][4], float (&sum)[4]) {
-        multiply<T>(sum, left, ones<T>(), 0, tf32);
-#pragma unroll
-        for (int n = 0; n < N; ++n) multiply<T>(product[n], left, q[n / 2], n % 2, tf32);
-      };
-      add(load_a_transposed(memory.dS, k, first_key, lane), dK, key_sum);
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        if (serves[half])
-          add(load_a_transposed(memory.band, k, first_key + half * S::BLOCK_M, lane), dR[half], column_sum[half]);
-    }
-  }
   const HeadRows<float> grad_rel = tile.grad_rel.kept();
+  const uint32_t in_band = sums.rel_key.data ? halves_of_band(memory, first_key, lane) : 0;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (!any[half]) continue;
+  for (int half = 1; half >= 0; --half) {
+    float dR[N][4] = {}, column_sum[4] = {};
+#pragma unroll
+    for (int rows = 0; rows < S::M_TILES; ++rows) {  // 16 rows of query
+      const bool is_in_band = in_band >> (2 * rows + half) & 1;
+      if (half == 1 && !is_in_band) continue;
+#pragma unroll 1  // two at once take more registers than float32 has at 128
+      for (int k = 16 * rows; k < 16 * rows + 16; k += DEPTH<T>) {
+        Fragment q[N / 2];
+#pragma unroll
+        for (int n = 0; n < N; n += 2) q[n / 2] = load_b_transposed(queries, k, column + 8 * n, lane);
+        const auto add = [&](const Fragment& left, float (&product)[N][4], float (&sum)[4]) {
+          multiply<T>(sum, left, ones<T>(), 0, tf32);
+#pragma unroll
+          for (int n = 0; n < N; ++n) multiply<T>(product[n], left, q[n / 2], n % 2, tf32);
+        };
+        if (half == 0) add(load_a_transposed(memory.dS, k, first_key, lane), dK, key_sum);
+        if (is_in_band) add(load_a_transposed(memory.band, k, first_key + half * S::BLOCK_M, lane), dR, column_sum);
+      }
+    }
+    if (!(in_band >> half & 0x55555555)) continue;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = window + first_key + half * S::BLOCK_M + of.lane.g + 8 * r;
       const bool is_inside = row >= 0 && row < a.call.p.rel_len;
-      add_rows(grad_rel, dR[half], r, is_inside ? row : -1, column, int(a.call.p.head_dim), of.lane);
+      add_rows(grad_rel, dR, r, is_inside ? row : -1, column, int(a.call.p.head_dim), of.lane);
       if (is_inside && sums.rel.data && of.lane.t == 0 && of.part == 0)
-        add_atomically(sums.rel.data + tile.first_rel + row, column_sum[half][2 * r]);
+        add_atomically(sums.rel.data + tile.first_rel + row, column_sum[2 * r]);
     }
   }
 }

@@ -41,7 +41,7 @@ def ptx_of_warpgroups(direction: str, dtype: str) -> Path:
 
 @pytest.mark.parametrize(
     ("direction", "spills"),
-    [("forward", 0), ("backward", 200), ("ordered_backward", 710)],
+    [("forward", 0), ("backward", 200), pytest.param("ordered_backward", 710, marks=pytest.mark.thorough)],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
 def test_warpgroup_kernels_keep_to_their_registers(direction, spills, dtype, tmp_path):
@@ -92,7 +92,7 @@ ASSEMBLERS = [
     ("nvidia-cuda-nvcc-cu12==12.4.131", "cuda_nvcc"),
     pytest.param("nvidia-cuda-nvcc-cu12==12.8.93", "cuda_nvcc", marks=pytest.mark.thorough),
     pytest.param("nvidia-cuda-nvcc-cu12==12.9.86", "cuda_nvcc", marks=pytest.mark.thorough),
-    ("nvidia-cuda-nvcc==13.5.37", "cu13"),
+    pytest.param("nvidia-cuda-nvcc==13.5.37", "cu13", marks=pytest.mark.thorough),
 ]
 
 

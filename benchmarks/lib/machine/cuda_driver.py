@@ -27,7 +27,7 @@ from xlnet_kernels.call import Call, replace
 HERE = Path(__file__).resolve().parent
 CSRC = simt_build.ROOT / "csrc"
 NVCC = shutil.which("nvcc")
-FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler", "-fPIC", f"-I{CSRC}", f"-I{CSRC / 'cuda'}"]
+FLAGS = ["-std=c++20", "-lineinfo", "-Xcompiler", "-fPIC", f"-I{CSRC}", f"-I{CSRC / 'cuda'}"]
 FLAGS += ["-DXLNET_KERNELS_CUDA_ARCHITECTURES=8.0;9.0a"]
 # The architecture that kernels are compiled for: setup.py's where it has features of its own.
 COMPILED_FOR = {80: "80", 90: "90a"}
@@ -111,7 +111,7 @@ def compiled(source: Path, architecture: int) -> Path:
     with simt_build._locked(path.with_suffix(".lock")):
         if not path.exists():
             with simt_build._complete(path) as partial:
-                _nvcc(source, "-ptx", f"-arch=compute_{COMPILED_FOR[architecture]}", "-o", str(partial))
+                _nvcc(source, "-O3", "-ptx", f"-arch=compute_{COMPILED_FOR[architecture]}", "-o", str(partial))
     return path
 
 
@@ -134,20 +134,18 @@ def _layout(parameter: str) -> tuple[int, int]:
 @functools.cache
 def library() -> ctypes.CDLL:
     """The host code, its operator known to torch."""
-    objects = []
-    for source in _sources():
-        path = _folder() / f"{source.stem}.o"
-        with simt_build._locked(path.with_suffix(".lock")):
-            if not path.exists():
-                with simt_build._complete(path) as partial:
-                    # device code is there for registration only: the oldest, unoptimised
-                    _nvcc(
-                        source, "-Xcicc", "-O0", "-gencode", "arch=compute_80,code=compute_80", "-c", "-o", str(partial)
-                    )
-        objects.append(path)
+    kernels = _folder() / "kernels.o"
+    with simt_build._locked(kernels.with_suffix(".lock")):
+        if not kernels.exists():
+            source = _folder() / "kernels.cu"  # all in one, to parse headers once
+            source.write_text("".join(f'#include "{path}"\n' for path in _sources()))
+            with simt_build._complete(kernels) as partial:
+                # device code is there for registration only: the oldest, unoptimised
+                options = ["-O1", "-Xcicc", "-O0", "-gencode", "arch=compute_80,code=compute_80", "-c"]
+                _nvcc(source, *options, "-o", str(partial))
     sources = [HERE / "cuda/runtime.cpp", *sorted((CSRC / "cuda").glob("*.cpp"))]
     sources += [CSRC / "call.cpp", CSRC / "stable" / "tensor.cpp"]
-    path = _link(sources, objects)
+    path = _link(sources, [kernels])
     torch.ops.load_library(str(path))
     found = ctypes.CDLL(str(path))
     found.machine_find.restype = ctypes.c_bool

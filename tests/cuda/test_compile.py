@@ -34,6 +34,19 @@ KERNELS = {
 POSITIONS_SPILL = {"forward": 60, "backward": 650, "ordered_backward": 1170}
 
 
+def check_products(cubin: Path) -> None:
+    """No register of a product under way is touched, in any of the kernels."""
+    from triton.backends import nvidia
+
+    cuobjdump = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    text = subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    kernels = {name: code for name, code in functions(text).items() if "warpgroup" in name}
+    assert len(kernels) == 8, kernels.keys()  # widths, dropout, positions or not
+    for name, code in kernels.items():
+        assert any(instruction.name.startswith("HGMMA") for instruction in code), name
+        assert hazards(code) == [], name
+
+
 def ptx_of_warpgroups(direction: str, dtype: str) -> Path:
     prefix = "" if direction == "forward" else f"{direction}_"
     return cuda_driver.compiled(CUDA / "sm90" / f"warpgroup_{prefix}{dtype}.cu", 90)
@@ -41,6 +54,7 @@ def ptx_of_warpgroups(direction: str, dtype: str) -> Path:
 
 @pytest.mark.parametrize(
     ("direction", "spills"),
+    # Ordered backward has backward's consumers; machine/test_ordered_accumulation.py runs it.
     [("forward", 0), ("backward", 200), pytest.param("ordered_backward", 710, marks=pytest.mark.thorough)],
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
@@ -62,6 +76,7 @@ def test_warpgroup_kernels_keep_to_their_registers(direction, spills, dtype, tmp
         if "Li64E" in kernel:  # the producer's alone, where consumers add in order
             most = 420 if direction == "ordered_backward" else 0
         assert int(stores) + int(loads) <= most, kernels
+    check_products(tmp_path / "cubin")
     # START_REGISTERS of sm90/tile_sizes.h: with more a block does not fit, with fewer the consumers wait for ever.
     assert all(int(registers) == 65536 // 384 // 8 * 8 for *_, registers in kernels), kernels
 
@@ -99,9 +114,7 @@ ASSEMBLERS = [
 @pytest.mark.parametrize(("requirement", "folder"), ASSEMBLERS)
 @pytest.mark.parametrize("direction", ["forward", pytest.param("backward", marks=pytest.mark.thorough)])
 def test_other_assemblers_run_products_side_by_side(direction, requirement, folder, tmp_path):
-    """No warning that products wait for one another, and no register of a running product is touched."""
-    from triton.backends import nvidia
-
+    """No warning that products wait for one another."""
     ptx, cubin = tmp_path / "kernels.ptx", tmp_path / "kernels.cubin"
     # CUDA 12.4 reads versions up to 8.4, which has all instructions of these kernels
     text = ptx_of_warpgroups(direction, "bfloat16").read_text()
@@ -110,10 +123,4 @@ def test_other_assemblers_run_products_side_by_side(direction, requirement, fold
     done = subprocess.run([ptxas, "-v", "--gpu-name=sm_90a", ptx, "-o", cubin], capture_output=True, text=True)
     assert done.returncode == 0 and "ptxas info" in done.stderr, done.stderr
     assert not re.search(r"C75\d\d", done.stderr), done.stderr
-    cuobjdump = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-    text = subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True, check=True).stdout
-    kernels = {name: code for name, code in functions(text).items() if "warpgroup" in name}
-    assert len(kernels) == 8, kernels.keys()
-    for name, code in kernels.items():
-        assert any(instruction.name.startswith("HGMMA") for instruction in code), name
-        assert hazards(code) == [], name
+    check_products(cubin)

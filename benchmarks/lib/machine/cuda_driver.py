@@ -29,6 +29,10 @@ CSRC = simt_build.ROOT / "csrc"
 NVCC = shutil.which("nvcc")
 FLAGS = ["-std=c++20", "-lineinfo", "-Xcompiler", "-fPIC", f"-I{CSRC}", f"-I{CSRC / 'cuda'}"]
 FLAGS += ["-DXLNET_KERNELS_CUDA_ARCHITECTURES=8.0;9.0a"]
+PTX = ["-O3", "-ptx"]
+# The host's code: quickly, because it only launches. Its device code is there for registration alone, for the oldest
+# architecture.
+HOST = ["-O1", "-Xcicc", "-O0", "-gencode", "arch=compute_80,code=compute_80", "-c"]
 # The architecture that kernels are compiled for: setup.py's where it has features of its own.
 COMPILED_FOR = {80: "80", 90: "90a"}
 _OPERATOR = "rel_attention_machine"  # as in cuda/torch_device.h
@@ -75,10 +79,12 @@ def _nvcc(source: Path, *options: str) -> None:
 @functools.cache
 def _folder() -> Path:
     """For what is compiled of these very sources."""
-    found = hashlib.sha256(repr((FLAGS, subprocess.check_output([NVCC, "--version"]))).encode())
+    found = hashlib.sha256(
+        repr((FLAGS, PTX, HOST, COMPILED_FOR, subprocess.check_output([NVCC, "--version"]))).encode()
+    )
     for path in sorted([*CSRC.glob("*.h"), *CSRC.glob("cuda/**/*")]):
         if path.suffix in (".h", ".cuh", ".cu"):
-            found.update(path.read_bytes())
+            found.update(repr(path.relative_to(CSRC).as_posix()).encode() + path.read_bytes())
     return own_cache(f"machine-nvcc-{found.hexdigest()[:16]}")
 
 
@@ -111,7 +117,7 @@ def compiled(source: Path, architecture: int) -> Path:
     with simt_build._locked(path.with_suffix(".lock")):
         if not path.exists():
             with simt_build._complete(path) as partial:
-                _nvcc(source, "-O3", "-ptx", f"-arch=compute_{COMPILED_FOR[architecture]}", "-o", str(partial))
+                _nvcc(source, *PTX, f"-arch=compute_{COMPILED_FOR[architecture]}", "-o", str(partial))
     return path
 
 
@@ -131,21 +137,28 @@ def _layout(parameter: str) -> tuple[int, int]:
     return size * int(count[1] if count else 1), int(align[1]) if align else size
 
 
+def _host_object(name: str, sources: list[Path]) -> Path:
+    """The host's code of all these sources."""
+    path = _folder() / f"{name}.o"
+    with simt_build._locked(path.with_suffix(".lock")):
+        if not path.exists():
+            all_of_them = path.with_suffix(".cu")
+            all_of_them.write_text("".join(f'#include "{source}"\n' for source in sources))
+            with simt_build._complete(path) as partial:
+                _nvcc(all_of_them, *HOST, "-o", str(partial))
+    return path
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """The host code, its operator known to torch."""
-    kernels = _folder() / "kernels.o"
-    with simt_build._locked(kernels.with_suffix(".lock")):
-        if not kernels.exists():
-            source = _folder() / "kernels.cu"  # all in one, to parse headers once
-            source.write_text("".join(f'#include "{path}"\n' for path in _sources()))
-            with simt_build._complete(kernels) as partial:
-                # device code is there for registration only: the oldest, unoptimised
-                options = ["-O1", "-Xcicc", "-O0", "-gencode", "arch=compute_80,code=compute_80", "-c"]
-                _nvcc(source, *options, "-o", str(partial))
     sources = [HERE / "cuda/runtime.cpp", *sorted((CSRC / "cuda").glob("*.cpp"))]
     sources += [CSRC / "call.cpp", CSRC / "stable" / "tensor.cpp"]
-    path = _link(sources, [kernels])
+    # Headers of kernels are parsed once for all instances, which takes a quarter of the time. dispatch.cu stays apart,
+    # because beside the templates it would itself make an instance that no source has.
+    dispatch = CSRC / "cuda" / "dispatch.cu"
+    instances = [source for source in _sources() if source != dispatch]
+    path = _link(sources, [_host_object("dispatch", [dispatch]), _host_object("instances", instances)])
     torch.ops.load_library(str(path))
     found = ctypes.CDLL(str(path))
     found.machine_find.restype = ctypes.c_bool

@@ -80,7 +80,7 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
   const int part_keys = of.part * S::KEYS, first_row = 16 * of.m_tile;
   const float kept_scale = float(p.dropout.kept_scale);
   const Philox philox = load_philox(p.dropout, tile.b, tile.head);
-  uint32_t kept[2] = {~0u, ~0u};
+  uint32_t kept[2] = {};  // only with dropout
   if (philox.threshold)
 #pragma unroll
     for (int r = 0; r < 2; ++r) kept[r] = kept_columns<S::KEYS>(philox, rows.row[r].index, tile.j0 + part_keys, lane.t);
@@ -100,7 +100,7 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
     add_product<T, S::HEAD_DIM>(
         dP, call.tf32, [&](int k) { return grad_out(k); },
         [&](int k, int n) { return load_b(memory.values, part_keys + 8 * first + n, k, lane.id); });
-    const auto take_softmax = [&](bool has_dropout) {
+    const auto softmax_gradients = [&](bool has_dropout) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -119,7 +119,7 @@ DEVICE void score_gradients(const Call& call, const KeyTile<S>& tile, const Back
         }
       }
     };
-    philox.threshold ? take_softmax(true) : take_softmax(false);
+    philox.threshold ? softmax_gradients(true) : softmax_gradients(false);
   }
 }
 

@@ -108,17 +108,18 @@ DEVICE void add_position_gradient(const BackwardMemory<S>& memory, const WarpPar
   }
 }
 
-// Bit 2 rows + half: whether 16 rows of query have something in 16 columns of that half of the band.
+// Bit 2 i + half: whether the i-th 16 rows of query have something in 16 columns of that half of the band, from
+// first_column on. Bits from 2 M_TILES on repeat these. All lanes of a warp call it.
 template <typename S>
-DEVICE uint32_t halves_of_band(const BackwardMemory<S>& memory, int first_column, int lane) {
-  const int rows = lane / 2 % S::M_TILES, m = first_column + lane % 2 * S::BLOCK_M;
+DEVICE uint32_t rows_in_band(const BackwardMemory<S>& memory, int first_column, int lane) {
+  const int rows = lane / 2 % S::M_TILES, column = first_column + lane % 2 * S::BLOCK_M;
   const int first = memory.shift_bounds[2 * rows], last = memory.shift_bounds[2 * rows + 1];
-  return ballot(last >= 0 && first < m + 16 && last + S::BLOCK_N > m);
+  return ballot(last >= 0 && first < column + 16 && last + S::BLOCK_N > column);
 }
 
 // dK of 16 keys with key_sum, of dS over rows; and dR = band' Q with colsum(band), of 16 rows in each half of the
-// window, added to global memory. One half after the other, to have sums of one in registers, and to multiply while the
-// other's are added. The lower half shares what it reads of Q with dK.
+// window, added to global memory. The upper half comes first: registers hold sums of one half, and these are added
+// while the next products run. The lower half reads Q once for dK and dR, the upper one reads it again.
 template <typename S, int N>
 DEVICE void add_key_gradients(const Backward& a, const KeyTile<S>& tile, const BackwardMemory<S>& memory,
                               const typename S::Rows& queries, const WarpPart& of, int window, float (&dK)[N][4],
@@ -128,15 +129,16 @@ DEVICE void add_key_gradients(const Backward& a, const KeyTile<S>& tile, const B
   const bool tf32 = a.call.tf32;
   const int lane = of.lane.id, first_key = 16 * of.m_tile, column = of.part * S::COLUMNS;
   const HeadRows<float> grad_rel = tile.grad_rel.kept();
-  const uint32_t in_band = sums.rel_key.data ? halves_of_band(memory, first_key, lane) : 0;
+  const uint32_t in_band = sums.rel_key.data ? rows_in_band(memory, first_key, lane) : 0;
 #pragma unroll
   for (int half = 1; half >= 0; --half) {
+    const bool adds_dK = half == 0;
     float dR[N][4] = {}, column_sum[4] = {};
 #pragma unroll
     for (int rows = 0; rows < S::M_TILES; ++rows) {  // 16 rows of query
-      const bool is_in_band = in_band >> (2 * rows + half) & 1;
-      if (half == 1 && !is_in_band) continue;
-#pragma unroll 1  // two at once take more registers than float32 has at 128
+      const bool adds_dR = in_band >> (2 * rows + half) & 1;
+      if (!adds_dK && !adds_dR) continue;
+#pragma unroll
       for (int k = 16 * rows; k < 16 * rows + 16; k += DEPTH<T>) {
         Fragment q[N / 2];
 #pragma unroll
@@ -146,8 +148,8 @@ DEVICE void add_key_gradients(const Backward& a, const KeyTile<S>& tile, const B
 #pragma unroll
           for (int n = 0; n < N; ++n) multiply<T>(product[n], left, q[n / 2], n % 2, tf32);
         };
-        if (half == 0) add(load_a_transposed(memory.dS, k, first_key, lane), dK, key_sum);
-        if (is_in_band) add(load_a_transposed(memory.band, k, first_key + half * S::BLOCK_M, lane), dR, column_sum);
+        if (adds_dK) add(load_a_transposed(memory.dS, k, first_key, lane), dK, key_sum);
+        if (adds_dR) add(load_a_transposed(memory.band, k, first_key + half * S::BLOCK_M, lane), dR, column_sum);
       }
     }
     if (!(in_band >> half & 0x55555555)) continue;

@@ -129,7 +129,7 @@ def highlights(run: dict) -> str:
         [
             f"* **{faster}** as fast as transformers' attention in eager mode, {compiled} (forward / with backward)",
             f"* **{slower}** the time of plain SDPA, which has no positions",
-            f"* **{memory[0]}** of memory where transformers takes {memory[1]}, growing with length, not its square",
+            f"* **{memory[0]}** of memory, linear in length; transformers takes {memory[1]}, quadratic in length",
             "",
             f"<sub>Length {length}, permutation mask and relative segments, {settings['dtype']}, "
             f"{settings['heads']} heads of {settings['head_dim']}, {machine}, torch {environment['torch']}. "

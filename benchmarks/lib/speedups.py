@@ -10,7 +10,7 @@ from .report import direction_name, markdown
 OWN = "xlnet_kernels"
 SUFFIX = "-2-cores"  # of names of runs
 PARTS = {"speech": "attention, ", "speech-layer": "layer, "}  # sections whose cases have the same names
-HEADS = ("run", "case", "direction", "ms", "peer's ms", "times as fast", "peak MB", "peer's peak MB")
+HEADS = ("run", "case", "direction", "ms", "peer", "peer's ms", "times as fast", "peak MB", "peer's peak MB")
 
 
 def table(runs: dict[str, dict]) -> str:
@@ -38,7 +38,8 @@ def _lines(rows: list[dict]) -> Iterator[list[str]]:
         for row in (row for row in group if row not in peers):
             kind = row["implementation"].removeprefix(OWN)  # ", medium"
             faster = "-" if peer is None else f"{peer['median_ms'] / row['median_ms']:.2f}"
-            numbers = (_ms(row), _ms(peer), faster, _megabytes(row), _megabytes(peer))
+            name = "-" if peer is None else peer["implementation"]
+            numbers = (_ms(row), name, _ms(peer), faster, _megabytes(row), _megabytes(peer))
             yield [PARTS.get(section, "") + case + kind, direction_name(row), *numbers]
 
 

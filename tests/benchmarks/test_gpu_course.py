@@ -265,7 +265,7 @@ def test_highlights_are_of_the_greatest_length_that_all_have(tmp_path, capsys):
     assert report.main(["--highlights", str(source), str(page)]) == 0
     text = page.read_text()
     assert "**10.0x / 3.0x** as fast" in text and "**2.0x / 2.0x** the time" in text
-    assert "**3 MB** of memory where transformers takes 500 MB" in text and "Length 512, " in text
+    assert "**3 MB** of memory, linear in length; transformers takes 500 MB" in text and "Length 512, " in text
     source.write_text(json.dumps(run | {"rows": core(own, 512, 1, 1)}))
     assert report.main(["--highlights", str(source)]) == 1
     assert "no length has this package, transformers and plain SDPA" in capsys.readouterr().err

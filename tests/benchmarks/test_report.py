@@ -144,10 +144,10 @@ def test_speedups_are_against_the_fastest_peer(tmp_path):
     assert main(["--speedups", *map(str, sources), str(page)]) == 0
     found = [line[2:-2].split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")][2:]
     assert found == [
-        ["model-a", "8 targets, 48 x 1", "forward", "2.00", "5.00", "2.50", "2", "7"],
-        ["model-a", "8 targets, 48 x 1, medium", "forward", "1.00", "5.00", "5.00", "2", "7"],
-        ["model-a", "8 targets, 48 x 1", "training step", "200", "-", "-", "2", "-"],
-        ["other", "attention, 10 s", "forward", "2.00", "-", "-", "2", "-"],
+        ["model-a", "8 targets, 48 x 1", "forward", "2.00", "transformers sdpa", "5.00", "2.50", "2", "7"],
+        ["model-a", "8 targets, 48 x 1, medium", "forward", "1.00", "transformers sdpa", "5.00", "5.00", "2", "7"],
+        ["model-a", "8 targets, 48 x 1", "training step", "200", "-", "-", "-", "2", "-"],
+        ["other", "attention, 10 s", "forward", "2.00", "-", "-", "-", "2", "-"],
     ]
 
 

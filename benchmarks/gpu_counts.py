@@ -343,6 +343,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     kernels = [k for k in options.kernels if k != "cuda" or cuda_driver.unavailable() is None]
+    if kernels != options.kernels:
+        print(f"cuda is left out: {cuda_driver.unavailable()}", file=sys.stderr)
 
     def say(line: str) -> None:
         if options.verbose:

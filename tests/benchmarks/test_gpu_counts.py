@@ -74,6 +74,13 @@ def test_without_an_update_plain_attention_is_counted_too(counted):
     assert rows["triton", 64]["ratio"] == 1
 
 
+def test_a_backend_that_is_not_counted_is_named(counted, capsys, monkeypatch):
+    file, run = counted
+    monkeypatch.setattr(gpu_counts.cuda_driver, "unavailable", lambda: "no nvcc")
+    rows, _ = run("--update", file, "--kernels", "triton", "cuda")
+    assert rows["cuda", 64]["bound_cycles"] == 100 and capsys.readouterr().err == "cuda is left out: no nvcc\n"
+
+
 @pytest.mark.parametrize("case", gpu_counts.CASES)
 def test_a_case_is_what_it_says(monkeypatch, case):
     given = {}

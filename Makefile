@@ -42,7 +42,8 @@ SOURCES := $(wildcard csrc csrc/* csrc/*/* build_backend/*.py) setup.py pyprojec
 help:
 	@sed '/^$$/,$$d; s/^# \{0,1\}//' Makefile
 
-PYTEST := OMP_WAIT_POLICY=PASSIVE $(RUN) -u -m pytest -n auto
+# A thread for each worker, to avoid waits for each other's; tests of kernels take several (tests/conftest.py).
+PYTEST := OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(RUN) -u -m pytest -n auto
 test: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy

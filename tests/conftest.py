@@ -64,6 +64,16 @@ def scripts(monkeypatch):
         monkeypatch.syspath_prepend(str(ROOT / folder))
 
 
+@pytest.fixture(autouse=True)
+def several_threads(request):
+    """Kernels divide their work, where `make test` has one thread for a worker."""
+    threads = torch.get_num_threads()
+    if request.path.parent.name in ("cpu", "operator"):
+        torch.set_num_threads(max(2, threads))
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def one_thread():
     """For tiny sizes, where waking threads costs more than the work."""

@@ -112,7 +112,7 @@ def test_a_row_has_the_counts_of_each_launch(monkeypatch):
         counts = Counts(
             instructions={"float": issued}, tensor={"mma": issued}, shared_wavefronts=wavefronts, lines={1: issued}
         )
-        return Launch(name, (1, 1, 1), 32, 0, "ptx", b"", counts)
+        return Launch(name, (1, 1, 1), 32, 0, "ptx", counts)
 
     runs = {n: [launch("prepare", 3 * n, 0), launch("main", n * n + 5, 2 * n * n)] for n in (256, 512, 768)}
     row = gpu_counts.row("cuda", "forward", 64, 80, "none", runs, 2048)
@@ -135,7 +135,7 @@ def test_a_launch_has_its_simulation_beside_its_prediction(monkeypatch, cycles, 
     found = None if cycles is None else gpu_counts.timing.Prediction(2, cycles)
     monkeypatch.setattr(gpu_counts, "assemble", lambda *_: None)
     monkeypatch.setattr(gpu_counts.timing, "predict", lambda *_: found)
-    launch = Launch("main", (5, 2, 1), 128, 0, "ptx", b"", Counts())
+    launch = Launch("main", (5, 2, 1), 128, 0, "ptx", Counts())
     made = gpu_counts.prediction([launch], 80, [1], bound)
     assert (made["predicted_cycles"], made["simulated_cycles"], made["at_bound"]) == expected
     assert made["blocks"] == 10 and made["resident"] == (found and 2)
@@ -145,7 +145,7 @@ def test_a_launch_that_is_simulated_at_some_lengths_is_not_predicted(monkeypatch
     found = iter([gpu_counts.timing.Prediction(2, 100), None, gpu_counts.timing.Prediction(2, 300)])
     monkeypatch.setattr(gpu_counts, "assemble", lambda *_: None)
     monkeypatch.setattr(gpu_counts.timing, "predict", lambda *_: next(found))
-    launch = Launch("main", (5, 2, 1), 128, 0, "ptx", b"", Counts())
+    launch = Launch("main", (5, 2, 1), 128, 0, "ptx", Counts())
     assert gpu_counts.prediction([launch] * 3, 80, [1, 1, 1], 7)["simulated_cycles"] is None
 
 

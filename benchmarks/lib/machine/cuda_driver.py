@@ -207,7 +207,7 @@ def _launch(name, grid, block, shared, arguments) -> int:
             round_to_nearest=record.round_to_nearest,
             check=record.check,
         )
-        ran = Launch(name.decode(), tuple(grid.contents), block.contents[0], shared, ptx, b"", counts)
+        ran = Launch(name.decode(), tuple(grid.contents), block.contents[0], shared, ptx, counts)
         record.launches.append(ran)
         return 0
     except Exception as error:

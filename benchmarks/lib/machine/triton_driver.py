@@ -43,7 +43,6 @@ class Launch:
     threads: int
     shared_bytes: int
     ptx: str
-    cubin: bytes
     counts: Counts
 
 
@@ -62,8 +61,6 @@ class Record:
 class _Function:
     """A loaded kernel, as Triton hands it back to the launcher."""
 
-    name: str
-    cubin: bytes
     ptx: str = ""
     module: Module | None = None
 
@@ -89,7 +86,7 @@ class Driver:
         return {"max_shared_mem": SHARED_MEMORY[self.record.architecture], "multiprocessor_count": 2}
 
     def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple:
-        return 1, _Function(name, cubin), 0, 0, 1024  # module, function, registers, spills, threads
+        return 1, _Function(), 0, 0, 1024  # module, function, registers, spills, threads
 
     def unload_module(self, module: int) -> None:
         pass
@@ -149,7 +146,7 @@ class _Launcher:
             check=record.check,
             copies_need_fence=FENCES_COPIES,
         )
-        ran = Launch(self.metadata.name, grid, threads, self.metadata.shared, function.ptx, function.cubin, counts)
+        ran = Launch(self.metadata.name, grid, threads, self.metadata.shared, function.ptx, counts)
         record.launches.append(ran)
 
 

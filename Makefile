@@ -10,6 +10,7 @@
 #   make test PYTHON=python3.12               another interpreter
 #
 # `make check` takes four minutes on two cores: lint, types, the operator on the CPU, the model and the documents.
+# `make test` takes 14, but 21 the first time, to install and to compile what later runs find in TMPDIR and ~/.triton.
 #
 # `make test-machine` runs the compiled GPU kernels on the host (benchmarks/lib/machine). It takes hours; `make test`
 # has a sample of it. It also runs tests that are marked `thorough`. A second run continues with tests that have not
